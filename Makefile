@@ -1,0 +1,51 @@
+# Everything a person or CI runs. Variables reach Python as arguments, as they were written, and are checked there.
+# `override X := $(value X)` keeps make from expanding what a value contains; "$$X" keeps the shell from it.
+SHELL := /bin/sh
+override NAME := $(value NAME)
+override NODES := $(value NODES)
+override ARGS := $(value ARGS)
+override TESTS := $(value TESTS)
+export NAME NODES ARGS TESTS
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help exp test test-slurm lint bench requirements clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
+
+$(READY): requirements.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "setting up .venv (once; downloads about 3 GB)"
+	@"$(PYTHON)" -m venv --clear .venv
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $(READY)
+
+exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ... | --help | --print-config"]
+	@$(PY) -m slurm.submit "$$NAME" --nodes="$$NODES" --args="$$ARGS"
+
+test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/test_config.py -k name"]
+	@$(PY) -m pytest $${TESTS:-tests} -m "not slurm"
+
+test-slurm: $(READY)  ## the tests that need a real SLURM cluster
+	@$(PY) -m pytest tests -m slurm
+
+lint: $(READY)  ## ruff (lint and format) and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+
+bench: $(READY)  ## the benchmarks of mnist_pipeline, side by side, saved as JSON
+	@$(PY) tests/benchmarks/mnist_pipeline.py
+
+requirements: $(READY)  ## pin all dependencies of pyproject.toml anew into requirements.txt
+	@$(PY) -m uv pip compile --universal --python-version 3.11 --extra dev --extra bench --upgrade --quiet \
+	  --annotation-style line --custom-compile-command "make requirements" pyproject.toml > .requirements.new
+	@echo "-e .  # the project itself, so that scripts find its packages" >> .requirements.new
+	@mv .requirements.new requirements.txt
+
+clean:  ## delete .venv and caches (runs and data stay)
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -1,0 +1,1 @@
+"""What the experiments share: configuration, data, models, splits, pipeline, launch, run, tracking."""

@@ -1,0 +1,112 @@
+"""Batches of a prepared set, in an order that is a pure function of (seed, epoch, position).
+
+Images stay uint8 in memory, shared by all processes of a host. Several batches at a time are gathered,
+moved to the device and normalised in one vectorised step, and then handed out as views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import seeds
+from common.prepare import Prepared
+from configs.shared import Data
+
+# mean and standard deviation of the training pixels, scaled to [0, 1]
+STATISTICS = {"mnist": (0.1307, 0.3081), "digits": (0.1699, 0.3058)}
+CLASSES = 10
+IMAGE = (28, 28)
+
+
+class Images:
+    """One part of a prepared set: images uint8 [N, 28, 28] and labels int64 [N]."""
+
+    def __init__(self, prepared: Prepared, part: str, limit: int = 0) -> None:
+        images = torch.from_numpy(prepared.array(f"{part}_images"))
+        labels = torch.from_numpy(prepared.array(f"{part}_labels")).long()
+        self.images, self.labels = (images[:limit], labels[:limit]) if limit else (images, labels)
+        self.mean, self.std = STATISTICS[prepared.name]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def inputs(self, index: Tensor | slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Normalised images [n, 28, 28] on the device: (pixel / 255 - mean) / std."""
+        picked = self.images[index] if isinstance(index, slice) else self.images.index_select(0, index)
+        return picked.to(device).to(dtype).sub_(255 * self.mean).mul_(1 / (255 * self.std))
+
+    def targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
+        """Labels [n] on the device."""
+        return self.labels[index].to(device)
+
+
+def load(prepared: Prepared, settings: Data) -> tuple[Images, Images]:
+    """The training and the test part."""
+    return (
+        Images(prepared, "train", settings.train_limit),
+        Images(prepared, "test", settings.test_limit),
+    )
+
+
+def order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of `count` samples in an epoch, whatever the number of processes."""
+    return seeds.generator(seed, "order", epoch).permutation(count)
+
+
+class Loader:
+    """Training batches, epoch after epoch, from any position on.
+
+    Every batch is full: the ragged rest of an epoch (count modulo batch) is left out, and another rest
+    each time. `epoch` and `position` (samples of this epoch already handed out) are all its state.
+    A process that needs only inputs or only targets, as a pipeline's first and last stage do, asks
+    for just these and gets None for the other.
+    """
+
+    def __init__(
+        self,
+        data: Images,
+        batch: int,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        block: int = 1,
+        inputs: bool = True,
+        targets: bool = True,
+    ) -> None:
+        if len(data) < batch:
+            raise ValueError(f"{len(data)} samples hold no full batch of {batch}")
+        self.data, self.batch, self.seed, self.block = data, batch, seed, block
+        self.device, self.dtype = device, dtype
+        self.wants_inputs, self.wants_targets = inputs, targets
+        self.epoch = self.position = 0
+
+    @property
+    def steps(self) -> int:
+        """Batches in an epoch."""
+        return len(self.data) // self.batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """The rest of the current epoch; at its end the next epoch begins."""
+        index = torch.from_numpy(order(len(self.data), self.seed, self.epoch))
+        end = self.steps * self.batch
+        while self.position < end:
+            start = self.position
+            rows = index[start : min(start + self.block * self.batch, end)]
+            x = self.data.inputs(rows, self.device, self.dtype) if self.wants_inputs else None
+            y = self.data.targets(rows, self.device) if self.wants_targets else None
+            for at in range(0, len(rows), self.batch):
+                self.position = start + at + self.batch
+                piece = slice(at, at + self.batch)
+                yield (None if x is None else x[piece]), (None if y is None else y[piece])
+        self.epoch, self.position = self.epoch + 1, 0

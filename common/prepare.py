@@ -1,0 +1,247 @@
+"""Preparing a data set once, before any process starts, as uint8 arrays that every process maps.
+
+Imports torchvision only when raw MNIST has to be read or downloaded, and then in a process of its
+own: a set that is prepared already costs no import, and a download that hangs can be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import digits
+from common.config import UserError
+from common.folder import disk_errors, read_json
+from configs.shared import Data
+
+MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
+RAW = {  # uncompressed sizes in bytes
+    "train-images-idx3-ubyte": 47_040_016,
+    "train-labels-idx1-ubyte": 60_008,
+    "t10k-images-idx3-ubyte": 7_840_016,
+    "t10k-labels-idx1-ubyte": 10_008,
+}
+PARTS = ("train_images", "train_labels", "test_images", "test_labels")
+DIGITS_SEED = 0  # the set is the same for every run: `seed` chooses initialisation and order, not the data
+DIGITS_VERSION = 1
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A data set on disk: its real name, its folder, and the checksum of each array."""
+
+    name: str
+    path: Path
+    sha256: dict[str, str]
+    notice: str = ""
+
+    def array(self, part: str) -> np.ndarray:
+        """One of PARTS, memory-mapped: processes on one host share the pages."""
+        return np.load(self.path / f"{part}.npy", mmap_mode="c")
+
+    def verify(self) -> None:
+        """Raise UserError if an array changed since it was prepared."""
+        for part, expected in self.sha256.items():
+            file = self.path / f"{part}.npy"
+            if file_hash(file) != expected:
+                raise UserError(f"{file} is damaged (checksum differs); delete {self.path} and start again")
+
+    def facts(self) -> dict[str, Any]:
+        return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
+
+
+def prepare(data: Data, local: bool = True) -> Prepared:
+    """Find or make the set that `data` asks for; falls back to digits only if `local` and allowed.
+
+    Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
+    """
+    if data.name == "digits":
+        return prepare_digits(Path(data.cache))
+    root = Path(data.root)
+    raw = root / "MNIST" / "raw"
+    notice = ""
+    if not any((raw / name).exists() for name in RAW):
+        problem = obtain(root, data.download_timeout)
+        if problem:
+            notice = f"MNIST is not under {root} and cannot be downloaded ({problem})"
+            if data.fallback == "none" or not local:
+                raise UserError(f"{notice}; set data.root to a folder with MNIST/raw, or data.name=digits")
+            notice += ": training on the built-in digits set instead"
+            return dataclasses.replace(prepare_digits(Path(data.cache)), notice=notice)
+    check_raw(raw)
+    return cached(Path(data.cache), "mnist", raw_state(raw), lambda: isolated(read_mnist, root))
+
+
+def prepare_digits(cache: Path) -> Prepared:
+    def make() -> Arrays:
+        return (*digits.generate(60_000, DIGITS_SEED, "train"), *digits.generate(10_000, DIGITS_SEED, "test"))
+
+    return cached(cache, "digits", f"seed {DIGITS_SEED} version {DIGITS_VERSION}", make)
+
+
+def check_raw(raw: Path) -> None:
+    """Raise UserError unless all four raw files are there in full."""
+    for name, size in RAW.items():
+        file = raw / name
+        remedy = f"delete {raw} to download it again, or set data.root to a complete copy"
+        if not file.exists():
+            raise UserError(f"{file} is missing; {remedy}")
+        if file.stat().st_size != size:
+            raise UserError(f"{file} is damaged: {file.stat().st_size} bytes, expected {size}; {remedy}")
+
+
+def raw_state(raw: Path) -> str:
+    """Changes whenever a raw file is replaced."""
+    stats = [(raw / name).stat() for name in RAW]
+    return " ".join([str(raw.resolve())] + [f"{s.st_size}:{s.st_mtime_ns}" for s in stats])
+
+
+def cached(cache: Path, name: str, state: str, make: Callable[[], Arrays]) -> Prepared:
+    """The prepared set for a state of its source, made under a lock if it is not there."""
+    path = cache / f"{name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
+    found = read_prepared(name, path)
+    if found:
+        return found
+    with locked(cache):
+        found = read_prepared(name, path)
+        if found:
+            return found
+        arrays = make()
+        write_prepared(path, arrays)
+    done = read_prepared(name, path)
+    assert done is not None
+    return done
+
+
+def read_prepared(name: str, path: Path) -> Prepared | None:
+    """A complete prepared set, or None."""
+    manifest = read_json(path / "manifest.json")
+    for part, size in manifest.get("bytes", {}).items():
+        file = path / f"{part}.npy"
+        if not file.exists() or file.stat().st_size != size:
+            return None
+    return Prepared(name, path.resolve(), manifest["sha256"]) if manifest else None
+
+
+def write_prepared(path: Path, arrays: Arrays) -> None:
+    """Write all arrays beside, then rename: a crash leaves no half set."""
+    with disk_errors(path):
+        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        try:
+            for part, array in zip(PARTS, arrays, strict=True):
+                np.save(beside / f"{part}.npy", array)
+            files = {part: beside / f"{part}.npy" for part in PARTS}
+            manifest = {
+                "bytes": {part: file.stat().st_size for part, file in files.items()},
+                "sha256": {part: file_hash(file) for part, file in files.items()},
+            }
+            (beside / "manifest.json").write_text(json.dumps(manifest, indent=2))
+            beside.chmod(0o755)
+            shutil.rmtree(path, ignore_errors=True)
+            beside.rename(path)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(cache: Path) -> Iterator[None]:
+    """Hold the cache's lock: runs that start together prepare once."""
+    with disk_errors(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        handle = os.open(cache / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+    with os.fdopen(handle):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def obtain(root: Path, timeout: float) -> str:
+    """Download MNIST into `root`; returns what went wrong, empty on success."""
+    if timeout == 0:
+        return "data.download_timeout=0"
+    try:
+        request = urllib.request.Request(MIRROR, method="HEAD")
+        urllib.request.urlopen(request, timeout=timeout).close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        return f"no connection: {reason}"
+    with disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+    with locked(root):
+        if (root / "MNIST" / "raw").exists():
+            return ""
+        beside = Path(tempfile.mkdtemp(prefix=".mnist-", dir=root))
+        try:
+            # the time-out is for one silent connection; a slow but steady download may take longer
+            isolated(download_mnist, beside, timeout, limit=60 * timeout)
+            (beside / "MNIST").rename(root / "MNIST")
+        except UserError as error:
+            return str(error)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    return ""
+
+
+def download_mnist(root: Path, timeout: float) -> None:
+    from torchvision.datasets import MNIST
+
+    socket.setdefaulttimeout(timeout)
+    MNIST(str(root), download=True)
+
+
+def read_mnist(root: Path) -> Arrays:
+    """The four arrays out of torchvision's data set."""
+    from torchvision.datasets import MNIST
+
+    train, test = MNIST(str(root), train=True), MNIST(str(root), train=False)
+    labels = [part.targets.numpy().astype(np.uint8) for part in (train, test)]
+    return train.data.numpy(), labels[0], test.data.numpy(), labels[1]
+
+
+def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) -> Any:
+    """Call a function in a forked process, so that neither its imports nor its threads stay here."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def body() -> None:
+        try:
+            sender.send((True, function(*arguments)))
+        except BaseException as error:  # noqa: BLE001 (the parent tells it)
+            sender.send((False, f"{type(error).__name__}: {error}"))
+        os._exit(0)
+
+    process = context.Process(target=body)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(limit):
+            raise UserError(f"{function.__name__} took longer than {limit:.0f} s")
+        good, value = receiver.recv()
+    except EOFError:
+        raise UserError(f"{function.__name__} ended without an answer") from None
+    finally:
+        process.kill()
+        process.join()
+    if not good:
+        raise UserError(f"{function.__name__} failed: {value}")
+    return value

@@ -1,0 +1,100 @@
+"""What a run was made of: source, versions, machine. Imports neither torch nor W&B."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.config import ROOT
+from common.folder import Folder, disk_errors, read_json, write_json
+
+PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
+SOURCE = ("experiments", "common", "slurm", "configs", "tests", "Makefile", "pyproject.toml", "requirements.txt")
+
+
+def now() -> str:
+    """The time in UTC, to the second, as ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def git(*arguments: str) -> str | None:
+    """The output of a git command in the source tree, or None without git or outside a checkout."""
+    try:
+        command = ["git", "-C", str(ROOT), *arguments]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def source_files() -> list[Path]:
+    """Tracked and new files, relative to the root; without git, the files of the known folders."""
+    listed = git("ls-files", "-co", "--exclude-standard", "-z")
+    if listed:
+        return [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
+    found = [path for name in SOURCE for path in [ROOT / name, *(ROOT / name).rglob("*")] if path.is_file()]
+    return [path.relative_to(ROOT) for path in found if "__pycache__" not in path.parts]
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str | None:
+    """The processor's name as Linux gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def snapshot(folder: Folder) -> None:
+    """Copy the source into `code/`."""
+    code = folder.path / "code"
+    with disk_errors(code):
+        for name in source_files():
+            (code / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, code / name)
+
+
+def describe(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:
+    """Write meta.json: everything that a later reader needs to trust or repeat the run."""
+    status = git("status", "--porcelain")
+    slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
+    meta = {
+        "git": {
+            "sha": (git("rev-parse", "HEAD") or "").strip() or None,
+            "dirty": bool(status) if status is not None else None,
+            "diff": git("diff", "HEAD") if status else None,
+        },
+        "packages": {package: version(package) for package in PACKAGES},
+        "python": platform.python_version(),
+        "machine": {"host": socket.gethostname(), "system": platform.platform(), "cpu": cpu_model()}
+        | {"cores": len(os.sched_getaffinity(0))},
+        "argv": [sys.executable, *arguments],
+        "slurm": slurm or None,
+        "data": data,
+        "history": [{"attempt": folder.number, "start": now(), "end": None, "state": "running"}],
+    }
+    write_json(folder.path / "meta.json", meta)
+
+
+def amend(folder: Folder, **facts: Any) -> None:
+    """Add facts to meta.json; `state` and `end` go to the newest entry of its history."""
+    meta = read_json(folder.path / "meta.json")
+    for name in ("state", "end"):
+        if name in facts and meta.get("history"):
+            meta["history"][-1][name] = facts.pop(name)
+    write_json(folder.path / "meta.json", meta | facts)

@@ -1,0 +1,314 @@
+"""The one object that an experiment talks to: folder, seeds, logger, metrics, progress, result.
+
+`start` is the last line of every experiment: settings, data and run folder first, then the processes,
+each of which calls the experiment's `main(settings, world, run)`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import config, launch, prepare, provenance, schedules, seeds, tracking
+from common.config import UserError
+from common.folder import Folder, disk_errors, write_json
+from common.launch import Place, World
+from common.prepare import Prepared
+from common.screen import Screen
+from configs.shared import Experiment
+
+T = TypeVar("T", bound=Experiment)
+Main = Callable[[T, World, "Run"], None]
+WARM_UP = 10  # steps left out of the throughput
+HEARTBEAT = 5.0  # seconds
+METRICS_TAG = 1 << 20  # above every tag of the pipeline
+
+
+class Run:
+    """What one process of a run uses for everything that is not the method.
+
+    `source` is the rank that knows the values given to `log` (a pipeline's last stage knows the loss);
+    rank 0 writes them. The experiment sets it, and `total`, before the first step.
+    """
+
+    def __init__(self, settings: Experiment, folder: Folder, world: World, prepared: Prepared) -> None:
+        self.settings, self.folder, self.world, self.prepared = settings, folder, world, prepared
+        self.source, self.total = 0, 0
+        self.screen = Screen(settings.log, silent=not world.is_main)
+        self.logger = self._logger()
+        self.rows: list[tuple[int, float, dict[str, Tensor | float | None]]] = []
+        self.next_flush = 1
+        self.durations: list[float] = []
+        self.mark: float | None = None
+        self.began = self.flushed = time.perf_counter()
+        self.beat = 0.0
+        self.profiler = self._profiler()
+
+    # ---- words
+
+    def _logger(self) -> logging.Logger:
+        logger = logging.getLogger("run")
+        logger.setLevel(logging.DEBUG)
+        handler: logging.Handler = logging.FileHandler(self.folder.log_file(self.world.rank))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        return logger
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """To this rank's log file and, on rank 0 from log.level up, to the screen."""
+        self.logger.log(level, text)
+        if level >= logging.getLevelName(self.settings.log.level.upper()):
+            self.screen.line(text)
+
+    # ---- numbers
+
+    def log(self, step: int, **values: Tensor | float | None) -> None:
+        """Values of one training step, tensors unsynchronised; all ranks call it after every step, counted from 1.
+
+        The values come from the rank `source` (elsewhere they may be None) and reach the disk, then W&B, in batches
+        about `log.seconds` apart.
+        """
+        now = time.perf_counter()
+        if self.mark is not None:
+            self.durations.append(now - self.mark)
+        self.mark = now
+        self.rows.append((step, now, values))
+        if step >= self.next_flush:
+            self.flush()
+        if now - self.beat > HEARTBEAT:
+            self.beat = now
+            self.folder.heartbeat(self.world.rank, step, time.time())
+        if self.profiler is not None:
+            self.profiler.step()
+
+    def flush(self) -> None:
+        """Bring the collected rows to rank 0 and to the disk. All ranks call it at the same step."""
+        if not self.rows:
+            return
+        rows, self.rows = self.rows, []
+        step, now, names = rows[-1][0], rows[-1][1], list(rows[0][2])
+        # when to flush next is decided by `source` and travels with the values, so that both ends agree
+        count = int(len(rows) * self.settings.log.seconds / max(now - self.flushed, 1e-6))
+        self.flushed = now
+        self.next_flush = step + min(max(1, count), 4 * len(rows))
+        if self.world.rank not in (0, self.source):
+            self.next_flush = sys.maxsize
+            return
+        table = torch.zeros(len(names) + 1, len(rows), dtype=torch.float64)
+        if self.world.rank == self.source:
+            for i, name in enumerate(names):
+                column = [row[2][name] for row in rows]
+                whole = torch.stack(column) if isinstance(column[0], Tensor) else torch.tensor(column)  # type: ignore[arg-type]
+                table[i] = whole.double()
+            table[-1] = self.next_flush
+        table = self._to_main(table)
+        if not self.world.is_main:
+            return
+        self.next_flush = int(table[-1, 0])
+        batch = self.settings.batch
+        self._write(
+            {"global_step": s, "samples": s * batch, "time": round(t - self.began, 6)}
+            | {name: table[i, at].item() for i, name in enumerate(names)}
+            for at, (s, t, _) in enumerate(rows)
+        )
+        shown = "  ".join(f"{name} {table[i, -1].item():.4g}" for i, name in enumerate(names))
+        self.screen.progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
+
+    def _to_main(self, table: Tensor) -> Tensor:
+        if self.source == 0:
+            return table
+        table = table.to(self.world.device)
+        if self.world.rank == self.source:
+            dist.send(table, 0, tag=METRICS_TAG)
+        else:
+            dist.recv(table, self.source, tag=METRICS_TAG)
+        return table.cpu()
+
+    def record(self, step: int, **values: float) -> None:
+        """Values that rank 0 knows, such as an evaluation's; all ranks call it."""
+        self.flush()
+        if self.world.is_main:
+            now = time.perf_counter() - self.began
+            self._write([{"global_step": step, "samples": step * self.settings.batch, "time": round(now, 6)} | values])
+        self.mark = time.perf_counter()  # the time since the last step was no training
+
+    def _write(self, rows: Any) -> None:
+        with disk_errors(self.folder.metrics_file), open(self.folder.metrics_file, "a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+    def step_seconds(self) -> float:
+        """The mean training step, evaluation and the first steps left out; 0 before there is one."""
+        steady = self.durations[WARM_UP:] or self.durations
+        return sum(steady) / len(steady) if steady else 0.0
+
+    def samples_per_second(self) -> float:
+        seconds = self.step_seconds()
+        return self.settings.batch / seconds if seconds else 0.0
+
+    def finish(self, **result: Any) -> None:
+        """Write the final numbers; all ranks call it."""
+        self.flush()
+        if self.world.is_main:
+            write_json(self.folder.path / "result.json", {"state": "finished", "exit_status": 0} | result)
+
+    def places(self) -> dict[str, str]:
+        """Rows of the final table: where everything lies, and how to see and repeat it."""
+        path, name = self.folder.path, config.name_of(type(self.settings))
+        return {
+            "run folder": str(path),
+            "metrics": str(self.folder.metrics_file),
+            "show": f"cat {path}/result.json",
+            "repeat": f"python experiments/{name}.py --config {path}/config.yaml",
+        }
+
+    # ---- profile
+
+    def _profiler(self) -> torch.profiler.profile | None:
+        if not self.settings.profile:
+            return None
+        trace = self.folder.attempt / f"trace-{self.world.rank}.json"
+
+        def write(profile: torch.profiler.profile) -> None:
+            profile.export_chrome_trace(str(trace))
+            costly = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=10)
+            self.say(f"profile of {self.settings.profile} steps in {trace}\n{costly}")
+
+        plan = torch.profiler.schedule(wait=2, warmup=2, active=self.settings.profile, repeat=1)
+        profiler = torch.profiler.profile(schedule=plan, on_trace_ready=write, acc_events=True)
+        profiler.start()
+        return profiler
+
+    def close(self) -> None:
+        if self.profiler is not None:
+            self.profiler.stop()
+        self.screen.close()
+
+
+# ---- from a command line to processes that train
+
+
+def start(main: Main[T], schema: type[T]) -> None:
+    """Run an experiment from its command line; never returns."""
+    with config.user_errors():
+        settings = config.load(schema, sys.argv[1:])
+        schedules.preflight(settings)
+        place = launch.outside(os.environ)
+        sys.exit(start_here(main, settings) if place is None else join_there(main, settings, place))
+
+
+def set_up(settings: Experiment, local: bool) -> tuple[Folder, Prepared]:
+    """Data and run folder; what is really used goes into the settings first."""
+    prepared = prepare.prepare(settings.data, local)
+    settings.data.name = prepared.name  # type: ignore[assignment]
+    name = config.name_of(type(settings))
+    folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
+    if prepared.notice:
+        print(prepared.notice, flush=True)
+    print(f"{name}: {settings.processes} processes, data {prepared.name}, run folder {folder.path}", flush=True)
+    return folder, prepared
+
+
+def document(folder: Folder, prepared: Prepared) -> None:
+    """What can be written while the processes start."""
+    provenance.snapshot(folder)
+    provenance.describe(folder, sys.argv, prepared.facts())
+    prepared.verify()
+
+
+def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Prepared) -> None:
+    """One process's part of a run."""
+    torch.manual_seed(seeds.derive(settings.seed, "init"))
+    run = Run(settings, folder, world, prepared)
+    try:
+        main(settings, world, run)
+    finally:
+        run.close()
+
+
+def start_here(main: Main[T], settings: T) -> int:
+    """Start the processes on this machine; returns the exit status."""
+    folder, prepared = set_up(settings, local=True)
+
+    def body(place: Place) -> None:
+        redirect(folder.log_file(place.rank), keep_stdout=place.rank == 0)
+        with launch.group(place, settings.launch) as world:
+            train(main, settings, world, folder, prepared)
+
+    tracker: tracking.Tracker | None = None
+
+    def meanwhile() -> None:
+        nonlocal tracker
+        document(folder, prepared)
+        tracker = tracking.Tracker.start(settings, folder)
+
+    status = 1
+    try:
+        status = launch.fork_all(body, settings.processes, settings.launch.nodes, meanwhile)
+    finally:
+        conclude(folder, status, tracker, settings)
+    return status
+
+
+def join_there(main: Main[T], settings: T, place: Place) -> int:
+    """Be one of the processes that torchrun or SLURM started; returns the exit status."""
+    if place.size != settings.processes:
+        raise UserError(f"{place.how} started {place.size} processes, the settings need {settings.processes}")
+    status, tracker, folder = 1, None, None
+    with launch.group(place, settings.launch) as world:
+        answer: Any = None
+        if world.is_main:
+            try:
+                folder, prepared = set_up(settings, local=world.nodes == 1)
+                document(folder, prepared)
+                tracker = tracking.Tracker.start(settings, folder)
+                answer = (folder, prepared)
+            except UserError as error:
+                answer = error
+        answer = world.broadcast(answer)
+        if isinstance(answer, UserError):
+            if world.is_main:
+                raise answer
+            return 2
+        folder, prepared = answer
+        settings.data.name = prepared.name
+        try:
+            train(main, settings, world, folder, prepared)
+            status = 0
+        finally:
+            if world.is_main:
+                conclude(folder, status, tracker, settings)
+    return status
+
+
+def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, settings: Experiment) -> None:
+    """Write how the run ended and let W&B finish."""
+    try:
+        if not folder.result:
+            steps = [row["global_step"] for row in folder.metrics()]
+            ended = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
+            write_json(folder.path / "result.json", ended)
+            print(f"metrics up to step {ended['last_step']} are in {folder.metrics_file}", file=sys.stderr)
+        provenance.amend(folder, state=folder.result["state"], end=provenance.now())
+    finally:
+        if tracker is not None:
+            print(tracker.finish(settings.wandb.finish_timeout), flush=True)
+
+
+def redirect(log: Path, *, keep_stdout: bool) -> None:
+    """Send this process's stderr, and stdout unless it is rank 0's, to its log file, C++ libraries' words included."""
+    with disk_errors(log):
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 2)
+    if not keep_stdout:
+        os.dup2(handle, 1)
+    os.close(handle)

@@ -1,0 +1,219 @@
+"""Pipeline schedules as plain data: for each process, the list of what it does in which order.
+
+An action is (kind, stage, microbatch). A kind is F, forward; B, backward; and, where a library splits
+the backward, I, the gradient of the input, and W, the gradient of the weights. A schedule says
+nothing about messages: they follow from it. Imports no torch.
+
+GPipe is Huang et al. 2019 (arXiv 1811.06965); 1F1B is PipeDream-Flush, Narayanan et al. 2021
+(arXiv 2006.09503), section 2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common.config import UserError
+from configs.pipeline import Pipeline
+
+
+class Action(NamedTuple):
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        word = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[self.kind]
+        return f"{word} of microbatch {self.microbatch} on stage {self.stage}"
+
+
+Schedule = list[list[Action]]
+Maker = Callable[[int, int, int], Schedule]
+
+
+def local_stages(process: int, processes: int, stages: int) -> list[int]:
+    """The stages of a process: every `processes`-th one, so that a microbatch visits all processes in turn."""
+    return list(range(process, stages, processes))
+
+
+def naive(processes: int, stages: int, microbatches: int) -> Schedule:
+    """A microbatch goes through all stages and back before the next one starts: one stage works at a time."""
+    plan: Schedule = []
+    for process in range(processes):
+        mine = local_stages(process, processes, stages)
+        plan.append([])
+        for m in range(microbatches):
+            plan[-1] += [Action("F", s, m) for s in mine]
+            plan[-1] += [Action("B", s, m) for s in reversed(mine)]
+    return plan
+
+
+def gpipe(processes: int, stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards. Keeps the activations of every microbatch."""
+    plan: Schedule = []
+    for process in range(processes):
+        mine = local_stages(process, processes, stages)
+        plan.append([Action("F", s, m) for s in mine for m in range(microbatches)])
+        plan[-1] += [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
+    return plan
+
+
+def one_f_one_b(processes: int, stages: int, microbatches: int) -> Schedule:
+    """A backward as soon as one is ready, and never more than `stages - s` microbatches in flight at stage s.
+
+    As long a step as GPipe with less memory. Built by playing it through in ticks of equal length.
+    """
+    plan: Schedule = [[] for _ in range(processes)]
+    done: set[Action] = set()
+    flying = [0] * stages
+    while len(done) < 2 * stages * microbatches:
+        tick: list[Action] = []
+        for process in range(processes):
+            mine = local_stages(process, processes, stages)
+            wanted = [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
+            wanted += [Action("F", s, m) for s in reversed(mine) for m in range(microbatches) if flying[s] < stages - s]
+            ready = (a for a in wanted if a not in done and all(n in done for n in needs(a, stages)))
+            tick += [a for a in [next(ready, None)] if a]
+        for action in tick:
+            flying[action.stage] += 1 if action.kind == "F" else -1
+            plan[action.stage % processes].append(action)
+        done.update(tick)
+    return plan
+
+
+SCHEDULES: dict[str, Maker] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    """What must be done before an action can start (B stands for B or I)."""
+    kind, stage, m = action
+    if kind == "F":
+        return [Action("F", stage - 1, m)] if stage else []
+    if kind == "W":
+        return [Action("I", stage, m)]
+    before = [Action("F", stage, m)]
+    return [*before, Action("B", stage + 1, m)] if stage < stages - 1 else before
+
+
+class Span(NamedTuple):
+    """An action with its start and end, in seconds or in units of one forward."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def play(plan: Schedule, stages: int, cost: Mapping[str, float] | None = None) -> list[list[Span]]:
+    """When each action runs if messages take no time. Raises ValueError, naming the action, on a deadlock."""
+    cost = cost or {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    ends: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in plan]
+    while any(len(s) < len(p) for s, p in zip(spans, plan, strict=True)):
+        moved = False
+        for mine, todo in zip(spans, plan, strict=True):
+            while len(mine) < len(todo):
+                action = todo[len(mine)]
+                waits = needs(action, stages)
+                if not all(n in ends for n in waits):
+                    break
+                start = max([ends[n] for n in waits] + [mine[-1].end if mine else 0.0])
+                mine.append(Span(action, start, start + cost[action.kind]))
+                ends[action if action.kind != "I" else action._replace(kind="B")] = mine[-1].end
+                ends[action] = mine[-1].end
+                moved = True
+        if not moved:
+            process = next(i for i, p in enumerate(plan) if len(spans[i]) < len(p))
+            stuck = plan[process][len(spans[process])]
+            missing = next(n for n in needs(stuck, stages) if n not in ends)
+            raise ValueError(f"deadlock: process {process} waits at {stuck} for {missing}, which never comes before it")
+    return spans
+
+
+def check(plan: Schedule, processes: int, stages: int, microbatches: int) -> None:
+    """Raise ValueError, naming the action, unless the plan trains every microbatch once and cannot deadlock."""
+    if len(plan) != processes:
+        raise ValueError(f"has {len(plan)} lists of actions, needs one for each of the {processes} processes")
+    for process, actions in enumerate(plan):
+        mine = local_stages(process, processes, stages)
+        expected = {Action(kind, s, m) for kind in "FB" for s in mine for m in range(microbatches)}
+        seen: set[Action] = set()
+        for action in actions:
+            if action not in expected:
+                raise ValueError(f"process {process} has no such work: {tuple(action)}; its stages are {mine}")
+            if action in seen:
+                raise ValueError(f"process {process} does the {action} twice")
+            seen.add(action)
+        if expected - seen:
+            raise ValueError(f"process {process} never does the {min(expected - seen)}")
+    play(plan, stages)
+
+
+def idle_share(spans: Sequence[Sequence[Span]]) -> float:
+    """The share of all processes' time, from the first start to the last end, in which they wait."""
+    start = min(span.start for mine in spans for span in mine)
+    end = max(span.end for mine in spans for span in mine)
+    busy = sum(span.end - span.start for mine in spans for span in mine)
+    return 1 - busy / ((end - start) * len(spans))
+
+
+def of(settings: Pipeline) -> Schedule:
+    """The schedule that the settings name, checked. Raises UserError for one that cannot work."""
+    name, sizes = settings.schedule, (settings.processes, settings.stages, settings.microbatches)
+    maker = SCHEDULES[name] if name in SCHEDULES else from_file(name)
+    if name in SCHEDULES:
+        return maker(*sizes)
+    try:
+        plan = [[Action(*action) for action in actions] for actions in maker(*sizes)]
+        check(plan, *sizes)
+    except Exception as error:  # noqa: BLE001 (it is the user's code)
+        raise UserError(f"schedule={name}: {error}") from None
+    return plan
+
+
+def from_file(name: str) -> Maker:
+    """The function of `FILE.py:function`, called as function(processes, stages, microbatches)."""
+    file, _, function = name.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"schedule={name}: no such Python file {file!r}; write FILE.py:function")
+    spec = importlib.util.spec_from_file_location("custom_schedule", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 (it is the user's code)
+        raise UserError(f"schedule={name}: {file} cannot be imported ({type(error).__name__}: {error})") from None
+    maker = getattr(module, function, None)
+    if not callable(maker):
+        defined = [n for n, v in vars(module).items() if inspect.isfunction(v)]
+        raise UserError(f"schedule={name}: {file} has no function {function!r}; it has {', '.join(defined) or 'none'}")
+    return maker
+
+
+def draw(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
+    """One line of text a process: a digit is a forward of that microbatch, a letter a backward, a dot is waiting.
+
+    Microbatch 0 shows as 0 and a, 1 as 1 and b, and so on, from the start again after ten.
+    """
+    start = min(span.start for mine in spans for span in mine)
+    scale = width / (max(span.end for mine in spans for span in mine) - start)
+    lines = []
+    for mine in spans:
+        line = ["."] * width
+        for action, begin, end in mine:
+            mark = "0123456789"[action.microbatch % 10] if action.kind == "F" else "abcdefghij"[action.microbatch % 10]
+            first = round((begin - start) * scale)
+            for column in range(first, max(first + 1, round((end - start) * scale))):
+                if column < width:
+                    line[column] = mark
+        lines.append("".join(line))
+    return lines
+
+
+def preflight(settings: object) -> None:
+    """Refuse a schedule that cannot work before anything starts; settings without one pass."""
+    if isinstance(settings, Pipeline) and settings.engine == "own":
+        of(settings)

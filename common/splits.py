@@ -1,0 +1,92 @@
+"""Cutting a sequential model into stages, and joining the stages again.
+
+A stage keeps the names of its layers: the state dicts of all stages, put together, are the state
+dict of the model, and the other way round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+def cut(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
+    """The stages of a model; `starts` names the layers that begin a new stage, in order.
+
+    The stages share the model's layers (no copy). Raises ValueError for a name that is not a layer,
+    is the first one, or is out of order.
+    """
+    layers = list(model.named_children())
+    names = [name for name, _ in layers]
+    bad = [name for name in starts if name not in names[1:]]
+    if bad:
+        raise ValueError(f"split: {bad[0]} cannot begin a stage; choose from {', '.join(names[1:])}")
+    bounds = [0, *(names.index(name) for name in starts), len(names)]
+    if sorted(set(bounds)) != bounds:
+        raise ValueError(f"split: {', '.join(starts)} is not in the order of the layers {', '.join(names)}")
+    return [nn.Sequential(OrderedDict(layers[a:b])) for a, b in pairwise(bounds)]
+
+
+def balance(costs: Mapping[str, float], stages: int) -> list[str]:
+    """Where to cut so that the costliest stage is as cheap as can be: the layers that begin a new stage.
+
+    `costs` gives the cost of each layer in order. Raises ValueError for more stages than layers.
+    """
+    names, values = list(costs), list(costs.values())
+    if stages > len(names):
+        raise ValueError(f"stages={stages} exceeds the {len(names)} layers of the model")
+    # best[n] = (cost of the costliest stage, where the stages begin) for the layers from 0 to n
+    best = {n: (sum(values[:n]), [0]) for n in range(1, len(names) + 1)}
+    for count in range(2, stages + 1):
+        best = {
+            n: min((max(best[m][0], sum(values[m:n])), [*best[m][1], m]) for m in range(count - 1, n))
+            for n in range(count, len(names) + 1)
+        }
+    return [names[start] for start in best[len(names)][1][1:]]
+
+
+def parameter_costs(model: nn.Sequential) -> dict[str, float]:
+    """Parameters of each layer."""
+    return {name: float(sum(p.numel() for p in layer.parameters())) for name, layer in model.named_children()}
+
+
+def time_costs(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
+    """Seconds of each layer for forward and backward on `x`, the least of `repeats` (the first is dropped).
+
+    Runs in train mode and leaves gradients as None; layers with buffers such as BatchNorm see `x`.
+    """
+    costs = {name: float("inf") for name, _ in model.named_children()}
+    for repeat in range(repeats + 1):
+        value = x
+        for name, layer in model.named_children():
+            value = value.detach()
+            value.requires_grad_(value.is_floating_point())
+            start = time.perf_counter()
+            out = layer(value)
+            out.backward(torch.ones_like(out))
+            if value.is_cuda:
+                torch.cuda.synchronize()
+            if repeat:
+                costs[name] = min(costs[name], time.perf_counter() - start)
+            value = out
+    model.zero_grad(set_to_none=True)
+    return costs
+
+
+def join(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The state dict of the whole model out of the state dicts of its stages, in order.
+
+    Raises ValueError if two stages hold the same name.
+    """
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        twice = whole.keys() & part.keys()
+        if twice:
+            raise ValueError(f"two stages hold {sorted(twice)[0]}")
+        whole |= part
+    return whole

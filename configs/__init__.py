@@ -1,0 +1,1 @@
+"""What can be set: shared dataclasses, and one module and one YAML file per experiment."""

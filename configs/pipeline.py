@@ -1,0 +1,86 @@
+"""Settings of pipeline parallelism, for every experiment that cuts a model into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from configs.shared import at_least, divisors
+
+OWN = ("naive", "gpipe", "1f1b")
+TORCH = (*OWN, "interleaved_1f1b", "zero_bubble")
+
+
+@dataclass
+class Pipeline:
+    engine: Literal["own", "torch"] = "own"
+    """own is the executor of common/pipeline.py; torch is torch.distributed.pipelining."""
+    schedule: str = "gpipe"
+    """naive, gpipe, 1f1b (both engines), interleaved_1f1b, zero_bubble (torch), or FILE.py:function (own)."""
+    stages: int = at_least(1, 2)
+    """Pieces the model is cut into; 1 trains the unsplit model."""
+    stages_per_process: int = at_least(1, 1)
+    """Stages that one process holds; stage s sits in process s modulo the number of processes."""
+    microbatches: int = at_least(1, 4)
+    """Equal pieces of a batch that travel through the stages one behind the other."""
+    split: list[str] = field(default_factory=list)
+    """Layers that begin a new stage, such as [fc2]; empty balances the stages by `balance`."""
+    balance: Literal["parameters", "time"] = "parameters"
+    """What an automatic split evens out: parameter counts, or the measured time of each layer."""
+
+    @property
+    def processes(self) -> int:
+        return self.stages // self.stages_per_process
+
+    def check_pipeline(self, batch: int) -> None:
+        """Raise ValueError where the settings do not fit together or do not fit the batch."""
+        if self.stages % self.stages_per_process:
+            raise ValueError(
+                f"stages={self.stages} is no multiple of stages_per_process={self.stages_per_process}; "
+                f"valid values of stages_per_process are {divisors(self.stages)}"
+            )
+        if batch % self.microbatches:
+            below = max(d for d in divisors(batch) if d <= self.microbatches)
+            above = min(d for d in divisors(batch) if d >= min(self.microbatches, batch))
+            near = " or ".join(str(d) for d in sorted({below, above}))
+            lower = batch // self.microbatches * self.microbatches
+            sizes = [str(size) for size in (lower, lower + self.microbatches) if size]
+            raise ValueError(
+                f"batch={batch} does not divide into microbatches={self.microbatches}; "
+                f"use microbatches={near}, or batch={' or '.join(sizes)}"
+            )
+        if self.split and len(self.split) != self.stages - 1:
+            raise ValueError(
+                f"split={self.split} makes {len(self.split) + 1} stages, stages={self.stages}; "
+                f"name {self.stages - 1} layers or set stages={len(self.split) + 1}"
+            )
+        self.check_schedule()
+
+    def check_schedule(self) -> None:
+        custom = ":" in self.schedule
+        if not custom and self.schedule not in TORCH:
+            raise ValueError(f"schedule={self.schedule} is unknown; use {', '.join(TORCH)} or FILE.py:function")
+        if self.engine == "own" and not custom and self.schedule not in OWN:
+            raise ValueError(f"schedule={self.schedule} needs engine=torch; engine=own has {', '.join(OWN)}")
+        if self.engine == "torch":
+            if custom:
+                raise ValueError(f"schedule={self.schedule} needs engine=own; engine=torch has {', '.join(TORCH)}")
+            if self.stages == 1:
+                raise ValueError("engine=torch needs at least 2 stages; set stages=2 or engine=own")
+            self.check_torch_schedule()
+
+    def check_torch_schedule(self) -> None:
+        """Limits of the schedules in torch.distributed.pipelining."""
+        processes, count = self.processes, self.microbatches
+        if self.schedule == "1f1b" and self.stages_per_process == 1 and count < self.stages:
+            raise ValueError(
+                f"engine=torch schedule=1f1b needs at least as many microbatches as stages; "
+                f"set microbatches to {self.stages} or more"
+            )
+        in_rounds = self.schedule in ("interleaved_1f1b", "zero_bubble")
+        in_rounds = in_rounds or (self.schedule == "1f1b" and self.stages_per_process > 1)
+        if in_rounds and count % max(1, count // processes):
+            raise ValueError(
+                f"engine=torch schedule={self.schedule} needs microbatches={count} to be a multiple of "
+                f"{count // processes} (microbatches // processes); {count // processes * processes} is"
+            )

@@ -1,0 +1,144 @@
+"""Settings that several experiments share, one dataclass a concern. Imports neither torch nor wandb.
+
+The string under a field is its documentation: `--help` prints it. `at_least` and `between` give a
+field its range; `check` methods hold the rules that span several fields and name the remedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def at_least(low: float, default: float) -> Any:
+    """A number field that must be >= low."""
+    return field(default=default, metadata={"low": low})
+
+
+def between(low: float, high: float, default: float) -> Any:
+    """A number field that must lie in [low, high]."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass
+class Data:
+    name: Literal["mnist", "digits"] = "mnist"
+    """The data set. After a fallback this names the set that was really used."""
+    root: str = "data"
+    """Folder with the raw files, as torchvision lays them out. The variable DATA_ROOT sets the default."""
+    cache: str = "data/prepared"
+    """Folder for prepared sets (uint8 arrays). Writable, and visible from every node."""
+    fallback: Literal["digits", "none"] = "digits"
+    """What a local run takes when MNIST is neither on disk nor downloadable; `none` refuses instead."""
+    download_timeout: float = between(0, 600, 10)
+    """Seconds to wait for a download server; 0 never downloads."""
+    block: int = at_least(1, 8)
+    """Batches that are gathered and normalised in one vectorised step."""
+    train_limit: int = at_least(0, 0)
+    """Use only the first so many training samples; 0 uses all."""
+    test_limit: int = at_least(0, 0)
+    """Use only the first so many test samples; 0 uses all."""
+
+
+@dataclass
+class Launch:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes one GPU per process where there are enough, else the CPU."""
+    nodes: int = at_least(1, 1)
+    """Hosts. Local processes are laid out as so many hosts."""
+    threads: int = at_least(0, 0)
+    """CPU threads per process; 0 means allowed cores / local processes."""
+    setup_timeout: float = between(1, 3600, 60)
+    """Seconds until every process must have arrived."""
+    step_timeout: float = between(1, 3600, 120)
+    """Seconds that one message or collective may take once training runs."""
+
+
+@dataclass
+class Optim:
+    name: Literal["sgd", "adam"] = "sgd"
+    """sgd is SGD with Nesterov momentum; adam is Adam with its usual betas."""
+    lr: float = between(0, 100, 0.02)
+    """Peak learning rate."""
+    momentum: float = between(0, 0.9999, 0.9)
+    """Momentum of sgd; 0 is plain SGD."""
+    weight_decay: float = between(0, 10, 0)
+    """L2 penalty added to the gradient."""
+    decay: Literal["linear", "constant"] = "linear"
+    """Learning rate over the run: linear falls to zero at the last step."""
+
+
+@dataclass
+class Log:
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much is told on the screen; the files under attempts/*/logs hold everything from debug up."""
+    seconds: float = between(0.05, 60, 0.5)
+    """Seconds between two writes of metrics; every step has its row all the same."""
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    """auto draws a bar on a terminal and prints plain lines elsewhere."""
+
+
+@dataclass
+class Wandb:
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto is online with an account that can be reached, else offline. WANDB_MODE goes first."""
+    project: str = "distributed-experiments"
+    """W&B project."""
+    entity: str = ""
+    """W&B user or team; empty takes the account's default."""
+    group: str = ""
+    """W&B group, to set related runs side by side."""
+    tags: list[str] = field(default_factory=list)
+    """Extra W&B tags, beside the experiment, the data set and the world size."""
+    finish_timeout: float = between(1, 3600, 60)
+    """Seconds to wait for W&B after training; what is missing by then stays on disk for `wandb sync`."""
+
+
+@dataclass
+class Experiment:
+    """What every experiment can set."""
+
+    seed: int = at_least(0, 0)
+    """Seed of every random choice: initialisation, data order, generated data."""
+    epochs: int = at_least(1, 1)
+    """Passes over the training set."""
+    steps: int = at_least(0, 0)
+    """Stop after so many optimizer steps; 0 runs all epochs."""
+    batch: int = at_least(1, 64)
+    """Samples in one optimizer step, over all processes together. The ragged rest of an epoch is left out."""
+    eval_batch: int = at_least(1, 1000)
+    """Samples in one evaluation batch. The last one may be smaller: every test sample counts once."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Precision of parameters and arithmetic; float64 is for proofs of equality."""
+    profile: int = at_least(0, 0)
+    """Write so many steps as a Chrome trace per rank, with the ten costliest operations."""
+    runs: str = "runs"
+    """Folder that receives the run folders."""
+    data: Data = field(default_factory=Data)
+    launch: Launch = field(default_factory=Launch)
+    optim: Optim = field(default_factory=Optim)
+    log: Log = field(default_factory=Log)
+    wandb: Wandb = field(default_factory=Wandb)
+
+    @property
+    def processes(self) -> int:
+        """How many processes the run needs, over all nodes."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise ValueError, with the remedy, where fields do not fit together."""
+        if self.processes % self.launch.nodes:
+            raise ValueError(
+                f"{self.processes} processes cannot be shared evenly by launch.nodes={self.launch.nodes}; "
+                f"valid node counts are {divisors(self.processes)}"
+            )
+        if 0 < self.data.train_limit < self.batch:
+            raise ValueError(
+                f"data.train_limit={self.data.train_limit} holds no full batch of {self.batch}; "
+                "lower batch or raise data.train_limit"
+            )
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,1 @@
+"""The ways in: `make exp` enters here, validates without torch, and starts the experiment."""
