@@ -8,7 +8,6 @@ by order alone).
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,14 +28,18 @@ Marks = list[tuple[Action, Stamp, Stamp]]
 HISTORY = 100  # steps whose time stamps are kept
 
 
+@torch.no_grad()
 def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int]) -> list[torch.Size]:
-    """The shape of one sample behind each stage, found on the meta device without computing anything."""
-    shapes = []
-    with torch.no_grad():
-        value = torch.empty(2, *sample, device="meta")
-        for stage in stages:
-            value = copy.deepcopy(stage).to("meta", torch.float32)(value)
-            shapes.append(value.shape[1:])
+    """The shape of one sample behind each stage.
+
+    Found by sending one through, in eval mode, so that BatchNorm does not count it. (The meta device would
+    compute nothing, but takes a second to import.)
+    """
+    shapes, value = [], torch.zeros(1, *sample)
+    for stage in stages:
+        value = stage.eval()(value)
+        stage.train()
+        shapes.append(value.shape[1:])
     return shapes
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import Optimizer
 
 from common import data, optim, report, splits
 from common.config import UserError
@@ -55,37 +56,36 @@ def build(cfg: Config, world: World, dtype: torch.dtype) -> Pipeline:
     return engine(cfg, stages, F.cross_entropy, world, batch=cfg.batch, sample=data.IMAGE, dtype=dtype)
 
 
+def train_epoch(
+    cfg: Config, pipe: Pipeline, optimizer: Optimizer, loader: data.Loader, run: Run, step: int, total: int
+) -> int:
+    """Train on the rest of the loader's epoch, or up to `total` steps; returns the steps done since the start."""
+    pipe.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = pipe.step(x, y)  # every microbatch forward and backward, in the order of the schedule
+        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total))
+        optimizer.step()  # each process updates its own stages
+        step += 1
+        run.log(step, loss=loss)
+        if step == total:
+            break
+    return step
+
+
 def main(cfg: Config, world: World, run: Run) -> None:
     dtype = getattr(torch, cfg.dtype)
     train, test = data.load(run.prepared, cfg.data)
     pipe = build(cfg, world, dtype)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
-    loader = data.Loader(
-        train,
-        cfg.batch,
-        cfg.seed,
-        world.device,
-        dtype,
-        block=cfg.data.block,
-        inputs=pipe.has_first,
-        targets=pipe.has_last,
-    )
+    ends = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
+    loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, block=cfg.data.block, **ends)
     total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
     run.source, run.total = pipe.last_rank, total
 
     step = 0
-    scores: dict[str, float] = {}
     while step < total:
-        pipe.train()
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = pipe.step(x, y)  # all microbatches forward and backward, in the order of the schedule
-            optim.set_rate(optimizer, optim.rate(cfg.optim, step, total))
-            optimizer.step()  # each process updates its own stages
-            step += 1
-            run.log(step, loss=loss)
-            if step == total:
-                break
+        step = train_epoch(cfg, pipe, optimizer, loader, run, step, total)
         pipe.train(False)
         scores = classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
         run.record(step, **scores)
