@@ -1,0 +1,23 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.prepare import prepare_digits
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the digits set, prepared once for all tests."""
+    path = tmp_path_factory.mktemp("prepared")
+    prepare_digits(path)
+    return path
+
+
+@pytest.fixture
+def digits(cache: Path) -> tuple[str, ...]:
+    """Settings of a quick run on the digits set, with nothing left to chance or to the network."""
+    return ("data.name=digits", f"data.cache={cache}", "data.test_limit=1000", "epochs=1", "steps=30", "log.progress=lines")
