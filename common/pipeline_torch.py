@@ -104,12 +104,14 @@ class TorchPipeline(Pipeline):
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
         self.marks: Marks = []
         losses: list[Tensor] = []
+        share: list[Tensor] = []  # the library empties it at every call
         rounds = self.microbatches // self.at_once
         xs = x.chunk(rounds) if x is not None and self.has_first else None
         ys = y.chunk(rounds) if y is not None and self.has_last else None
         for self.offset in range(rounds):
             inputs = (xs[self.offset],) if xs else ()
-            targets = {"target": ys[self.offset], "losses": losses} if ys else {}
+            targets = {"target": ys[self.offset], "losses": share} if ys else {}
             self.schedule.step(*inputs, **targets, return_outputs=False)
+            losses += share
         self.history.append(self.marks)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None

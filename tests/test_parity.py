@@ -1,0 +1,129 @@
+"""Every schedule and engine equals the unsplit model, in float64, to 1e-9: losses, parameters, evaluation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common import data, prepare
+from common.models import SimpleNN
+from tests import parity
+from tests.helpers import ROOT, environment, run
+
+TOLERANCE = 1e-9
+OWN = [("own", name) for name in ("naive", "gpipe", "1f1b")]
+LIBRARY = [("torch", name) for name in ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")]
+MISTAKES = ("lose_relu", "lose_microbatch")
+
+
+def case(engine: str, schedule: str, processes: int, each: int) -> str:
+    return f"engine={engine},schedule={schedule},stages={processes * each},stages_per_process={each}"
+
+
+def cases(processes: int) -> list[str]:
+    return [case(e, s, processes, each) for (e, s), each in itertools.product(OWN + LIBRARY, (1, 2))]
+
+
+@pytest.fixture(scope="module")
+def reference(cache: Path) -> dict[str, Any]:
+    """The unsplit model trained by a bare loop that shares nothing with the pipeline but data order and model."""
+    cfg, _ = parity.settings("stages=1")
+    prepared = prepare.prepare_digits(cache)
+    mean, std = data.STATISTICS["digits"]
+
+    def part(name: str, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels = torch.from_numpy(prepared.array(f"{name}_images")[:limit]).double()
+        return (pixels / 255 - mean) / std, torch.from_numpy(prepared.array(f"{name}_labels")[:limit]).long()
+
+    images, labels = part("train", cfg.data.train_limit)
+    torch.manual_seed(1234)
+    model = SimpleNN(cfg.width, cfg.depth).double()
+    parity.widen(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.optim.lr, momentum=cfg.optim.momentum, nesterov=True)
+    losses: list[float] = []
+    for step in range(cfg.steps):
+        epoch, position = divmod(step, len(images) // cfg.batch)
+        rows = data.order(len(images), cfg.seed, epoch)[position * cfg.batch : (position + 1) * cfg.batch]
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.optim.lr * (1 - step / cfg.steps)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images[rows]), labels[rows])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    images, labels = part("test", cfg.data.test_limit)
+    with torch.no_grad():
+        logits = model(images)
+    scores = {
+        "test_loss": F.cross_entropy(logits, labels).item(),
+        "test_accuracy": (logits.argmax(1) == labels).double().mean().item(),
+        "test_samples": len(labels),
+    }
+    return {"losses": losses, "state": model.state_dict(), "scores": scores}
+
+
+def train(folder: Path, cache: Path, processes: int, wanted: list[str]) -> dict[str, Any]:
+    """The results of cases with one number of processes, trained in one launch."""
+    out = folder / f"results-{processes}.pt"
+    script = [sys.executable, "-m", "tests.parity", str(out), str(cache), str(processes), *wanted]
+    done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(torch.load(out, weights_only=True))
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """What differs by more than the tolerance, or is missing."""
+    wrong = []
+    if len(found["losses"]) != len(expected["losses"]):
+        wrong.append("number of losses")
+    gaps = [abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=False)]
+    if not max(gaps) <= TOLERANCE:
+        wrong.append(f"losses by {max(gaps):.2g}")
+    if found["state"].keys() != expected["state"].keys():
+        wrong.append("names of parameters")
+    for name in found["state"].keys() & expected["state"].keys():
+        gap = (found["state"][name] - expected["state"][name]).abs().max().item()
+        if not gap <= TOLERANCE:
+            wrong.append(f"{name} by {gap:.2g}")
+    for name, value in expected["scores"].items():
+        if not abs(found["scores"][name] - value) <= TOLERANCE:
+            wrong.append(f"{name} by {abs(found['scores'][name] - value):.2g}")
+    return wrong
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_pipelines_equal_the_unsplit_model(
+    processes: int, tmp_path: Path, cache: Path, reference: dict[str, Any]
+) -> None:
+    trained = train(tmp_path, cache, processes, cases(processes))
+    wrong = {name: differences(result, reference) for name, result in trained.items()}
+    assert not {name: found for name, found in wrong.items() if found}
+    assert len(trained) == 16 and len(reference["losses"]) == 30
+    assert reference["losses"][-1] < 0.9 * reference["losses"][0], "a model that learns nothing proves nothing"
+
+
+def test_the_check_sees_mistakes(tmp_path: Path, cache: Path, reference: dict[str, Any]) -> None:
+    wanted = [f"{mistake},{case('own', 'gpipe', 2, 1)}" for mistake in MISTAKES]
+    for name, result in train(tmp_path, cache, 2, wanted).items():
+        assert any("losses" in difference for difference in differences(result, reference)), name
+
+
+def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
+    settings = [f"{name}={value}" for name, value in parity.SETTINGS.items()]
+    settings.append(f"data.cache={cache}")
+    split = run("mnist_pipeline", *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
+    whole = run("mnist_pipeline", *settings, "stages=1", "microbatches=1", runs=tmp_path / "whole")
+    assert split.status == whole.status == 0, split.err + whole.err
+    assert len(split.losses) == 30
+    assert split.losses == pytest.approx(whole.losses, abs=TOLERANCE, rel=0)
+    results = [json.loads((done.folder.path / "result.json").read_text()) for done in (split, whole)]
+    assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], abs=TOLERANCE, rel=0)
+    assert results[0]["test_accuracy"] == results[1]["test_accuracy"]
