@@ -5,6 +5,7 @@ runs/<name>-<time>-<4 hex>/
   meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
   code/                the source that this run executes, untracked files included
   attempts/0001/       one folder a start; ranks write only here
+    world.json         processes, hosts, device, backend
     logs/rank-0.log    one file a rank
     heartbeat-0.json   one file a rank: step and time
     metrics.jsonl      one JSON object per logged step

@@ -24,6 +24,7 @@ from configs.pipeline import Pipeline as Settings
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Stamp = float | torch.cuda.Event
+Message = tuple[Action, Tensor]  # what is sent, under the name of the action that consumes it
 Marks = list[tuple[Action, Stamp, Stamp]]
 HISTORY = 100  # steps whose time stamps are kept
 
@@ -136,16 +137,15 @@ class Pipeline:
                 work, self.handed[action] = pending[action]
                 work.wait()
             start = stamp()
-            if action.kind == "F":
-                self._forward(action)
-            else:
-                self._backward(action)
+            message = self._forward(action) if action.kind == "F" else self._backward(action)
             marks.append((action, start, stamp()))
+            if message is not None:
+                self._hand(*message)
         self._finish_sends()
         self.history.append(marks)
         return self.total
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action) -> Message | None:
         _, stage, m = action
         x = self.xs[m] if stage == 0 else self.handed.pop(action).detach().requires_grad_()
         out = self.local[stage](x)
@@ -154,17 +154,14 @@ class Pipeline:
             if self.microbatches > 1:
                 out = out / self.microbatches
             self.total = out.detach() if self.total is None else self.total + out.detach()
-        else:
-            self._hand(Action("F", stage + 1, m), out.detach())
         self.saved[stage, m] = x, out
+        return (Action("F", stage + 1, m), out.detach()) if stage < self.count - 1 else None
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action) -> Message | None:
         _, stage, m = action
         x, out = self.saved.pop((stage, m))
         torch.autograd.backward(out, self.handed.pop(action) if stage < self.count - 1 else None)
-        if stage:
-            assert x.grad is not None
-            self._hand(Action("B", stage - 1, m), x.grad)
+        return (Action("B", stage - 1, m), x.grad) if x.grad is not None else None
 
     # ---- evaluation
 

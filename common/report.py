@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from common import schedules
 from common.schedules import Schedule, Span
@@ -21,37 +23,59 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 def idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
-    """The share of a step that each process waits, the median over steps; `steps[i][p]` are the spans of process p.
-
-    A step lasts from the first start to the last end over all processes.
-    """
+    """The share of a step that each process waits, the median over steps; `steps[i][p]` are the spans of process p."""
     shares: list[list[float]] = [[] for _ in steps[0]]
     for step in steps:
-        wall = max(s.end for mine in step for s in mine) - min(s.start for mine in step for s in mine)
+        wall = length(step)
         for process, mine in enumerate(step):
             shares[process].append(1 - sum(s.end - s.start for s in mine) / wall)
     return [median(values) for values in shares]
 
 
+def length(step: Sequence[Sequence[Span]]) -> float:
+    """Seconds from the first start to the last end over all processes."""
+    return max(s.end for mine in step for s in mine) - min(s.start for mine in step for s in mine)
+
+
 def typical(steps: Sequence[Sequence[Sequence[Span]]]) -> Sequence[Sequence[Span]]:
     """The step of median length."""
-
-    def length(step: Sequence[Sequence[Span]]) -> float:
-        return max(s.end for mine in step for s in mine) - min(s.start for mine in step for s in mine)
-
     return sorted(steps, key=length)[len(steps) // 2]
 
 
-def pipeline_rows(gathered: Sequence[Sequence[Sequence[Span]]], plan: Schedule, stages: int) -> dict[str, str]:
-    """Bubble and timeline of a pipeline out of every process's kept steps, `gathered[p][i]`."""
-    steps = list(zip(*gathered, strict=True))
-    idle = idle_shares(steps)
-    ideal = schedules.idle_share(schedules.play(plan, stages))
-    step = typical(steps)
-    width = max(s.end for mine in step for s in mine) - min(s.start for mine in step for s in mine)
-    lines = [f"process {process} |{line}|" for process, line in enumerate(schedules.draw(step))]
-    return {
-        "ideal bubble": f"{ideal:.1%}  (equal stages, messages that take no time)",
-        "idle share": "  ".join(f"process {process}: {share:.1%}" for process, share in enumerate(idle)),
-        "one step": "\n".join([f"{width * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward", *lines]),
-    }
+@dataclass(frozen=True)
+class PipelineReport:
+    """What a pipeline's processes did, out of the time stamps of all of them."""
+
+    ideal: float
+    """The idle share of the schedule itself: equal stages, messages that take no time."""
+    idle: list[float]
+    """The idle share of each process."""
+    step: Sequence[Sequence[Span]]
+    """The spans of each process in the step of median length."""
+
+    @classmethod
+    def of(cls, gathered: Sequence[Sequence[Sequence[Span]]], plan: Schedule, stages: int) -> PipelineReport:
+        """From every process's kept steps: `gathered[p][i]` are the spans of process p in step i."""
+        steps = list(zip(*gathered, strict=True))
+        return cls(schedules.idle_share(schedules.play(plan, stages)), idle_shares(steps), typical(steps))
+
+    def rows(self) -> dict[str, str]:
+        """For the table."""
+        lines = [f"process {process} |{line}|" for process, line in enumerate(schedules.draw(self.step))]
+        words = f"{length(self.step) * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward, dot: waiting"
+        return {
+            "ideal bubble": f"{self.ideal:.1%}  (equal stages, messages that take no time)",
+            "idle share": "  ".join(f"process {process}: {share:.1%}" for process, share in enumerate(self.idle)),
+            "one step": "\n".join([words, *lines]),
+        }
+
+    def result(self) -> dict[str, Any]:
+        """For result.json; times in seconds from the start of the step."""
+        start = min(span.start for mine in self.step for span in mine)
+        timeline = [
+            {"process": p, "kind": s.action.kind, "stage": s.action.stage, "microbatch": s.action.microbatch}
+            | {"start": round(s.start - start, 7), "end": round(s.end - start, 7)}
+            for p, mine in enumerate(self.step)
+            for s in mine
+        ]
+        return {"ideal_bubble": self.ideal, "idle_share": self.idle, "timeline": timeline}

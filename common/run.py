@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common import config, launch, prepare, provenance, schedules, seeds, tracking
 from common.config import UserError
-from common.folder import Folder, disk_errors, write_json
+from common.folder import Folder, disk_errors, read_json, write_json
 from common.launch import Place, World
 from common.prepare import Prepared
 from common.screen import Screen
@@ -53,6 +53,22 @@ class Run:
         self.began = self.flushed = time.perf_counter()
         self.beat = 0.0
         self.profiler = self._profiler()
+        if world.is_main:
+            write_json(folder.attempt / "world.json", self._world())
+
+    def _world(self) -> dict[str, Any]:
+        """Where this attempt runs, for meta.json."""
+        world, cuda = self.world, self.world.device.type == "cuda"
+        return {
+            "processes": world.size,
+            "nodes": world.nodes,
+            "hosts": list(world.hosts),
+            "launched_by": world.how,
+            "backend": world.backend,
+            "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
+            "cuda": torch.version.cuda if cuda else None,
+            "threads": world.threads,
+        }
 
     # ---- words
 
@@ -156,10 +172,8 @@ class Run:
         return self.settings.batch / seconds if seconds else 0.0
 
     def finish(self, **result: Any) -> None:
-        """Write the final numbers; all ranks call it."""
-        self.flush()
-        if self.world.is_main:
-            write_json(self.folder.path / "result.json", {"state": "finished", "exit_status": 0} | result)
+        """Write the final numbers; rank 0 calls it."""
+        write_json(self.folder.path / "result.json", {"state": "finished", "exit_status": 0} | result)
 
     def places(self) -> dict[str, str]:
         """Rows of the final table: where everything lies, and how to see and repeat it."""
@@ -298,7 +312,8 @@ def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, sett
             ended = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
             write_json(folder.path / "result.json", ended)
             print(f"metrics up to step {ended['last_step']} are in {folder.metrics_file}", file=sys.stderr)
-        provenance.amend(folder, state=folder.result["state"], end=provenance.now())
+        facts = {"world": read_json(folder.attempt / "world.json") or None}
+        provenance.amend(folder, state=folder.result["state"], end=provenance.now(), **facts)
     finally:
         if tracker is not None:
             print(tracker.finish(settings.wandb.finish_timeout), flush=True)

@@ -98,9 +98,11 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Pipeline, scores: dict[s
     """The result file and the table."""
     seconds, rate = run.step_seconds(), run.samples_per_second()
     spans = world.gather(pipe.spans())
-    run.finish(**scores, data=run.prepared.name, samples_per_second=rate, step_seconds=seconds)
     if not world.is_main:
         return
+    pipeline = report.PipelineReport.of(spans, pipe.plan, cfg.stages)
+    speed = {"samples_per_second": rate, "step_seconds": seconds}
+    run.finish(**scores, **speed, data=run.prepared.name, **pipeline.result())
     hosts = ", ".join(sorted(set(world.hosts)))
     rows = {
         "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
@@ -110,7 +112,7 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Pipeline, scores: dict[s
         "processes": f"{world.size} with {world.threads} threads each on {world.device.type} of {hosts}",
         "schedule": f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches",
     }
-    run.say(report.table(rows | report.pipeline_rows(spans, pipe.plan, cfg.stages) | run.places()))
+    run.say(report.table(rows | pipeline.rows() | run.places()))
 
 
 if __name__ == "__main__":

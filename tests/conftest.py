@@ -20,4 +20,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def digits(cache: Path) -> tuple[str, ...]:
     """Settings of a quick run on the digits set, with nothing left to chance or to the network."""
-    return ("data.name=digits", f"data.cache={cache}", "data.test_limit=1000", "epochs=1", "steps=30", "log.progress=lines")
+    return (
+        "data.name=digits",
+        f"data.cache={cache}",
+        "data.test_limit=1000",
+        "epochs=1",
+        "steps=30",
+        "log.progress=lines",
+    )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.folder import Folder
 
@@ -43,7 +44,7 @@ def command(name: str, *settings: str, runs: Path) -> list[str]:
     return [sys.executable, str(ROOT / "experiments" / f"{name}.py"), f"runs={runs}", *settings]
 
 
-def run(name: str, *settings: str, runs: Path, timeout: float = 120, **env: str) -> Done:
+def run(name: str, *settings: str, runs: Path, timeout: float = 120, **env: Any) -> Done:
     """Run an experiment's script to its end."""
     done = subprocess.run(
         command(name, *settings, runs=runs),

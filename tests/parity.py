@@ -55,21 +55,21 @@ def widen(parameters: Iterable[torch.Tensor]) -> None:
     """Scale weights to He's initialisation: with torch's, a network this deep learns next to nothing in 30 steps."""
     for parameter in parameters:
         if parameter.dim() > 1:
-            parameter *= 6**0.5
+            parameter.mul_(6**0.5)
 
 
 def sabotage(pipe: Pipeline, mistake: str) -> None:
     if mistake == "lose_relu" and 1 in pipe.local:
-        layer = pipe.local[1][0]
-        layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+        layer: Any = pipe.local[1][0]
+        layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight, layer.bias)
     if mistake == "lose_microbatch":
         backward = pipe._backward
 
-        def forgetful(action: Action) -> None:
+        def forgetful(action: Action) -> Any:
             if action.microbatch == 5 and pipe.has_last:
                 x, out = pipe.saved[action.stage, action.microbatch]
                 pipe.saved[action.stage, action.microbatch] = x, out * 0
-            backward(action)
+            return backward(action)
 
         pipe._backward = forgetful  # type: ignore[method-assign]
 
@@ -91,9 +91,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: prepare.Prepared, f
         step = mnist_pipeline.train_epoch(cfg, pipe, optimizer, loader, run, step, cfg.steps)
     run.flush()
     pipe.train(False)
-    scores = classify(
-        pipe.predict, test_set, world, batch=cfg.eval_batch, dtype=torch.float64, inputs=pipe.has_first
-    )
+    scores = classify(pipe.predict, test_set, world, batch=cfg.eval_batch, dtype=torch.float64, inputs=pipe.has_first)
     states = world.gather(pipe.state_dict())
     if not world.is_main:
         return {}

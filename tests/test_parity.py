@@ -56,7 +56,7 @@ def reference(cache: Path) -> dict[str, Any]:
             group["lr"] = cfg.optim.lr * (1 - step / cfg.steps)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images[rows]), labels[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     images, labels = part("test", cfg.data.test_limit)

@@ -1,0 +1,132 @@
+"""Reading settings: precedence, types, ranges, and the answers to mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from common import config
+from common.config import UserError, keys, load
+from configs.mnist_pipeline import Config
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(Config, list(words), {})
+    return str(caught.value)
+
+
+def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:
+    assert dataclasses.fields(Config) and Config().epochs == 1
+    assert load(Config, [], {}).epochs == 5  # configs/mnist_pipeline.yaml
+    assert load(Config, ["epochs=3"], {}).epochs == 3
+    file = tmp_path / "mine.yaml"
+    file.write_text("epochs: 9\noptim:\n  lr: 0.5\n")
+    found = load(Config, ["--config", str(file), "optim.lr=0.25"], {})
+    assert (found.epochs, found.optim.lr, found.batch) == (9, 0.25, 64)
+
+
+def test_data_root_comes_from_the_environment_unless_it_is_set() -> None:
+    assert load(Config, [], {"DATA_ROOT": "/there"}).data.root == "/there"
+    assert load(Config, ["data.root=/here"], {"DATA_ROOT": "/there"}).data.root == "/here"
+
+
+def test_printed_config_repeats_the_settings(tmp_path: Path) -> None:
+    first = load(Config, ["seed=3", "split=[fc2]", "wandb.tags=[a,010]", "data.root=010", "optim.lr=1e-05"], {})
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml(first))
+    assert load(Config, ["--config", str(file)], {}) == first
+    assert first.wandb.tags == ["a", "010"] and first.data.root == "010"
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("+7", 7), ("0", 0)])
+def test_integers_are_decimal(text: str, value: int, tmp_path: Path) -> None:
+    assert load(Config, [f"seed={text}"], {}).seed == value
+    file = tmp_path / "c.yaml"
+    file.write_text(f"seed: {text}\n")
+    assert load(Config, ["--config", str(file)], {}).seed == value
+
+
+@pytest.mark.parametrize("text", ["12:30", "1_000", "0x10", "1.0", "", "ten", "1e3"])
+def test_what_is_no_integer_is_refused(text: str) -> None:
+    message = refused(f"seed={text}")
+    assert f"seed={text}" in message and "int >= 0" in message
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1_0", "1e999", "x"])
+def test_what_is_no_finite_number_is_refused(text: str) -> None:
+    assert "float from 0 to 100" in refused(f"optim.lr={text}")
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("stage=2", ["unknown key stage", "did you mean stages"]),
+        ("lr=2", ["unknown key lr", "optim.lr"]),
+        ("data.rot=x", ["unknown key data.rot", "data.root"]),
+        ("zzzz=1", ["unknown key zzzz", "--help"]),
+        ("batch=0", ["batch=0", "int >= 1"]),
+        ("data.fallback=cifar", ["data.fallback=cifar", "digits | none"]),
+        ("data=3", ["unknown key data"]),
+        ("data.root=${oc.env:HOME}", ["data.root", "interpolations"]),
+        ("split=[a,[b]]", ["split", "write a list as [a,b]"]),
+        ("stages", ["'stages' not understood", "key=value"]),
+        ("--fast", ["'--fast' not understood"]),
+        ("--config", ["--config needs a file"]),
+    ],
+)
+def test_mistakes_are_answered_with_the_remedy(word: str, parts: list[str]) -> None:
+    message = refused(word)
+    assert all(part in message for part in parts), message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["microbatches=5"], ["microbatches=4 or 8", "batch=60 or 65"]),
+        (["microbatches=100"], ["microbatches=64", "batch=100"]),
+        (["stages=4"], ["3 layers", "at most 3"]),
+        (["stages=3", "stages_per_process=2"], ["multiple", "[1, 3]"]),
+        (["split=[fc2,fc3]"], ["makes 3 stages", "stages=3"]),
+        (["schedule=zigzag"], ["unknown", "gpipe"]),
+        (["schedule=zero_bubble"], ["engine=torch"]),
+        (["engine=torch", "stages=1"], ["at least 2 stages"]),
+        (["engine=torch", "schedule=x.py:f"], ["engine=own"]),
+        (["engine=torch", "schedule=1f1b", "microbatches=1"], ["microbatches to 2 or more"]),
+        (["engine=torch", "schedule=zero_bubble", "microbatches=5", "batch=60"], ["multiple of 2", "4 is"]),
+        (["launch.nodes=3"], ["launch.nodes=3", "[1, 2]"]),
+        (["data.train_limit=10"], ["no full batch of 64"]),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_refused(words: list[str], parts: list[str]) -> None:
+    message = refused(*words)
+    assert all(part in message for part in parts), message
+
+
+def test_help_names_every_key_with_default_type_and_meaning() -> None:
+    text = config.help_text(Config)
+    for key in keys(Config).values():
+        assert key.doc, f"{key.name} has no documentation"
+        assert f"  {key.name}=" in text
+    assert "  epochs=5  (int >= 1)" in text
+    assert "  optim.decay=linear  (linear | constant)" in text
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    assert "no such configuration file" in refused("--config", str(tmp_path / "none.yaml"))
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: [1\n")
+    assert "not valid YAML" in refused("--config", str(bad))
+    bad.write_text("- a\n- b\n")
+    assert "key: value" in refused("--config", str(bad))
+    bad.write_text("batch:\n  size: 3\n")
+    assert "unknown key batch.size" in refused("--config", str(bad))
+
+
+def test_every_experiment_has_script_settings_and_values() -> None:
+    assert "mnist_pipeline" in config.names()
+    for name in config.names():
+        assert config.name_of(config.schema_of(name)) == name

@@ -1,0 +1,168 @@
+"""The data: byte-identical digits, balanced; order and position; ragged ends; exact evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common import data, digits, prepare
+from common.config import UserError
+from configs.shared import Data
+
+
+@pytest.fixture(scope="module")
+def images(cache: Path) -> data.Images:
+    return data.Images(prepare.prepare_digits(cache), "train", limit=1000)
+
+
+def loader(images: data.Images, **settings: int) -> data.Loader:
+    keywords = {"batch": 64, "seed": 0, "block": 4} | settings
+    batch, seed, block = (keywords[name] for name in ("batch", "seed", "block"))
+    return data.Loader(images, batch, seed, torch.device("cpu"), torch.float32, block=block)
+
+
+def batches(source: data.Loader) -> list[tuple[bytes, list[int]]]:
+    return [(x.numpy().tobytes(), y.tolist()) for x, y in source if x is not None and y is not None]
+
+
+def test_digits_are_the_same_bytes_for_a_seed_and_balanced() -> None:
+    first, labels = digits.generate(503, seed=5, part="train")
+    again, _ = digits.generate(503, seed=5, part="train")
+    other, _ = digits.generate(503, seed=6, part="train")
+    test, _ = digits.generate(503, seed=5, part="test")
+    assert first.shape == (503, 28, 28) and first.dtype == labels.dtype == np.uint8
+    assert first.tobytes() == again.tobytes() != other.tobytes() != test.tobytes()
+    counts = np.bincount(labels, minlength=10)
+    assert counts.max() - counts.min() <= 1
+    assert len({image.tobytes() for image in first}) == 503
+
+
+def test_statistics_are_those_of_the_digits(cache: Path) -> None:
+    pixels = prepare.prepare_digits(cache).array("train_images").astype(np.float64) / 255
+    assert pixels.shape == (60_000, 28, 28)
+    assert (pixels.mean(), pixels.std()) == pytest.approx(data.STATISTICS["digits"], abs=1e-4)
+
+
+def test_order_is_a_function_of_seed_and_epoch(images: data.Images) -> None:
+    first = data.order(1000, 0, 0)
+    assert sorted(first) == list(range(1000))
+    assert (first == data.order(1000, 0, 0)).all()
+    assert (first != data.order(1000, 0, 1)).any() and (first != data.order(1000, 1, 0)).any()
+    assert batches(loader(images, block=1)) == batches(loader(images, block=7))
+
+
+def test_a_restored_position_gives_the_rest_of_the_epoch(images: data.Images) -> None:
+    whole = loader(images)
+    everything = batches(whole) + batches(whole)
+    assert whole.state_dict() == {"epoch": 2, "position": 0}
+    interrupted = loader(images)
+    iterator = iter(interrupted)
+    for _ in range(5):
+        next(iterator)
+    resumed = loader(images)
+    resumed.load_state_dict(interrupted.state_dict())
+    assert resumed.state_dict() == {"epoch": 0, "position": 5 * 64}
+    assert batches(resumed) + batches(resumed) == everything[5:]
+
+
+def test_ragged_rest_of_an_epoch_is_left_out_and_is_another_one_each_time(images: data.Images) -> None:
+    source = loader(images)
+    first, second = batches(source), batches(source)
+    assert len(first) == len(second) == 1000 // 64 == source.steps
+    assert all(len(labels) == 64 for _, labels in first)
+    left_out = [set(data.order(1000, 0, epoch)[15 * 64 :]) for epoch in (0, 1)]
+    assert len(left_out[0]) == 40 and left_out[0] != left_out[1]
+
+
+def test_inputs_are_normalised_like_torchvision(images: data.Images) -> None:
+    from PIL import Image
+    from torchvision import transforms
+
+    mean, std = data.STATISTICS["digits"]
+    theirs = transforms.Compose([transforms.ToTensor(), transforms.Normalize((mean,), (std,))])
+    ours = images.inputs(torch.arange(5), torch.device("cpu"), torch.float32)
+    for i in range(5):
+        expected = theirs(Image.fromarray(images.images[i].numpy()))[0]
+        assert torch.allclose(ours[i], expected, atol=1e-6)
+
+
+def test_prepared_once_by_processes_that_start_together(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+
+    def small() -> prepare.Arrays:
+        with open(made, "a") as file:
+            file.write("x")
+        time.sleep(0.3)  # long enough for the others to find nothing there
+        return (*digits.generate(50, 0, "train"), *digits.generate(20, 0, "test"))
+
+    def body() -> None:
+        prepare.cached(tmp_path / "cache", "digits", "small", small).verify()
+
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=body) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert made.read_text() == "x"
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    """A small MNIST in torchvision's layout; sizes are those of RAW scaled down by the test."""
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    train, test = digits.generate(100, 1, "train"), digits.generate(50, 1, "test")
+    for prefix, (pixels, labels) in (("train", train), ("t10k", test)):
+        count = len(labels)
+        header = np.array([0x803, count, 28, 28], ">i4").tobytes()
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(
+            np.array([0x801, count], ">i4").tobytes() + labels.tobytes()
+        )
+    return folder
+
+
+def test_mnist_comes_through_torchvision(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "RAW", {file.name: file.stat().st_size for file in raw.iterdir()})
+    settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
+    found = prepare.prepare(settings)
+    assert found.name == "mnist" and not found.notice
+    assert (found.array("train_images") == digits.generate(100, 1, "train")[0]).all()
+    assert (found.array("test_labels") == digits.generate(50, 1, "test")[1]).all()
+    shutil.copy(raw / "t10k-labels-idx1-ubyte", raw / "kept")
+    (raw / "t10k-labels-idx1-ubyte").write_bytes(b"short")
+    with pytest.raises(UserError, match="t10k-labels-idx1-ubyte is damaged: 5 bytes"):
+        prepare.prepare(settings)
+    (raw / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(UserError, match="t10k-labels-idx1-ubyte is missing"):
+        prepare.prepare(settings)
+
+
+def test_changed_raw_files_are_prepared_anew(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "RAW", {file.name: file.stat().st_size for file in raw.iterdir()})
+    settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
+    first = prepare.prepare(settings)
+    file = raw / "train-labels-idx1-ubyte"
+    changed = bytearray(file.read_bytes())
+    changed[-1] = (changed[-1] + 1) % 10
+    file.write_bytes(changed)
+    second = prepare.prepare(settings)
+    assert first.sha256["train_labels"] != second.sha256["train_labels"]
+    assert first.sha256["train_images"] == second.sha256["train_images"]
+
+
+def test_checksums_are_those_of_the_files(cache: Path) -> None:
+    found = prepare.prepare_digits(cache)
+    file = found.path / "test_labels.npy"
+    assert found.sha256["test_labels"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert os.access(found.path, os.R_OK)

@@ -1,0 +1,162 @@
+"""What every experiment must do, for each entry of the one list."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import config
+from tests.experiments import EXPERIMENTS, Entry
+from tests.helpers import ROOT, Done, command, environment, run
+
+every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+
+
+@pytest.fixture(scope="module")
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Done]]:
+    """Each experiment, run twice with the same settings."""
+    pairs = {}
+    for entry in EXPERIMENTS:
+        common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
+        pairs[entry.name] = tuple(
+            run(entry.name, *common, *entry.smallest, runs=tmp_path_factory.mktemp(entry.name)) for _ in range(2)
+        )
+    return pairs  # type: ignore[return-value]
+
+
+def test_the_list_is_complete() -> None:
+    assert sorted(entry.name for entry in EXPERIMENTS) == config.names()
+
+
+@every
+def test_run_folder_holds_everything(entry: Entry, finished: dict[str, tuple[Done, Done]]) -> None:
+    done = finished[entry.name][0]
+    assert done.status == 0, done.err
+    folder = done.folder
+    assert folder.path.name.startswith(entry.name + "-")
+    result = folder.result
+    assert result["state"] == "finished" and result["exit_status"] == 0
+    assert set(entry.produces) <= result.keys()
+    assert result["data"] == "digits" and result["test_samples"] == 333
+    meta = json.loads((folder.path / "meta.json").read_text())
+    assert meta["data"]["name"] == "digits" and meta["packages"]["torch"]
+    assert meta["world"]["processes"] == entry.processes == len(meta["world"]["hosts"])
+    assert meta["history"][0]["state"] == "finished" and meta["history"][0]["end"]
+    rows = folder.metrics()
+    assert [row["global_step"] for row in rows if "loss" in row] == list(range(1, 41))
+    assert rows[-1]["test_samples"] == 333
+    for rank in range(entry.processes):
+        assert (folder.attempts()[0].log_file(rank)).exists()
+        assert (folder.attempts()[0].attempt / f"heartbeat-{rank}.json").exists()
+
+
+@every
+def test_the_run_keeps_its_source(entry: Entry, finished: dict[str, tuple[Done, Done]]) -> None:
+    code = finished[entry.name][0].folder.path / "code"
+    script = Path("experiments") / f"{entry.name}.py"
+    assert (code / script).read_text() == (ROOT / script).read_text()
+    assert (code / "common" / "run.py").exists() and (code / "configs" / f"{entry.name}.yaml").exists()
+
+
+@every
+def test_same_command_gives_the_same_bits(entry: Entry, finished: dict[str, tuple[Done, Done]]) -> None:
+    first, second = finished[entry.name]
+    assert len(first.losses) == 40 and first.losses == second.losses
+    assert first.losses[-1] < first.losses[0]
+
+
+@every
+def test_the_run_is_repeated_from_its_config(
+    entry: Entry, finished: dict[str, tuple[Done, Done]], tmp_path: Path
+) -> None:
+    first = finished[entry.name][0]
+    again = run(entry.name, "--config", str(first.folder.path / "config.yaml"), runs=tmp_path)
+    assert again.losses == first.losses
+
+
+@every
+def test_another_seed_gives_another_run(entry: Entry, finished: dict[str, tuple[Done, Done]], tmp_path: Path) -> None:
+    first = finished[entry.name][0]
+    other = run(entry.name, "--config", str(first.folder.path / "config.yaml"), "seed=1", runs=tmp_path)
+    assert len(other.losses) == 40 and other.losses != first.losses
+
+
+@every
+def test_the_screen_tells_the_essentials(entry: Entry, finished: dict[str, tuple[Done, Done]]) -> None:
+    done = finished[entry.name][0]
+    for words in ("data digits", "test accuracy", "samples/s", str(done.folder.path), "--config"):
+        assert words in done.out
+    assert not done.err
+
+
+@every
+def test_profile_writes_a_trace_per_rank(entry: Entry, cache: Path, tmp_path: Path) -> None:
+    common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=100", "steps=10", "profile=2")
+    done = run(entry.name, *common, *entry.smallest, runs=tmp_path)
+    assert done.status == 0, done.err
+    for rank in range(entry.processes):
+        trace = json.loads((done.folder.attempts()[0].attempt / f"trace-{rank}.json").read_text())
+        assert trace["traceEvents"]
+    assert "Self CPU" in done.out and "# of Calls" in done.out
+
+
+@every
+def test_log_level_quietens_the_screen_and_not_the_file(entry: Entry, cache: Path, tmp_path: Path) -> None:
+    common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=100", "steps=3", "log.level=error")
+    done = run(entry.name, *common, *entry.smallest, runs=tmp_path)
+    assert "test accuracy" not in done.out
+    assert "test accuracy" in done.folder.attempts()[0].log_file(0).read_text()
+
+
+@every
+def test_a_terminal_gets_a_progress_bar(entry: Entry, cache: Path, tmp_path: Path) -> None:
+    words = command(entry.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=100", runs=tmp_path)
+    words += ["steps=300", "log.seconds=0.05", *entry.smallest]
+    typed = " ".join(f"'{word}'" for word in words)
+    done = subprocess.run(
+        ["script", "-qec", typed, "/dev/null"],
+        cwd=ROOT,
+        env=environment(TERM="xterm", COLUMNS="120"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "300/300" in done.stdout and "━" in done.stdout
+
+
+@every
+def test_the_script_answers_questions_without_training(entry: Entry, tmp_path: Path) -> None:
+    for question in ("--help", "--print-config"):
+        done = run(entry.name, question, runs=tmp_path / "runs")
+        assert done.status == 0 and "batch" in done.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_room_below_knows_one_above() -> None:
+    """experiments -> common -> configs; slurm -> common, configs; no experiment imports another."""
+    allowed = {
+        "experiments": {"common", "configs"},
+        "slurm": {"common", "configs"},
+        "common": {"configs"},
+        "configs": set(),
+    }
+    for room, others in allowed.items():
+        for file in (ROOT / room).glob("*.py"):
+            lines = [line.split() for line in file.read_text().splitlines()]
+            imported = {words[1].split(".")[0] for words in lines if words[:1] in (["import"], ["from"]) and words[1:]}
+            rooms = imported & {"experiments", "common", "configs", "slurm", "tests"}
+            assert rooms <= others | {room}, file
+            assert not (room == "experiments" and "experiments" in rooms), file
+
+
+def test_answers_need_no_torch() -> None:
+    program = "import sys, slurm.submit, common.folder, common.prepare, common.tracking\n"
+    program += "print('torch' in sys.modules, 'wandb' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
