@@ -30,15 +30,15 @@ HISTORY = 100  # steps whose time stamps are kept
 
 
 @torch.no_grad()
-def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int]) -> list[torch.Size]:
+def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
     """The shape of one sample behind each stage.
 
     Found by sending one through, in eval mode, so that BatchNorm does not count it. (The meta device would
     compute nothing, but takes a second to import.)
     """
-    shapes, value = [], torch.zeros(1, *sample)
+    shapes, value = [], torch.zeros(1, *sample, dtype=dtype)
     for stage in stages:
-        value = stage.eval()(value)
+        value = stage.to(dtype).eval()(value)
         stage.train()
         shapes.append(value.shape[1:])
     return shapes
@@ -89,9 +89,9 @@ class Pipeline:
         self.plan = self._plan()
         self.count, self.microbatches = settings.stages, settings.microbatches
         self.size = batch // self.microbatches
-        self.shapes = boundary_shapes(stages, sample)
+        self.shapes = boundary_shapes(stages, sample, dtype)
         mine = local_stages(world.rank, world.size, self.count)
-        self.local = {s: stages[s].to(world.device, dtype) for s in mine}
+        self.local = {s: stages[s].to(world.device) for s in mine}
         self.has_first, self.has_last = 0 in self.local, self.count - 1 in self.local
         self.clock = Clock(world.device)
         self.history: deque[Marks] = deque(maxlen=HISTORY)
@@ -169,7 +169,8 @@ class Pipeline:
     def predict(self, x: Tensor | None, count: int) -> Tensor | None:
         """The model's output for `count` samples on the process with the last stage, else None.
 
-        All processes call it. Consecutive calls overlap: a stage goes on to the next batch while later stages work.
+        All processes call it, and a collective after the last call: a stage sends its output and goes on to the
+        next batch while later stages work.
         """
         value = x
         for stage, module in self.local.items():

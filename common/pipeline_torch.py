@@ -23,6 +23,20 @@ MULTI = {
 }
 
 
+class Contiguous(nn.Module):
+    """A stage whose messages gloo and nccl can send: the output, and the gradient of the input, lie in one piece."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.contiguous())
+        out: Tensor = self.module(x).contiguous()
+        return out
+
+
 class TimedStage(pipelining.PipelineStage):
     """A stage of the library that notes when it computes what."""
 
@@ -71,7 +85,9 @@ class TorchPipeline(Pipeline):
         )
         after.requires_grad_()  # the library sends gradients only for what asks for them
         before.requires_grad_(index > 0)
-        stage = TimedStage(module, index, self.count, self.world.device, input_args=before, output_args=after)
+        stage = TimedStage(
+            Contiguous(module), index, self.count, self.world.device, input_args=before, output_args=after
+        )
         stage.owner = self
         return stage
 

@@ -26,20 +26,15 @@ def idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
     """The share of a step that each process waits, the median over steps; `steps[i][p]` are the spans of process p."""
     shares: list[list[float]] = [[] for _ in steps[0]]
     for step in steps:
-        wall = length(step)
+        wall = schedules.length(step)
         for process, mine in enumerate(step):
             shares[process].append(1 - sum(s.end - s.start for s in mine) / wall)
     return [median(values) for values in shares]
 
 
-def length(step: Sequence[Sequence[Span]]) -> float:
-    """Seconds from the first start to the last end over all processes."""
-    return max(s.end for mine in step for s in mine) - min(s.start for mine in step for s in mine)
-
-
 def typical(steps: Sequence[Sequence[Sequence[Span]]]) -> Sequence[Sequence[Span]]:
     """The step of median length."""
-    return sorted(steps, key=length)[len(steps) // 2]
+    return sorted(steps, key=schedules.length)[len(steps) // 2]
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,8 @@ class PipelineReport:
     def rows(self) -> dict[str, str]:
         """For the table."""
         lines = [f"process {process} |{line}|" for process, line in enumerate(schedules.draw(self.step))]
-        words = f"{length(self.step) * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward, dot: waiting"
+        seconds = schedules.length(self.step)
+        words = f"{seconds * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward, dot: waiting"
         return {
             "ideal bubble": f"{self.ideal:.1%}  (equal stages, messages that take no time)",
             "idle share": "  ".join(f"process {process}: {share:.1%}" for process, share in enumerate(self.idle)),

@@ -4,19 +4,23 @@ An action is (kind, stage, microbatch). A kind is F, forward; B, backward; and, 
 the backward, I, the gradient of the input, and W, the gradient of the weights. A schedule says
 nothing about messages: they follow from it. Imports no torch.
 
+    python -m common.schedules gpipe 2 4            prints a schedule: its name, processes, microbatches
+    python -m common.schedules mine.py:f 2 4 2      your own one, with two stages a process
+
 GPipe is Huang et al. 2019 (arXiv 1811.06965); 1F1B is PipeDream-Flush, Narayanan et al. 2021
 (arXiv 2006.09503), section 2.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.config import UserError
+from common.config import UserError, user_errors
 from configs.pipeline import Pipeline
 
 
@@ -151,12 +155,15 @@ def check(plan: Schedule, processes: int, stages: int, microbatches: int) -> Non
     play(plan, stages)
 
 
+def length(spans: Sequence[Sequence[Span]]) -> float:
+    """The time from the first start to the last end over all processes."""
+    return max(span.end for mine in spans for span in mine) - min(span.start for mine in spans for span in mine)
+
+
 def idle_share(spans: Sequence[Sequence[Span]]) -> float:
-    """The share of all processes' time, from the first start to the last end, in which they wait."""
-    start = min(span.start for mine in spans for span in mine)
-    end = max(span.end for mine in spans for span in mine)
+    """The share of all processes' time in which they wait."""
     busy = sum(span.end - span.start for mine in spans for span in mine)
-    return 1 - busy / ((end - start) * len(spans))
+    return 1 - busy / (length(spans) * len(spans))
 
 
 def of(settings: Pipeline) -> Schedule:
@@ -178,7 +185,7 @@ def from_file(name: str) -> Maker:
     file, _, function = name.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"schedule={name}: no such Python file {file!r}; write FILE.py:function")
+        raise UserError(f"schedule={name}: neither one of {', '.join(SCHEDULES)} nor an existing FILE.py:function")
     spec = importlib.util.spec_from_file_location("custom_schedule", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -199,7 +206,7 @@ def draw(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
     Microbatch 0 shows as 0 and a, 1 as 1 and b, and so on, from the start again after ten.
     """
     start = min(span.start for mine in spans for span in mine)
-    scale = width / (max(span.end for mine in spans for span in mine) - start)
+    scale = width / length(spans)
     lines = []
     for mine in spans:
         line = ["."] * width
@@ -217,3 +224,26 @@ def preflight(settings: object) -> None:
     """Refuse a schedule that cannot work before anything starts; settings without one pass."""
     if isinstance(settings, Pipeline) and settings.engine == "own":
         of(settings)
+
+
+def main() -> None:
+    """Print a schedule as a diagram, one line a process."""
+    parser = argparse.ArgumentParser(prog="python -m common.schedules", description=main.__doc__)
+    parser.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, or FILE.py:function")
+    for number in ("processes", "microbatches"):
+        parser.add_argument(number, type=int, choices=range(1, 65), metavar=number)
+    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="stages in each process")
+    asked = parser.parse_args()
+    stages = asked.processes * asked.each
+    settings = Pipeline(
+        schedule=asked.schedule, stages=stages, stages_per_process=asked.each, microbatches=asked.microbatches
+    )
+    spans = play(of(settings), stages)
+    for process, line in enumerate(draw(spans, width=round(length(spans)))):
+        print(f"process {process} |{line}|")
+    print(f"idle share {idle_share(spans):.1%}  (a forward takes 1, a backward 2)")
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from common import schedules
 from common.config import UserError
 from common.schedules import Action, check, draw, idle_share, play
 from configs.pipeline import Pipeline
+from tests.helpers import ROOT
 
 SIZES = [(p, p * each, m) for p in (1, 2, 3, 4, 8) for each in (1, 2, 3) for m in (1, 2, 4, 7, 8)]
 
@@ -102,5 +105,12 @@ def test_broken_files_are_refused(tmp_path: Path, body: str, function: str, mess
     with pytest.raises(UserError, match="schedule=") as caught:
         schedules.of(custom(tmp_path, body, function))
     assert message in str(caught.value)
-    with pytest.raises(UserError, match="no such Python file"):
+    with pytest.raises(UserError, match="neither one of naive, gpipe, 1f1b nor"):
         schedules.of(Pipeline(schedule="nowhere.py:f"))
+
+
+def test_a_schedule_is_printed() -> None:
+    words = [sys.executable, "-m", "common.schedules", "gpipe", "2", "4"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[:2] == ["process 0 |0123...aabbccdd|", "process 1 |.0123aabbccdd..|"]
+    assert "idle share 20.0%" in done.stdout
