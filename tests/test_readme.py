@@ -1,0 +1,78 @@
+"""The README is true: its commands run, its links lead somewhere, its sample output looks like the real one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, environment, run
+
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = sorted({shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""})
+BY_CI = {"make lint", "make test"}  # .ci/run calls them as they are
+ELSEWHERE = {"make requirements": "needs the package index", "make bench": "takes minutes"}
+
+
+def quick(words: list[str], cache: Path, runs: Path) -> list[str]:
+    """A command with settings that make it short, kept out of the checkout."""
+    settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
+    if words[0] == "python":
+        return [sys.executable, *words[1:], *(settings if words[1].startswith("experiments/") else [])]
+    args = next((w.removeprefix("ARGS=") for w in words if w.startswith("ARGS=")), "")
+    kept = [w for w in words if not w.startswith("ARGS=")]
+    return [*kept, f"ARGS={shlex.join(settings)} {args}"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_runs(command: str, cache: Path, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    target = words[1] if words[0] == "make" else ""
+    if command in ELSEWHERE or (target == "test" and len(words) > 2):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    if command in BY_CI:
+        assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+        return
+    if target and not (ROOT / ".venv" / ".ready").exists():
+        pytest.skip("no .venv here: make would set one up")
+    done = subprocess.run(
+        quick(words, cache, tmp_path),
+        cwd=ROOT,
+        env=environment() | {"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert links
+    assert not [link for link in links if not link.startswith("http") and not (ROOT / link).exists()]
+
+
+def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) -> None:
+    done = run("mnist_pipeline", "data.name=digits", f"data.cache={cache}", "steps=20", runs=tmp_path)
+    sample = re.search(r"```text\n(mnist_pipeline: .*?)```", TEXT, re.DOTALL)
+    assert sample
+
+    def labels(text: str) -> list[str]:
+        return re.findall(r"^  ([a-z][a-z ]*?)  ", text, re.MULTILINE)
+
+    assert labels(sample.group(1)) == labels(done.out)
+    assert len(labels(done.out)) > 8
+
+
+def test_every_experiment_and_pitfall_is_told() -> None:
+    for script in (ROOT / "experiments").glob("*.py"):
+        assert f"](experiments/{script.name})" in TEXT
