@@ -216,6 +216,7 @@ def start(main: Main[T], schema: type[T]) -> None:
     with config.user_errors():
         settings = config.load(schema, sys.argv[1:])
         schedules.preflight(settings)
+        tracking.asked_mode(settings)
         place = launch.outside(os.environ)
         sys.exit(start_here(main, settings) if place is None else join_there(main, settings, place))
 

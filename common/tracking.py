@@ -11,25 +11,40 @@ online init takes a minute and a half. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import queue
 import secrets
-import select
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import config
+from common.config import UserError
 from common.folder import Folder, read_json, write_json
 from configs.shared import Experiment
 
+MODES = ("auto", "online", "offline", "disabled")
+SERVICE = "WANDB_SERVICE"  # how wandb finds the helper process of an earlier wandb
 POLL = 0.3  # seconds between two looks at the metrics file
 REACH = 3.0  # seconds for the W&B host to answer
 INIT = 20.0  # seconds for an online wandb.init
+
+
+def asked_mode(settings: Experiment) -> str:
+    """One of MODES. Raises UserError for a WANDB_MODE that is none of them."""
+    mode = os.environ.get("WANDB_MODE") or settings.wandb.mode
+    if mode not in MODES:
+        raise UserError(f"WANDB_MODE={mode} is unknown; use {', '.join(MODES)}, or unset it")
+    return mode
 
 
 class Tracker:
@@ -40,40 +55,50 @@ class Tracker:
 
     @classmethod
     def start(cls, settings: Experiment, folder: Folder) -> Tracker | None:
-        """Start tracking, or return None where it is switched off."""
-        mode = os.environ.get("WANDB_MODE") or settings.wandb.mode
-        if mode in ("disabled", "dryrun-disabled"):
+        """Start tracking, or return None where it is switched off or has no room to start."""
+        mode = asked_mode(settings)
+        if mode == "disabled":
             return None
-        (folder.path / "wandb").mkdir(exist_ok=True)
-        with open(folder.attempt / "logs" / "tracker.log", "wb") as log:
-            process = subprocess.Popen(
-                command(folder, mode),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is not for it, and its group can be ended as one
-            )
+        # observability is W&B's own telemetry: ten seconds at the end where the host does not answer
+        environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
+        for name in ("WANDB_MODE", SERVICE):
+            environ.pop(name, None)
+        try:
+            (folder.path / "wandb").mkdir(exist_ok=True)
+            with open(folder.attempt / "logs" / "tracker.log", "wb") as log:
+                process = subprocess.Popen(
+                    command(folder, mode),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=environ,
+                    start_new_session=True,  # Ctrl-C is not for it, and its group can be ended as one
+                )
+        except OSError as error:
+            print(f"W&B: nothing is tracked: {error}", flush=True)
+            return None
         return cls(process, folder)
 
     def finish(self, timeout: float) -> str:
         """Let it pass on the rest; returns one line on where the W&B run is."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        late = ""
+        log = self.folder.attempt / "logs" / "tracker.log"
         try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            late = f" (not finished after {timeout:.0f} s)"
+            whole = self.process.wait(timeout + 1) == 0  # it ends itself after `timeout`
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            whole = False
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         status = read_json(self.folder.path / "wandb" / "status.json")
         if not status:
-            return f"W&B: nothing was tracked{late}; see {self.folder.attempt / 'logs' / 'tracker.log'}"
+            return f"W&B: nothing was tracked; see {log}"
         reason = f" ({status['reason']})" if status.get("reason") else ""
+        rest = "" if whole else f"; not complete after {timeout:g} s, see {log}"
         if status["mode"] == "online":
-            return f"W&B: {status['url']}{late}"
-        return f"W&B: offline{reason}{late}; upload with: wandb sync {status['dir']}"
+            return f"W&B: {status['url']}{rest}"
+        return f"W&B: offline{reason}; upload with: wandb sync {status['dir']}{rest}"
 
 
 def command(folder: Folder, mode: str, reason: str = "") -> list[str]:
@@ -81,46 +106,77 @@ def command(folder: Folder, mode: str, reason: str = "") -> list[str]:
 
 
 def choose_mode(asked: str) -> tuple[str, str]:
-    """online or offline, and why not online."""
+    """online or offline, and why not online. Bounded by a few REACH, whatever the host does."""
     import wandb
 
     if asked == "offline":
         return "offline", ""
     try:
-        if not wandb.login(prompt=False):
+        settings = wandb.setup().settings
+        if settings.mode != "online":
+            return "offline", f"`wandb {settings.mode}` was set on this machine"
+        if not wandb.login(prompt=False, verify=False):
             return "offline", "no W&B account is configured"
-    except Exception as error:  # noqa: BLE001 (a malformed key, an unreadable netrc: train on)
-        return "offline", f"W&B refuses the account: {str(error).splitlines()[0]}"
-    url = wandb.setup().settings.base_url
-    try:
-        urllib.request.urlopen(url, timeout=REACH).close()
-    except urllib.error.HTTPError:
-        pass  # it answers
-    except (OSError, ValueError) as error:
-        return "offline", f"{url} does not answer: {getattr(error, 'reason', None) or error}"
+        silence = unreachable(settings.base_url)
+        if silence:
+            return "offline", f"{settings.base_url} does not answer: {silence}"
+        wandb.Api(timeout=round(REACH))  # raises unless the host knows the key
+    except Exception as error:  # noqa: BLE001 (a malformed or refused key, an unreadable netrc: train on)
+        return "offline", f"W&B does not accept the account: {first_line(error)}"
     return "online", ""
+
+
+def unreachable(url: str) -> str:
+    """Why no answer came from `url` within REACH seconds; empty if one came, of whatever kind."""
+    answers: queue.Queue[str] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(url, timeout=REACH).close()
+        except urllib.error.HTTPError:
+            pass  # it answers
+        except Exception as error:  # noqa: BLE001 (no name, no route, no HTTP)
+            return answers.put(str(getattr(error, "reason", None) or error))
+        return answers.put("")
+
+    # in a thread, because a slow name server or a dripping answer knows no time-out
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=REACH)
+    except queue.Empty:
+        return f"nothing after {REACH:.0f} s"
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def settings_of(folder: Folder) -> Experiment:
+    name = folder.path.name.rsplit("-", 3)[0]
+    return config.resolve(config.schema_of(name), [config.read_file(folder.path / "config.yaml")])
 
 
 def open_run(folder: Folder, mode: str) -> Any:
     """wandb.init with the run's own id, name, configuration and tags."""
     import wandb
-    import yaml
 
-    settings = yaml.safe_load((folder.path / "config.yaml").read_text())
+    settings = settings_of(folder)
+    name = config.name_of(type(settings))
     meta = read_json(folder.path / "meta.json")
-    name = folder.path.name.rsplit("-", 3)[0]
+    facts = {"experiment": name, "world_size": settings.processes}
+    facts["meta"] = meta | {"git": meta.get("git", {}).get("sha")}
     known = read_json(folder.path / "wandb" / "status.json").get("id")
     run = wandb.init(
-        project=settings["wandb"]["project"],
-        entity=settings["wandb"]["entity"] or None,
-        group=settings["wandb"]["group"] or None,
+        project=settings.wandb.project,
+        entity=settings.wandb.entity or None,
+        group=settings.wandb.group or None,
         name=folder.path.name,
         id=known or secrets.token_hex(4),
         resume="allow",
         dir=str(folder.path),
         mode=mode,  # type: ignore[arg-type]
-        tags=[name, f"data:{settings['data']['name']}", *settings["wandb"]["tags"]],
-        config=settings | {"experiment": name, "meta": meta | {"git": meta.get("git", {}).get("sha")}},
+        tags=[name, f"data:{settings.data.name}", f"world_size:{settings.processes}", *settings.wandb.tags],
+        config=dataclasses.asdict(settings) | facts,
         settings=wandb.Settings(
             console="off",
             quiet=True,
@@ -135,11 +191,19 @@ def open_run(folder: Folder, mode: str) -> Any:
     return run
 
 
-def follow(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The rows of a growing file; None whenever there is no more for now. Ends with stdin, after the last row."""
+def watch(closed: threading.Event, seconds: float) -> None:
+    """Tell when stdin closes, however the owner ended, and end this process `seconds` later, whatever it is at."""
+    sys.stdin.read()
+    closed.set()
+    time.sleep(seconds)
+    os._exit(1)  # wandb-core follows its parent
+
+
+def follow(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] | None]:
+    """The rows of a growing file; None whenever there is no more for now. Ends when `closed`, after the last row."""
     position, rest = 0, ""
     while True:
-        closed = bool(select.select([sys.stdin], [], [], POLL)[0])
+        last = closed.wait(POLL)
         if path.exists():
             with open(path) as file:
                 file.seek(position)
@@ -147,8 +211,12 @@ def follow(path: Path) -> Iterator[dict[str, Any] | None]:
                 position = file.tell()
         *lines, rest = rest.split("\n")
         for line in lines:
-            yield json.loads(line)
-        if closed:
+            try:
+                row = json.loads(line)
+            except ValueError:  # cut off by a full disk
+                continue
+            yield row
+        if last:
             return
         yield None
 
@@ -162,8 +230,10 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's end signals every process of it; our end is stdin's
     os.nice(10)  # training goes first
     folder = Folder(Path(path), int(attempt))
+    closed = threading.Event()
+    threading.Thread(target=watch, args=(closed, settings_of(folder).wandb.finish_timeout), daemon=True).start()
     run: Any = None
-    for row in follow(folder.metrics_file):
+    for row in follow(folder.metrics_file, closed):
         if row is None:
             continue
         if run is None:  # only now, so that the import does not compete with the first step
@@ -185,12 +255,20 @@ def connect(folder: Folder, asked: str, reason: str) -> Any:
     except Exception as error:  # whatever W&B says, training is recorded offline
         if mode == "offline":
             raise
-        words = (str(error).splitlines() or [type(error).__name__])[0]
-        os.environ.pop("WANDB_MODE", None)
-        os.execv(sys.executable, command(folder, "offline", f"W&B refused the run: {words}"))
+        end_children()
+        os.environ.pop(SERVICE, None)
+        os.execv(sys.executable, command(folder, "offline", f"W&B refused the run: {first_line(error)}"))
     place = {"id": run.id, "mode": mode, "reason": reason, "url": run.url, "dir": str(Path(run.dir).parent)}
     write_json(folder.path / "wandb" / "status.json", place)
     return run
+
+
+def end_children() -> None:
+    """Kill the processes that W&B started here."""
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(int(pid), 0)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 
-from common import config, schedules
+from common import config, schedules, tracking
 from common.config import ROOT, UserError
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -60,6 +60,7 @@ def main(arguments: list[str]) -> None:
         words.append(f"launch.nodes={checked_nodes(given.nodes)}")
     settings = config.load(config.schema_of(name), words)
     schedules.preflight(settings)
+    tracking.asked_mode(settings)
     if settings.launch.nodes > 1:
         print(f"{settings.launch.nodes} nodes are laid out as local processes on this machine", flush=True)
     script = ROOT / "experiments" / f"{name}.py"
