@@ -333,9 +333,9 @@ def end_all(children: list[Child]) -> None:
 
 @contextlib.contextmanager
 def group(place: Place, settings: Launch) -> Iterator[World]:
-    """The joined world; the process group is destroyed however the block ends."""
-    try:
-        yield join(place, settings)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    """The joined world; the process group is destroyed when the block ends.
+
+    Not when it fails: its peers would fail in turn, and could be found dead before this process has told why.
+    """
+    yield join(place, settings)
+    dist.destroy_process_group()

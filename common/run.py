@@ -6,9 +6,11 @@ each of which calls the experiment's `main(settings, world, run)`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -269,8 +271,12 @@ def start_here(main: Main[T], settings: T) -> int:
     status = 1
     try:
         status = launch.fork_all(body, settings.processes, settings.launch.nodes, meanwhile)
+    except UserError:  # the set is damaged or the disk is full, found here and not by a rank
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
     finally:
-        conclude(folder, status, tracker, settings)
+        if folder.path.exists():
+            conclude(folder, status, tracker, settings)
     return status
 
 
@@ -289,6 +295,8 @@ def join_there(main: Main[T], settings: T, place: Place) -> int:
                 answer = (folder, prepared)
             except UserError as error:
                 answer = error
+                if folder is not None:
+                    shutil.rmtree(folder.path, ignore_errors=True)
         answer = world.broadcast(answer)
         if isinstance(answer, UserError):
             if world.is_main:
@@ -311,10 +319,12 @@ def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, sett
         if not folder.result:
             steps = [row["global_step"] for row in folder.metrics()]
             ended = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
-            write_json(folder.path / "result.json", ended)
+            with contextlib.suppress(UserError):  # the full disk that ended the run has been told of
+                write_json(folder.path / "result.json", ended)
             print(f"metrics up to step {ended['last_step']} are in {folder.metrics_file}", file=sys.stderr)
         facts = {"world": read_json(folder.attempt / "world.json") or None}
-        provenance.amend(folder, state=folder.result["state"], end=provenance.now(), **facts)
+        with contextlib.suppress(UserError):
+            provenance.amend(folder, state=folder.result.get("state", "failed"), end=provenance.now(), **facts)
     finally:
         if tracker is not None:
             print(tracker.finish(settings.wandb.finish_timeout), flush=True)
