@@ -1,36 +1,24 @@
-"""The one object that an experiment talks to: folder, seeds, logger, metrics, progress, result.
-
-`start` is the last line of every experiment: settings, data and run folder first, then the processes,
-each of which calls the experiment's `main(settings, world, run)`.
-"""
+"""The one object that an experiment talks to: folder, logger, metrics, progress, profile, result."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import shutil
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import config, launch, prepare, provenance, schedules, seeds, tracking
-from common.config import UserError
-from common.folder import Folder, disk_errors, read_json, write_json
-from common.launch import Place, World
+from common import config
+from common.folder import Folder, disk_errors, write_json
+from common.launch import World
 from common.prepare import Prepared
 from common.screen import Screen
 from configs.shared import Experiment
 
-T = TypeVar("T", bound=Experiment)
-Main = Callable[[T, World, "Run"], None]
 WARM_UP = 10  # steps left out of the throughput
 HEARTBEAT = 5.0  # seconds
 METRICS_TAG = 1 << 20  # above every tag of the pipeline
@@ -208,133 +196,3 @@ class Run:
         if self.profiler is not None:
             self.profiler.stop()
         self.screen.close()
-
-
-# ---- from a command line to processes that train
-
-
-def start(main: Main[T], schema: type[T]) -> None:
-    """Run an experiment from its command line; never returns."""
-    with config.user_errors():
-        settings = config.load(schema, sys.argv[1:])
-        schedules.preflight(settings)
-        tracking.asked_mode(settings)
-        place = launch.outside(os.environ)
-        sys.exit(start_here(main, settings) if place is None else join_there(main, settings, place))
-
-
-def set_up(settings: Experiment, local: bool) -> tuple[Folder, Prepared]:
-    """Data and run folder; what is really used goes into the settings first."""
-    prepared = prepare.prepare(settings.data, local)
-    settings.data.name = prepared.name  # type: ignore[assignment]
-    name = config.name_of(type(settings))
-    folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
-    if prepared.notice:
-        print(prepared.notice, flush=True)
-    print(f"{name}: {settings.processes} processes, data {prepared.name}, run folder {folder.path}", flush=True)
-    return folder, prepared
-
-
-def document(folder: Folder, prepared: Prepared) -> None:
-    """What can be written while the processes start."""
-    provenance.snapshot(folder)
-    provenance.describe(folder, sys.argv, prepared.facts())
-    prepared.verify()
-
-
-def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Prepared) -> None:
-    """One process's part of a run."""
-    torch.manual_seed(seeds.derive(settings.seed, "init"))
-    run = Run(settings, folder, world, prepared)
-    try:
-        main(settings, world, run)
-    finally:
-        run.close()
-
-
-def start_here(main: Main[T], settings: T) -> int:
-    """Start the processes on this machine; returns the exit status."""
-    folder, prepared = set_up(settings, local=True)
-
-    def body(place: Place) -> None:
-        redirect(folder.log_file(place.rank), keep_stdout=place.rank == 0)
-        with launch.group(place, settings.launch) as world:
-            train(main, settings, world, folder, prepared)
-
-    tracker: tracking.Tracker | None = None
-
-    def meanwhile() -> None:
-        nonlocal tracker
-        document(folder, prepared)
-        tracker = tracking.Tracker.start(settings, folder)
-
-    status = 1
-    try:
-        status = launch.fork_all(body, settings.processes, settings.launch.nodes, meanwhile)
-    except UserError:  # the set is damaged or the disk is full, found here and not by a rank
-        shutil.rmtree(folder.path, ignore_errors=True)
-        raise
-    finally:
-        if folder.path.exists():
-            conclude(folder, status, tracker, settings)
-    return status
-
-
-def join_there(main: Main[T], settings: T, place: Place) -> int:
-    """Be one of the processes that torchrun or SLURM started; returns the exit status."""
-    if place.size != settings.processes:
-        raise UserError(f"{place.how} started {place.size} processes, the settings need {settings.processes}")
-    status, tracker, folder = 1, None, None
-    with launch.group(place, settings.launch) as world:
-        answer: Any = None
-        if world.is_main:
-            try:
-                folder, prepared = set_up(settings, local=world.nodes == 1)
-                document(folder, prepared)
-                tracker = tracking.Tracker.start(settings, folder)
-                answer = (folder, prepared)
-            except UserError as error:
-                answer = error
-                if folder is not None:
-                    shutil.rmtree(folder.path, ignore_errors=True)
-        answer = world.broadcast(answer)
-        if isinstance(answer, UserError):
-            if world.is_main:
-                raise answer
-            return 2
-        folder, prepared = answer
-        settings.data.name = prepared.name
-        try:
-            train(main, settings, world, folder, prepared)
-            status = 0
-        finally:
-            if world.is_main:
-                conclude(folder, status, tracker, settings)
-    return status
-
-
-def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, settings: Experiment) -> None:
-    """Write how the run ended and let W&B finish."""
-    try:
-        if not folder.result:
-            steps = [row["global_step"] for row in folder.metrics()]
-            ended = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
-            with contextlib.suppress(UserError):  # the full disk that ended the run has been told of
-                write_json(folder.path / "result.json", ended)
-            print(f"metrics up to step {ended['last_step']} are in {folder.metrics_file}", file=sys.stderr)
-        facts = {"world": read_json(folder.attempt / "world.json") or None}
-        with contextlib.suppress(UserError):
-            provenance.amend(folder, state=folder.result.get("state", "failed"), end=provenance.now(), **facts)
-    finally:
-        if tracker is not None:
-            print(tracker.finish(settings.wandb.finish_timeout), flush=True)
-
-
-def redirect(log: Path, *, keep_stdout: bool) -> None:
-    """Send this process's stderr, and stdout unless it is rank 0's, to its log file, C++ libraries' words included."""
-    with disk_errors(log):
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(handle, 2)
-    if not keep_stdout:
-        os.dup2(handle, 1)
-    os.close(handle)

@@ -29,7 +29,8 @@ from common.evaluate import classify
 from common.launch import World
 from common.models import SimpleNN
 from common.pipeline import Pipeline
-from common.run import Run, start
+from common.run import Run
+from common.start import start
 from configs.mnist_pipeline import Config
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from common import config, data, launch, optim, prepare, splits
+from common import config, data, launch, optim, prepare, processes, splits
 from common.config import to_yaml
 from common.evaluate import classify
 from common.folder import Folder
@@ -99,7 +99,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: prepare.Prepared, f
     return {"losses": losses, "state": splits.join(states), "scores": scores}
 
 
-def main(out: str, cache: str, processes: int, cases: list[str]) -> int:
+def main(out: str, cache: str, count: int, cases: list[str]) -> int:
     prepared = prepare.prepare_digits(Path(cache))
     runs = Path(tempfile.mkdtemp())
 
@@ -114,7 +114,7 @@ def main(out: str, cache: str, processes: int, cases: list[str]) -> int:
             if world.is_main:
                 torch.save(results, out)
 
-    return launch.fork_all(body, processes, 1, lambda: None)
+    return processes.fork_all(body, count, 1, lambda: None)
 
 
 if __name__ == "__main__":

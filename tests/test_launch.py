@@ -56,11 +56,11 @@ def fork(tmp_path: Path, body: str, size: int = 3, **kwargs: object) -> subproce
     indented = "".join(f"    {line}\n" for line in body.splitlines())
     script.write_text(
         "import os, signal, sys, time\n"
-        "from common import launch\nfrom common.config import UserError\nfrom configs.shared import Launch\n"
+        "from common import launch, processes\nfrom common.config import UserError\nfrom configs.shared import Launch\n"
         "import torch, torch.distributed as dist\n"
         "settings = Launch(device='cpu', setup_timeout=3, step_timeout=3)\n"
         f"def body(place):\n{indented}"
-        f"sys.exit(launch.fork_all(body, {size}, 1, lambda: None))\n"
+        f"sys.exit(processes.fork_all(body, {size}, 1, lambda: None))\n"
     )
     start = time.monotonic()
     done = subprocess.run(

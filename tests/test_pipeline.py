@@ -21,7 +21,7 @@ from collections import OrderedDict
 import torch
 import torch.nn.functional as F
 from torch import nn
-from common import launch, splits
+from common import launch, processes, splits
 from common.pipeline import Pipeline
 from common.pipeline_torch import TorchPipeline
 from configs.pipeline import Pipeline as Settings
@@ -82,7 +82,7 @@ CASES = [
     for schedule in schedules
     for each in (1, 2)
 ]
-sys.exit(launch.fork_all(body, 2, 1, lambda: None))
+sys.exit(processes.fork_all(body, 2, 1, lambda: None))
 """
 
 

@@ -15,7 +15,9 @@ from tests.helpers import ROOT, environment, run
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
-COMMANDS = sorted({shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""})
+COMMANDS = sorted(
+    {shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""}
+)
 BY_CI = {"make lint", "make test"}  # .ci/run calls them as they are
 ELSEWHERE = {"make requirements": "needs the package index", "make bench": "takes minutes"}
 
