@@ -24,6 +24,7 @@ from common.config import UserError
 from common.launch import Place
 
 GRACE = 2.0  # seconds between asking the other processes to end and ending them
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -45,16 +46,9 @@ def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Ca
     children: list[Child] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
         for rank in range(size):
-            local_size = size // nodes
-            place = Place(rank, size, rank, size, rank // local_size, nodes, "local", str(private / "store"))
-            parent = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                run_child(body, place, private, parent)
-            children.append(Child(rank, pid))
+            place = Place(rank, size, rank, size, rank // (size // nodes), nodes, "local", str(private / "store"))
+            children.append(Child(rank, fork(body, place, private)))
         meanwhile()
         return wait_all(children, private)
     except KeyboardInterrupt:
@@ -63,6 +57,20 @@ def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Ca
     finally:
         end_all(children)
         shutil.rmtree(private, ignore_errors=True)
+
+
+def fork(body: Callable[[Place], None], place: Place, private: Path) -> int:
+    """Start one process; returns its pid."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    # a signal between the fork and the child's own handlers would run the parent's handlers in the child
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    pid = os.fork()
+    if pid == 0:
+        run_child(body, place, private, parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return pid
 
 
 def run_child(body: Callable[[Place], None], place: Place, private: Path, parent: int) -> None:
@@ -74,6 +82,7 @@ def run_child(body: Callable[[Place], None], place: Place, private: Path, parent
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and it ends us
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         body(place)
         status = 0
     except BaseException as error:  # noqa: BLE001 (every end is told to the parent)
