@@ -5,8 +5,9 @@ override NAME := $(value NAME)
 override NODES := $(value NODES)
 override ARGS := $(value ARGS)
 override TESTS := $(value TESTS)
-export NAME NODES ARGS TESTS
 PYTHON ?= python3
+override PYTHON := $(value PYTHON)
+export NAME NODES ARGS TESTS PYTHON
 PY := .venv/bin/python
 READY := .venv/.ready
 
@@ -14,18 +15,19 @@ READY := .venv/.ready
 .PHONY: help exp test test-slurm lint bench requirements clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 $(READY): requirements.txt
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no venv; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: $$PYTHON is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@"$$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $$PYTHON has no venv; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@echo "setting up .venv (once; downloads about 3 GB)"
-	@"$(PYTHON)" -m venv --clear .venv
+	@rm -rf .venv  # not `venv --clear`: where .venv is a link, that would empty the folder behind it
+	@"$$PYTHON" -m venv .venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $(READY)
 
 exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ... | --help | --print-config"]
-	@$(PY) -m slurm.submit "$$NAME" --nodes="$$NODES" --args="$$ARGS"
+	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" -- "$$NAME"
 
 test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/test_config.py -k name"]
 	@$(PY) -m pytest $${TESTS:-tests} -m "not slurm"

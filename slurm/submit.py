@@ -1,6 +1,6 @@
 """`make exp`: check a name and its settings, then start the experiment. Imports no torch.
 
-    python -m slurm.submit NAME [--nodes N] [--args "key=value ..."]
+    python -m slurm.submit [--nodes=N] [--args="key=value ..."] -- NAME
 
 Everything that can be refused is refused here, at once, also on a login node where importing torch
 from a network disk takes half a minute.
@@ -36,7 +36,7 @@ def checked_name(name: str) -> str:
 def checked_nodes(text: str) -> int:
     """A positive number of nodes."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) == 0:
-        raise UserError(f"NODES={text} is no positive number; write NODES=1 or more")
+        raise UserError(f"NODES={text!r} is no positive number; write NODES=1 or more")
     return int(text)
 
 
