@@ -1,0 +1,252 @@
+"""The Makefile and slurm/submit.py: what a person types, honest or hostile.
+
+make runs in a folder of its own, with copies of the Makefile and of requirements.txt and a `.venv` whose python
+is this one: the project's environment can neither be missing nor be rebuilt by a test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers import ROOT, Done, environment, processes_of
+
+HOSTILE = [
+    "x; touch pwned",
+    "x && touch pwned",
+    "../x",
+    "/etc/passwd",
+    "$(shell touch pwned)",
+    "$(touch pwned)",
+    "${PATH}",
+    "`touch pwned`",
+    "x\ntouch pwned",
+    "x\n\ttouch pwned",
+    "'x",
+    '"; touch pwned; "',
+    "\\",
+    "#",
+    "-x",
+    "--help",
+    "\udcff",
+    "x" * 300,
+]
+
+
+def script(path: Path, text: str) -> Path:
+    """An executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder where make finds everything set up."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, folder)
+    script(folder / ".venv/bin/python", f'PYTHONPATH="$BEFORE:{ROOT}" exec "{sys.executable}" "$@"')
+    (folder / ".venv/.ready").touch()
+    return folder
+
+
+def make(place: Path, *words: str, **env: str) -> Done:
+    done = subprocess.run(
+        ["make", *words],
+        cwd=place,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=60,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr, place / "runs")
+
+
+def refused(done: Done, place: Path) -> str:
+    """Check that there is one message, a failing status, and nothing made; returns the message."""
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert done.status == 2, done
+    assert len(errors) == 1, done.err
+    assert "Traceback" not in done.out + done.err
+    assert {path.name for path in place.iterdir()} == {"Makefile", "requirements.txt", ".venv"}
+    return errors[0]
+
+
+def test_help_lists_every_target(place: Path) -> None:
+    text = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
+    words = dict(re.findall(r"^([a-z][a-z-]*):.*?## (.*)", text, re.MULTILINE))
+    done = make(place)
+    assert [line.split()[1] for line in done.out.splitlines()] == list(words)
+    assert words.keys() == targets
+    assert all(words[line.split()[1]] in line for line in done.out.splitlines())
+    assert make(place, "help").out == done.out
+
+
+# ---- make exp
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_hostile_names_are_refused(place: Path, text: str) -> None:
+    message = refused(make(place, "exp", f"NAME={text}"), place)
+    assert "no experiment" in message
+    assert "mnist_pipeline" in message
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE if text not in ("#", "--help")], ids=ascii)
+def test_hostile_arguments_are_refused(place: Path, text: str) -> None:
+    refused(make(place, "exp", "NAME=mnist_pipeline", f"ARGS={text}"), place)
+
+
+@pytest.mark.parametrize("text", ["stages='$(shell touch pwned)'", "stages='`touch pwned`'", "stages=;id"])
+def test_hostile_values_are_refused(place: Path, text: str) -> None:
+    assert "stages=" in refused(make(place, "exp", "NAME=mnist_pipeline", f"ARGS={text}"), place)
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "abc", "1.5", "2 3", "$(shell touch pwned)", "1;touch pwned", "1\n2", "000"]
+)
+def test_bad_node_counts_are_refused(place: Path, text: str) -> None:
+    assert "NODES=" in refused(make(place, "exp", "NAME=mnist_pipeline", f"NODES={text}"), place)
+
+
+def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> None:
+    message = refused(make(place, "exp", "NAME=mnist_pipeline", "NODES=3"), place)
+    assert "launch.nodes=3" in message
+    assert "[1, 2]" in message
+
+
+@pytest.mark.parametrize("variable", ["NAME", "NODES", "ARGS", "TESTS", "PYTHON"])
+def test_no_variable_is_expanded_by_any_target(place: Path, variable: str) -> None:
+    for text in ("$(shell touch pwned)", "`touch pwned`", "$(touch pwned)", "'\"; touch pwned; '\""):
+        assert make(place, "help", f"{variable}={text}").status == 0
+        assert make(place, "-n", "exp", **{variable: text}).status == 0
+        assert not (place / "pwned").exists()
+
+
+def test_missing_name_lists_the_experiments(place: Path) -> None:
+    assert "make exp NAME=mnist_pipeline" in refused(make(place, "exp"), place)
+
+
+def test_unknown_name_gets_the_nearest(place: Path) -> None:
+    assert "did you mean mnist_pipeline?" in refused(make(place, "exp", "NAME=mnist_pipelin"), place)
+
+
+def test_help_and_print_config(place: Path) -> None:
+    done = make(place, "exp", "NAME=mnist_pipeline", "ARGS=--help")
+    assert done.status == 0
+    assert "microbatches=4" in done.out
+    done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
+    assert done.status == 0
+    settings = yaml.safe_load(done.out)
+    assert (settings["batch"], settings["launch"]["nodes"]) == (128, 2)
+    assert not done.runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("NAME=mnist_pipelin",), "did you mean"),
+        (("NAME=mnist_pipeline", "ARGS=epoch=1"), "did you mean epochs?"),
+        (("NAME=mnist_pipeline", "ARGS=microbatches=3"), "microbatches=2 or 4"),
+        (("NAME=mnist_pipeline", "ARGS=schedule=none.py:f"), "none.py"),
+        (("NAME=mnist_pipeline", "NODES=0"), "NODES="),
+    ],
+)
+def test_bad_settings_are_answered_without_torch(place: Path, words: tuple[str, ...], part: str) -> None:
+    for name in ("torch", "torchvision", "wandb"):
+        fake = place.parent / "fake" / name / "__init__.py"
+        fake.parent.mkdir(parents=True, exist_ok=True)
+        fake.write_text(f"raise SystemExit('{name} was imported')\n")
+    assert part in refused(make(place, "exp", *words, BEFORE=str(place.parent / "fake")), place)
+
+
+def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, ...]) -> None:
+    done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", f"ARGS={' '.join(digits)} steps=3 batch=16")
+    assert done.status == 0, done
+    assert "2 nodes are laid out as local processes" in done.out
+    assert done.folder.result["state"] == "finished"
+    settings = yaml.safe_load((done.folder.path / "config.yaml").read_text())
+    assert settings["launch"]["nodes"] == 2
+    assert sorted(path.name for path in done.folder.attempt.parent.glob("0001/logs/rank-*")) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
+    assert not processes_of(str(place))
+
+
+# ---- setting up
+
+
+def set_up(place: Path, python: Path | str) -> Done:
+    shutil.rmtree(place / ".venv", ignore_errors=True)
+    return make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={python}")
+
+
+def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
+    """A python that answers the two questions of the Makefile and makes a .venv without any download."""
+    return script(
+        place.parent / "a folder" / "python",
+        f"""case "$*" in
+          *version_info*) exit {int(older)};;
+          *ensurepip*) exit {int(bare)};;
+          "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python;;
+          *"pip install"*) echo installed >> "{place.parent}/installed";;
+        esac""",
+    )
+
+
+def test_python_without_venv_gets_the_remedy(place: Path) -> None:
+    done = set_up(place, fake_python(place, bare=True))
+    assert done.status == 2
+    assert "apt-get install python3-venv" in done.err
+    assert not (place / ".venv").exists()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_old_or_missing_python_gets_the_remedy(place: Path, missing: bool) -> None:
+    done = set_up(place, "/nowhere/python3" if missing else fake_python(place, older=True))
+    assert done.status == 2
+    assert done.err.count("error: ") == 1
+    assert "older than Python 3.11; set PYTHON=" in done.err
+    assert not (place / ".venv").exists()
+
+
+def test_environment_is_built_once_and_again_only_for_new_requirements(place: Path) -> None:
+    python, installed = fake_python(place), place.parent / "installed"
+    for _ in range(2):
+        assert make(place, "exp", f"PYTHON={python}").status
+    assert not installed.exists()  # .venv was there
+    assert set_up(place, python).status == 0
+    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert installed.read_text().count("installed") == 1
+    os.utime(place / "Makefile")
+    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert installed.read_text().count("installed") == 1
+    later = (place / ".venv/.ready").stat().st_mtime + 10
+    os.utime(place / "requirements.txt", (later, later))
+    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert installed.read_text().count("installed") == 2
+
+
+def test_folder_behind_a_linked_environment_is_left_alone(place: Path) -> None:
+    shared = place.parent / "shared"
+    (place / ".venv").rename(shared)
+    (place / ".venv").symlink_to(shared)
+    before = sorted(shared.rglob("*"))
+    (shared / ".ready").unlink()
+    assert make(place, "lint", f"PYTHON={fake_python(place)}").status == 0
+    assert sorted(shared.rglob("*")) == [path for path in before if path.name != ".ready"]
+    assert not (place / ".venv").is_symlink()
