@@ -137,9 +137,9 @@ def read(key: Key, text: Any) -> Any:
 
 
 def read_number(kind: type, text: str) -> int | float | None:
-    """A decimal int or a finite float, or None; no octal, no underscores, no sexagesimal."""
+    """A decimal int of at most 18 digits or a finite float, or None; no octal, no underscores, no sexagesimal."""
     if kind is int:
-        return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else None
+        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
     if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
         return None
     return float(text) if math.isfinite(float(text)) else None
@@ -227,6 +227,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
             raise UserError(f"argument {word!r} not understood; usage: {USAGE}")
         else:
             name, _, text = word.partition("=")
+            if not text.isprintable():
+                raise UserError(f"{name}={text!r}: line breaks and control characters are not allowed")
             values[name] = text
     return CommandLine(show_help, print_config, file, values)
 

@@ -36,6 +36,7 @@ RAW = {  # uncompressed sizes in bytes
     "t10k-images-idx3-ubyte": 7_840_016,
     "t10k-labels-idx1-ubyte": 10_008,
 }
+MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 in three dimensions, in one
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 DIGITS_SEED = 0  # the set is the same for every run: `seed` chooses initialisation and order, not the data
 DIGITS_VERSION = 1
@@ -104,6 +105,9 @@ def check_raw(raw: Path) -> None:
             raise UserError(f"{file} is missing; {remedy}")
         if file.stat().st_size != size:
             raise UserError(f"{file} is damaged: {file.stat().st_size} bytes, expected {size}; {remedy}")
+        with open(file, "rb") as opened:
+            if opened.read(4) != MAGIC[name.split("-")[1]]:
+                raise UserError(f"{file} is damaged: it does not begin like a file of MNIST; {remedy}")
 
 
 def raw_state(raw: Path) -> str:
@@ -132,11 +136,14 @@ def cached(cache: Path, name: str, state: str, make: Callable[[], Arrays]) -> Pr
 def read_prepared(name: str, path: Path) -> Prepared | None:
     """A complete prepared set, or None."""
     manifest = read_json(path / "manifest.json")
-    for part, size in manifest.get("bytes", {}).items():
+    sizes, hashes = manifest.get("bytes"), manifest.get("sha256")
+    if not (isinstance(sizes, dict) and isinstance(hashes, dict) and set(sizes) == set(hashes) == set(PARTS)):
+        return None
+    for part, size in sizes.items():
         file = path / f"{part}.npy"
         if not file.exists() or file.stat().st_size != size:
             return None
-    return Prepared(name, path.resolve(), manifest["sha256"]) if manifest else None
+    return Prepared(name, path.resolve(), hashes)
 
 
 def write_prepared(path: Path, arrays: Arrays) -> None:

@@ -6,8 +6,11 @@ field its range; `check` methods hold the rules that span several fields and nam
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+TRAIN_SAMPLES = 60_000  # of mnist and of digits
 
 
 def at_least(low: float, default: float) -> Any:
@@ -93,6 +96,15 @@ class Wandb:
     finish_timeout: float = between(1, 3600, 60)
     """Seconds to wait for W&B after training; what is missing by then stays on disk for `wandb sync`."""
 
+    def check(self) -> None:
+        """Raise ValueError for names that W&B would not take, online or offline."""
+        bad = [c for c in "/\\#?%:" if c in self.project]
+        if bad or len(self.project) > 128:
+            raise ValueError(f"wandb.project={self.project}: at most 128 characters, and none of / \\ # ? % :")
+        for tag in self.tags:
+            if not 1 <= len(tag) <= 64:
+                raise ValueError(f"wandb.tags: {tag!r} has {len(tag)} characters; a tag has 1 to 64")
+
 
 @dataclass
 class Experiment:
@@ -137,8 +149,12 @@ class Experiment:
                 f"data.train_limit={self.data.train_limit} holds no full batch of {self.batch}; "
                 "lower batch or raise data.train_limit"
             )
+        if self.batch > TRAIN_SAMPLES:
+            raise ValueError(f"batch={self.batch} exceeds the {TRAIN_SAMPLES} training samples; lower batch")
+        self.wandb.check()
 
 
 def divisors(n: int) -> list[int]:
     """All divisors of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
