@@ -56,7 +56,9 @@ class PipelineReport:
 
     def rows(self) -> dict[str, str]:
         """For the table."""
-        lines = [f"process {process} |{line}|" for process, line in enumerate(schedules.draw(self.step))]
+        stages = sorted({span.action.stage for mine in self.step for span in mine})
+        rows = [[span for mine in self.step for span in mine if span.action.stage == stage] for stage in stages]
+        lines = [f"stage {stage} |{line}|" for stage, line in zip(stages, schedules.draw(rows), strict=True)]
         seconds = schedules.length(self.step)
         words = f"{seconds * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward, dot: waiting"
         return {
