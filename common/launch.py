@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common import network
 from common.config import UserError
 from configs.shared import Launch
 
@@ -33,7 +34,9 @@ class Place:
     nodes: int = 1
     how: str = "local"
     master: str = ""
-    """What brings the processes together: a file (local) or host:port."""
+    """What brings the processes together: a file (local), host:port (torchrun) or a host (slurm)."""
+    token: str = ""
+    """What only the processes of this start know (slurm): the ports follow from it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,7 @@ def outside(environ: Mapping[str, str]) -> Place | None:
         )
     if {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
         size, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
-        port = 20_000 + int(environ["SLURM_JOB_ID"]) % 40_000
+        start = (environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0"))
         return Place(
             rank=int(environ["SLURM_PROCID"]),
             size=size,
@@ -102,7 +105,8 @@ def outside(environ: Mapping[str, str]) -> Place | None:
             node=int(environ["SLURM_NODEID"]),
             nodes=nodes,
             how="slurm",
-            master=f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}",
+            master=first_host(environ["SLURM_STEP_NODELIST"]),
+            token=".".join(start),
         )
     return None
 
@@ -127,17 +131,7 @@ def join(place: Place, settings: Launch) -> World:
     torch.set_num_threads(threads)
     device, backend = choose_device(place, settings)
     setup = datetime.timedelta(seconds=settings.setup_timeout)
-    if place.how == "local":
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        store: dist.Store = dist.FileStore(place.master, place.size)
-    else:
-        host, _, port = place.master.rpartition(":")
-        under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serves = place.rank == 0 and not under_torchrun
-        try:
-            store = dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
-        except (RuntimeError, dist.DistError) as error:
-            raise UserError(f"rank {place.rank} cannot reach rank 0 at {place.master}: {first_line(error)}") from None
+    store = meet(place, settings)
     hosts = roll_call(store, place, setup)
     step = datetime.timedelta(seconds=settings.step_timeout)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=step)
@@ -154,6 +148,73 @@ def join(place: Place, settings: Launch) -> World:
         backend=backend,
         threads=threads,
     )
+
+
+def meet(place: Place, settings: Launch) -> dist.Store:
+    """The store through which the processes find each other; sets the one interface that they then use."""
+    if place.how == "local":
+        use_interface("lo")
+        return dist.FileStore(place.master, place.size)
+    chosen = network.checked_interface(settings.interface) if settings.interface else ""
+    store = meet_at_port(place, settings) if place.how == "torchrun" else meet_by_token(place, settings)
+    address = network.resolve(place.master.partition(":")[0])
+    use_interface(chosen or ("lo" if place.nodes == 1 else network.interface_towards(address)))
+    return store
+
+
+def meet_at_port(place: Place, settings: Launch) -> dist.Store:
+    """torchrun has named a port, and mostly serves there itself."""
+    host, _, port = place.master.rpartition(":")
+    setup = datetime.timedelta(seconds=settings.setup_timeout)
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
+    except (RuntimeError, dist.DistError) as error:
+        raise UserError(f"rank {place.rank} cannot reach rank 0 at {place.master}: {first_line(error)}") from None
+
+
+def meet_by_token(place: Place, settings: Launch) -> dist.Store:
+    """Rank 0 serves on the first free port of a list that follows from the token; the others try the list."""
+    setup = datetime.timedelta(seconds=settings.setup_timeout)
+    candidates = network.ports(place.token)
+
+    def serve(port: int) -> dist.TCPStore:
+        store = dist.TCPStore(place.master, port, place.size, True, timeout=setup, wait_for_workers=False)
+        store.set("token", place.token)
+        return store
+
+    def connect(port: int) -> dist.TCPStore | None:
+        try:
+            brief = datetime.timedelta(seconds=5)
+            store = dist.TCPStore(place.master, port, place.size, False, timeout=brief, wait_for_workers=False)
+            if store.get("token").decode() != place.token:
+                return None
+        except (RuntimeError, dist.DistError):
+            return None
+        store.set_timeout(setup)
+        return store
+
+    if place.rank == 0:
+        check_own_name(place)
+        return network.first_free(candidates, serve)
+    return network.find_first_rank(place.master, candidates, connect, settings.setup_timeout)
+
+
+def check_own_name(place: Place) -> None:
+    """Raise UserError if the others cannot find rank 0 by the name they know."""
+    try:
+        address = network.resolve(place.master)
+    except OSError as error:
+        raise UserError(f"{place.master}, the host of rank 0, does not know its own name: {error}") from None
+    if place.nodes > 1 and address.startswith("127."):
+        raise UserError(
+            f"{place.master}, the host of rank 0, resolves to {address}, which other hosts cannot reach; "
+            "give its name the address of its network interface in /etc/hosts"
+        )
+
+
+def use_interface(name: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
 def choose_device(place: Place, settings: Launch) -> tuple[torch.device, str]:

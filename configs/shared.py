@@ -51,6 +51,8 @@ class Launch:
     """Hosts. Local processes are laid out as so many hosts."""
     threads: int = at_least(0, 0)
     """CPU threads per process; 0 means allowed cores / local processes."""
+    interface: str = ""
+    """Network interface between hosts; empty takes the one that leads to the first rank."""
     setup_timeout: float = between(1, 3600, 60)
     """Seconds until every process must have arrived."""
     step_timeout: float = between(1, 3600, 120)

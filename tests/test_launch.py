@@ -33,7 +33,7 @@ BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_
         ({}, None),
         (BATCH, None),
         (TORCHRUN, Place(3, 4, 1, 2, 1, 2, "torchrun", "a:29400")),
-        (SLURM, Place(2, 4, 0, 2, 1, 2, "slurm", "gpu07:20017")),
+        (SLURM, Place(2, 4, 0, 2, 1, 2, "slurm", "gpu07", "40017.0.0")),
         (SLURM | TORCHRUN, Place(3, 4, 1, 2, 1, 2, "torchrun", "a:29400")),
     ],
     ids=["laptop", "batch script", "torchrun", "srun", "torchrun in an allocation"],
