@@ -88,7 +88,7 @@ class Folder:
             path.mkdir(parents=True)
         try:
             write_atomic(path / "config.yaml", config)
-            return cls(path).claim()
+            return cls(path)
         except UserError:
             shutil.rmtree(path, ignore_errors=True)
             raise

@@ -67,8 +67,8 @@ class Prepared:
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
 
-def prepare(data: Data, local: bool = True) -> Prepared:
-    """Find or make the set that `data` asks for; falls back to digits only if `local` and allowed.
+def prepare(data: Data, fallback: bool = True) -> Prepared:
+    """Find or make the set that `data` asks for; falls back to digits only if `fallback` and the settings allow it.
 
     Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
     """
@@ -81,7 +81,7 @@ def prepare(data: Data, local: bool = True) -> Prepared:
         problem = obtain(root, data.download_timeout)
         if problem:
             notice = f"MNIST is not under {root} and cannot be downloaded ({problem})"
-            if data.fallback == "none" or not local:
+            if data.fallback == "none" or not fallback:
                 raise UserError(f"{notice}; set data.root to a folder with MNIST/raw, or data.name=digits")
             notice += ": training on the built-in digits set instead"
             return dataclasses.replace(prepare_digits(Path(data.cache)), notice=notice)

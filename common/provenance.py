@@ -72,7 +72,6 @@ def snapshot(folder: Folder) -> None:
 def describe(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:
     """Write meta.json: everything that a later reader needs to trust or repeat the run."""
     status = git("status", "--porcelain")
-    slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
     meta = {
         "git": {
             "sha": (git("rev-parse", "HEAD") or "").strip() or None,
@@ -84,10 +83,19 @@ def describe(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None
         "machine": {"host": socket.gethostname(), "system": platform.platform(), "cpu": cpu_model()}
         | {"cores": len(os.sched_getaffinity(0))},
         "argv": [sys.executable, *arguments],
-        "slurm": slurm or None,
         "data": data,
-        "history": [{"attempt": folder.number, "start": now(), "end": None, "state": "running"}],
+        "history": [],
     }
+    write_json(folder.path / "meta.json", meta)
+
+
+def begin(folder: Folder) -> None:
+    """Note in meta.json that an attempt starts here and now."""
+    slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
+    entry = {"attempt": folder.number, "start": now(), "end": None, "state": "running"}
+    entry |= {"host": socket.gethostname(), "slurm": slurm or None}
+    meta = read_json(folder.path / "meta.json")
+    meta.setdefault("history", []).append(entry)
     write_json(folder.path / "meta.json", meta)
 
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -38,12 +38,17 @@ def start(main: Main[T], schema: type[T]) -> None:
         sys.exit(start_here(main, settings) if place is None else join_there(main, settings, place))
 
 
-def set_up(settings: Experiment, local: bool) -> tuple[Folder, Prepared]:
-    """Data and run folder; what is really used goes into the settings first."""
-    prepared = prepare.prepare(settings.data, local)
+def set_up(settings: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
+    """Data, and a new run folder with its first attempt; what is really used goes into the settings first."""
+    prepared = prepare.prepare(settings.data, fallback)
     settings.data.name = prepared.name  # type: ignore[assignment]
     name = config.name_of(type(settings))
     folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
+    try:
+        folder = folder.claim()
+    except UserError:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
     if prepared.notice:
         print(prepared.notice, flush=True)
     print(f"{name}: {settings.processes} processes, data {prepared.name}, run folder {folder.path}", flush=True)
@@ -54,6 +59,7 @@ def document(folder: Folder, prepared: Prepared) -> None:
     """What can be written while the processes start."""
     provenance.snapshot(folder)
     provenance.describe(folder, sys.argv, prepared.facts())
+    provenance.begin(folder)
     prepared.verify()
 
 
@@ -69,7 +75,7 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
 
 def start_here(main: Main[T], settings: T) -> int:
     """Start the processes on this machine; returns the exit status."""
-    folder, prepared = set_up(settings, local=True)
+    folder, prepared = set_up(settings, fallback=True)
 
     def body(place: Place) -> None:
         redirect(folder.log_file(place.rank), keep_stdout=place.rank == 0)
@@ -95,30 +101,23 @@ def start_here(main: Main[T], settings: T) -> int:
     return status
 
 
-def join_there(main: Main[T], settings: T, place: Place) -> int:
-    """Be one of the processes that torchrun or SLURM started; returns the exit status."""
+def join_there(main: Main[T], settings: T, place: Place, given: Folder | None = None) -> int:
+    """Be one of the processes that torchrun or SLURM started; returns the exit status.
+
+    `given` is the folder of a submitted run; without one, rank 0 makes a new folder.
+    """
     if place.size != settings.processes:
         raise UserError(f"{place.how} started {place.size} processes, the settings need {settings.processes}")
-    status, tracker, folder = 1, None, None
     with launch.group(place, settings.launch) as world:
-        answer: Any = None
-        if world.is_main:
-            try:
-                folder, prepared = set_up(settings, local=world.nodes == 1)
-                document(folder, prepared)
-                tracker = tracking.Tracker.start(settings, folder)
-                answer = (folder, prepared)
-            except UserError as error:
-                answer = error
-                if folder is not None:
-                    shutil.rmtree(folder.path, ignore_errors=True)
-        answer = world.broadcast(answer)
+        answer = world.broadcast(begin(settings, world, given) if world.is_main else None)
         if isinstance(answer, UserError):
             if world.is_main:
                 raise answer
             return 2
         folder, prepared = answer
         settings.data.name = prepared.name
+        tracker = tracking.Tracker.start(settings, folder) if world.is_main else None
+        status = 1
         try:
             train(main, settings, world, folder, prepared)
             status = 0
@@ -126,6 +125,24 @@ def join_there(main: Main[T], settings: T, place: Place) -> int:
             if world.is_main:
                 conclude(folder, status, tracker, settings)
     return status
+
+
+def begin(settings: Experiment, world: World, given: Folder | None) -> tuple[Folder, Prepared] | UserError:
+    """Rank 0's part of a start: the folder with its next attempt, and the data, or why there are none."""
+    folder = given
+    try:
+        if given is None:
+            folder, prepared = set_up(settings, fallback=world.nodes == 1)
+            document(folder, prepared)
+        else:
+            prepared = prepare.prepare(settings.data, fallback=False)
+            folder = given.claim()
+            provenance.begin(folder)
+    except UserError as error:
+        if given is None and folder is not None:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        return error
+    return folder, prepared
 
 
 def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, settings: Experiment) -> None:

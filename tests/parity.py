@@ -109,7 +109,7 @@ def main(out: str, cache: str, count: int, cases: list[str]) -> int:
             results = {}
             for case in cases:
                 cfg, mistake = settings(case)
-                path = Folder.create(runs, "parity", to_yaml(cfg)).path if world.is_main else None
+                path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
                 results[case] = train(cfg, mistake, world, prepared, Folder(world.broadcast(path), 1))
             if world.is_main:
                 torch.save(results, out)
