@@ -24,14 +24,22 @@ import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
 
 from configs.shared import Experiment
 
+
+class Checked(Protocol):
+    """A dataclass of settings that knows which of them do not fit together."""
+
+    def check(self) -> None: ...
+
+
 T = TypeVar("T", bound=Experiment)
+S = TypeVar("S", bound=Checked)
 ROOT = Path(__file__).resolve().parent.parent
 USAGE = "[--help] [--print-config] [--config FILE] [key=value ...]"
 
@@ -177,7 +185,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return flatten(tree or {})
 
 
-def resolve(schema: type[T], layers: Sequence[Mapping[str, Any]]) -> T:
+def resolve(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
     """Merge layers of text settings, later ones first in rank, into a checked instance of the schema."""
     known = keys(schema)
     config = OmegaConf.structured(schema)
@@ -189,7 +197,7 @@ def resolve(schema: type[T], layers: Sequence[Mapping[str, Any]]) -> T:
                 hint = f"; did you mean {near[0]}?" if near else "; --help lists all keys"
                 raise UserError(f"unknown key {name}{hint}")
             OmegaConf.update(config, name, read(known[name], text))
-    settings = typing.cast(T, OmegaConf.to_object(config))
+    settings = typing.cast(S, OmegaConf.to_object(config))
     try:
         settings.check()
     except ValueError as error:

@@ -109,6 +109,11 @@ class Folder:
         return [Folder(self.path, int(path.name)) for path in found]
 
     @property
+    def experiment(self) -> str:
+        """The experiment's name, out of the folder's."""
+        return self.path.name.rsplit("-", 3)[0]
+
+    @property
     def attempt(self) -> Path:
         return self.path / "attempts" / f"{self.number:04d}"
 

@@ -60,6 +60,12 @@ def cpu_model() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
+def dirty() -> bool | None:
+    """Whether the checkout has changes that are not committed; None where there is none."""
+    status = git("status", "--porcelain")
+    return bool(status) if status is not None else None
+
+
 def snapshot(folder: Folder) -> None:
     """Copy the source into `code/`."""
     code = folder.path / "code"
@@ -71,12 +77,11 @@ def snapshot(folder: Folder) -> None:
 
 def describe(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:
     """Write meta.json: everything that a later reader needs to trust or repeat the run."""
-    status = git("status", "--porcelain")
     meta = {
         "git": {
             "sha": (git("rev-parse", "HEAD") or "").strip() or None,
-            "dirty": bool(status) if status is not None else None,
-            "diff": git("diff", "HEAD") if status else None,
+            "dirty": dirty(),
+            "diff": git("diff", "HEAD") or None,
         },
         "packages": {package: version(package) for package in PACKAGES},
         "python": platform.python_version(),
@@ -93,7 +98,7 @@ def begin(folder: Folder) -> None:
     """Note in meta.json that an attempt starts here and now."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
     entry = {"attempt": folder.number, "start": now(), "end": None, "state": "running"}
-    entry |= {"host": socket.gethostname(), "slurm": slurm or None}
+    entry |= {"host": socket.gethostname(), "pid": os.getpid(), "slurm": slurm or None}
     meta = read_json(folder.path / "meta.json")
     meta.setdefault("history", []).append(entry)
     write_json(folder.path / "meta.json", meta)

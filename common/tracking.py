@@ -152,8 +152,7 @@ def first_line(error: BaseException) -> str:
 
 
 def settings_of(folder: Folder) -> Experiment:
-    name = folder.path.name.rsplit("-", 3)[0]
-    return config.resolve(config.schema_of(name), [config.read_file(folder.path / "config.yaml")])
+    return config.resolve(config.schema_of(folder.experiment), [config.read_file(folder.path / "config.yaml")])
 
 
 def open_run(folder: Folder, mode: str) -> Any:

@@ -1,9 +1,9 @@
-"""`make exp`: check a name and its settings, then start the experiment. Imports no torch.
+"""`make exp`: check a name and its settings, then start the experiment here or give it to SLURM. Imports no torch.
 
-    python -m slurm.submit [--nodes=N] [--args="key=value ..."] -- NAME
+    python -m slurm.submit [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] -- NAME
 
 Everything that can be refused is refused here, at once, also on a login node where importing torch
-from a network disk takes half a minute.
+from a network disk takes half a minute. Words of --args that begin with `cluster.` go to the profile.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ import difflib
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
-from common import config, schedules, tracking
+from common import config, prepare, provenance, schedules, tracking
 from common.config import ROOT, UserError
+from common.folder import Folder
+from configs.profile import Profile
+from configs.shared import Experiment
+from slurm import sbatch, status
+from slurm.scheduler import Scheduler, choose
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -48,25 +56,101 @@ def split_arguments(text: str) -> list[str]:
         raise UserError(f"ARGS={text!r} cannot be split into words: {error}") from None
 
 
-def main(arguments: list[str]) -> None:
+def checked_switch(name: str, text: str) -> bool:
+    """`1` or nothing (or `0`)."""
+    if text not in ("", "0", "1"):
+        raise UserError(f"{name}={text!r} is neither 0 nor 1")
+    return text == "1"
+
+
+def here(name: str, settings: Experiment, words: list[str]) -> None:
+    """Become the experiment's script; never returns."""
+    if settings.launch.nodes > 1:
+        print(f"no SLURM is used: {settings.launch.nodes} nodes are laid out as processes on this machine", flush=True)
+    os.execv(sys.executable, [sys.executable, str(ROOT / "experiments" / f"{name}.py"), *words])
+
+
+def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler) -> Folder:
+    """A run folder with everything the job needs: data, settings, source, description."""
+    found = prepare.prepare(settings.data, fallback=scheduler.local is not None)
+    if found.notice:
+        print(found.notice, flush=True)
+    settings.data.name = found.name  # type: ignore[assignment]
+    settings.runs = str(Path(settings.runs).absolute())
+    settings.data.cache = str(Path(settings.data.cache).absolute())
+    settings.data.root = str(Path(settings.data.root).absolute())
+    folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
+    try:
+        provenance.snapshot(folder)
+        provenance.describe(folder, ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"], found.facts())
+    except UserError:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    return folder
+
+
+def give(name: str, settings: Experiment, profile: Profile, scheduler: Scheduler) -> tuple[Folder, str]:
+    """Submit a run; returns its folder and its job id. Leaves no folder behind if it is refused."""
+    folder = prepared_folder(name, settings, scheduler)
+    nodes = settings.launch.nodes
+    try:
+        asked = sbatch.parameters(profile, name, nodes, settings.processes // nodes, folder.path)
+        job = sbatch.submit(sbatch.executor(folder, scheduler, asked))
+    except UserError:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    provenance.amend(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
+    return folder, job
+
+
+def show(name: str, settings: Experiment, profile: Profile) -> None:
+    """What would be submitted, without a trace."""
+    nodes = settings.launch.nodes
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Folder(Path(scratch))
+        asked = sbatch.parameters(profile, name, nodes, settings.processes // nodes, folder.path)
+        print(sbatch.executor(folder, None, asked).text().replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
+    print(f"# {name}: settings\n{config.to_yaml(settings)}", end="")
+
+
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make exp", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", nargs="?", default="")
-    parser.add_argument("--nodes", default="")
-    parser.add_argument("--args", default="", help="settings, as one string")
+    for option in ("nodes", "args", "launch", "cluster", "follow", "dry-run", "strict"):
+        parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
     name = checked_name(given.name)
     words = split_arguments(given.args)
+    for_profile = [word for word in words if re.match(r"cluster\.\w+=", word)]
+    words = [word for word in words if word not in for_profile]
     if given.nodes:
         words.append(f"launch.nodes={checked_nodes(given.nodes)}")
+    follow, dry, strict = (checked_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load(config.schema_of(name), words)
     schedules.preflight(settings)
     tracking.asked_mode(settings)
-    if settings.launch.nodes > 1:
-        print(f"{settings.launch.nodes} nodes are laid out as local processes on this machine", flush=True)
-    script = ROOT / "experiments" / f"{name}.py"
-    os.execv(sys.executable, [sys.executable, str(script), *words])
+    profile = sbatch.load_profile(given.cluster or "default", for_profile)
+    if strict and provenance.dirty():
+        raise UserError(
+            "STRICT=1, but the checkout has changes that are not committed; commit them, or leave STRICT out"
+        )
+    if dry:
+        show(name, settings, profile)
+        return 0
+    scheduler = choose(given.launch or "auto")
+    if scheduler is None:
+        here(name, settings, words)
+        return 0
+    folder, job = give(name, settings, profile, scheduler)
+    print(f"{name}: job {job} on {scheduler.name}, {settings.launch.nodes} nodes, {settings.processes} processes")
+    run = folder.path.name if folder.path.parent == Path("runs").absolute() else folder.path
+    print(
+        f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1\n  cancel      make cancel RUN={run}",
+        flush=True,
+    )
+    return status.follow(folder, status.rank_0_log(folder)) if follow else 0
 
 
 if __name__ == "__main__":
     with config.user_errors():
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))

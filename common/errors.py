@@ -1,0 +1,21 @@
+"""The error that a person can mend. Imports nothing, so that every command may start with it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+
+class UserError(Exception):
+    """A mistake of the user or of the machine: one message that names the remedy, no traceback."""
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a UserError into one line on stderr and exit status 2."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

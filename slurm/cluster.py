@@ -1,0 +1,291 @@
+"""A real SLURM cluster on one machine: real daemons, each host with its own name, address and processes.
+
+    python -m slurm.cluster up [--nodes 2] [--cpus N] [--db] [--conf Key=Value ...]
+    python -m slurm.cluster status | shell | exec CMD... | node N CMD... | down
+    python -m slurm.cluster cut N | join N | power-off N | power-on N | preempt [JOB] | requeue JOB
+
+Needs Linux and Debian's or Ubuntu's packages slurm-wlm and iproute2; no root, no change to the machine.
+Hosts are `node1`, `node2`, ... and share the machine's files; the controller is `ctl`. They reach each
+other and nothing else: no internet. Jobs run as the caller. Partition `main` is the default and can be
+preempted by `high`. Every verb takes --name NAME: clusters of different names do not see each other.
+
+`--conf` sets a line of slurm.conf: KillWait=30, SlurmdTimeout=10, GraceTime=5 (of partition main),
+SlurmctldParameters=preempt_send_user_signal. All state lies in one folder, under CLUSTER_DIR if that is
+set, else under XDG_RUNTIME_DIR or /tmp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, user_errors
+from slurm import cluster_boot as boot
+from slurm import cluster_conf as conf
+from slurm.cluster_conf import Plan
+from slurm.cluster_net import Process, inside
+
+DEFAULT = "local"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that is up."""
+
+    plan: Plan
+    process: Process
+    """Its first process: every other one ends with it."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What programs inside need besides the caller's environment: SLURM_CONF and PATH."""
+        return self.plan.environment
+
+    def command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
+        """`argv` prefixed so that it runs inside as the caller, on the controller or on a node, in `cwd`."""
+        doors = ["--net", "--uts", "--mount", "--pid"]
+        user = ["--user", "--preserve-credentials"] if self.plan.uid else []
+        prefix = ["nsenter", f"--target={self.process.pid}", *user, *doors, "--"]
+        if node:
+            pid = boot.record(self.plan, node).read_text().split()[0]
+            prefix += ["nsenter", f"--target={pid}", *doors, "--"]
+        variables = [f"{key}={value}" for key, value in self.environment.items()]
+        # env changes the folder last: a namespace's mounts are entered at their root
+        return [*prefix, *boot.as_caller(self.plan), "env", f"--chdir={cwd or Path.cwd()}", *variables, *argv]
+
+    def run(self, *argv: str, check: bool = True, **options: Any) -> str:
+        """The output of a program on the controller; UserError with its complaint if it fails."""
+        done = subprocess.run(self.command(argv, **options), capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise UserError(f"{argv[0]}: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+        return done.stdout.strip()
+
+    def verb(self, function: Callable[[], None]) -> None:
+        """Run a function as root of the cluster."""
+        status = inside(self.process, function)
+        if status:
+            sys.exit(status)  # it has said why
+
+
+def folder_of(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where a cluster keeps everything."""
+    base = environ.get("CLUSTER_DIR") or environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 (checked on use)
+    return Path(base).absolute() / f"cluster-{os.getuid()}-{conf.checked_name(name)}"
+
+
+def running(name: str = DEFAULT) -> Cluster | None:
+    """The cluster of that name, if it is up. Inside a cluster the answer is None: sbatch works there as it is."""
+    folder = folder_of(name)
+    process = Process.load(folder / "holder")
+    return Cluster(Plan.load(folder), process) if process else None
+
+
+def needed(name: str) -> Cluster:
+    """The cluster of that name; UserError if it is not up."""
+    cluster = running(name)
+    if not cluster:
+        named = "" if name == DEFAULT else f" NAME={name}"
+        raise UserError(f"cluster {name} is not up; start it with: make cluster-up{named}")
+    return cluster
+
+
+@contextlib.contextmanager
+def own_folder(name: str) -> Iterator[Path]:
+    """The state folder, made if need be, ours alone, and locked against another `up` or `down`."""
+    folder = conf.checked_folder(folder_of(name))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; set CLUSTER_DIR to a folder that you may write") from None
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise UserError(f"{folder} belongs to somebody else; set CLUSTER_DIR to another folder")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
+def up(given: argparse.Namespace) -> None:
+    """Start a cluster and wait until its hosts are idle."""
+    nodes = conf.checked_number("--nodes", given.nodes or "2", conf.MOST_NODES)
+    cpus = conf.checked_number("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
+    settings, database = conf.checked_settings(given.conf), conf.checked_switch("--db", given.db)
+    auth = given.auth or conf.choose_auth()
+    conf.check_programs(auth, database)
+    with own_folder(given.name) as folder:
+        if running(given.name):
+            print(f"cluster {given.name} is up already")
+            return
+        began = time.monotonic()
+        last = (folder / "first_job").read_text() if (folder / "first_job").exists() else "0"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+        uid, gid, first = os.getuid(), os.getgid(), conf.next_job_id(int(last))
+        plan = Plan(given.name, folder, nodes, cpus, memory, user_name(uid), uid, gid, auth, database, first, settings)
+        conf.write(plan)
+        boot.create(plan)
+        wait_until_idle(plan, seconds=30 + nodes + 30 * database)
+    hosts = f"{nodes} host{'s' * (nodes > 1)} with {cpus} CPU{'s' * (cpus > 1)} each"
+    print(f"cluster {given.name} is up: {hosts}, idle after {time.monotonic() - began:.1f} s")
+
+
+def user_name(uid: int) -> str:
+    """The caller's name, or number where it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def wait_until_idle(plan: Plan, seconds: float) -> None:
+    """Until SLURM would start a job on every host; UserError with the daemons' complaint if that does not come."""
+    end = time.monotonic() + seconds
+    asked = ("sinfo", "--noheader", "--partition=main", "--states=idle", "--responding", "--format=%D")
+    while time.monotonic() < end:
+        cluster = running(plan.name)
+        if not cluster:
+            break
+        # asked too early, sinfo would sleep for a second
+        if boot.record(plan, plan.nodes).exists() and cluster.run(*asked, check=False) == str(plan.nodes):
+            return
+        time.sleep(0.02)
+    process = Process.load(plan.folder / "holder")
+    if process:
+        process.kill()
+    raise UserError(f"cluster {plan.name} did not start: {complaint(plan.folder / 'log')}; see {plan.folder}/log")
+
+
+def complaint(logs: Path) -> str:
+    """What a daemon died of, else the first error of the start itself."""
+    lines = [line for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
+    for mark in ("Parsing error", "fatal: ", "error: "):
+        for line in lines:
+            if mark in line:
+                return line.rpartition("fatal: ")[2].rpartition("error: ")[2]
+    return "its hosts did not become idle in time"
+
+
+def down(given: argparse.Namespace) -> None:
+    """End a cluster. Its logs stay until the next `up`."""
+    if not running(given.name):
+        print(f"cluster {given.name} is not up")
+        return
+    with own_folder(given.name) as folder:
+        cluster = running(given.name)
+        if cluster:
+            cluster.process.kill()
+        (folder / "holder").unlink(missing_ok=True)
+        for name in set(conf.FOLDERS) - {"log"}:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    print(f"cluster {given.name} is down; its logs are in {folder}/log")
+
+
+def status(given: argparse.Namespace) -> None:
+    """Print what is up and the state of every host."""
+    cluster = needed(given.name)
+    plan = cluster.plan
+    print(f"cluster {plan.name} is up: first process {cluster.process.pid}, files in {plan.folder}", flush=True)
+    states = dict(line.split() for line in cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %T").splitlines())
+    cluster.verb(lambda: boot.print_hosts(plan, states))
+
+
+def enter(given: argparse.Namespace) -> None:
+    """Run a command inside, in this folder, in place of this process."""
+    cluster = needed(given.name)
+    number = checked_host(cluster, given.node) if given.verb == "node" else 0
+    if number:
+        cluster.verb(lambda: boot.running_host(cluster.plan, number) and None)
+    argv = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if given.verb == "shell":
+        argv = [os.environ.get("SHELL", "/bin/sh")]
+        print(f"on the controller of cluster {given.name}: sbatch, srun, squeue, sinfo; exit leaves", file=sys.stderr)
+    if not argv:
+        raise UserError(f"{given.verb}: a command is missing, such as: exec sinfo")
+    command = cluster.command(argv, node=number)
+    os.execvp(command[0], command)
+
+
+def checked_host(cluster: Cluster, text: str) -> int:
+    """The number of a host, given as `2` or `node2`."""
+    return conf.checked_number("N", text.removeprefix("node"), cluster.plan.nodes)
+
+
+def fault(given: argparse.Namespace) -> None:
+    """Cut, join, power-off or power-on."""
+    cluster = needed(given.name)
+    number = checked_host(cluster, given.node)
+    cluster.verb(lambda: boot.VERBS[given.verb](cluster.plan, number))
+    print(f"{given.verb}: {conf.host(number)}")
+
+
+def preempt(given: argparse.Namespace) -> None:
+    """Submit a short job of high priority that wants the hosts of one job, or all hosts, for itself."""
+    cluster = needed(given.name)
+    where = "--states=idle,mixed,allocated", "--responding", "--format=%N"
+    nodes = cluster.run("sinfo", "--noheader", "--partition=main", *where).replace("\n", ",")
+    if given.job:
+        nodes = cluster.run("squeue", "--noheader", "--states=running", f"--jobs={given.job}", "--format=%N")
+    if not nodes:
+        raise UserError(f"job {given.job} does not run" if given.job else "no host is ready for a job")
+    job = ["--parsable", "--partition=high", "--exclusive", "--job-name=preempt", "--output=/dev/null", "--time=1"]
+    count = len(cluster.run("scontrol", "show", "hostnames", nodes).splitlines())
+    print(cluster.run("sbatch", *job, f"--nodes={count}", f"--nodelist={nodes}", "--wrap=sleep 2"))
+
+
+def requeue(given: argparse.Namespace) -> None:
+    """Put a running job back into the queue, as an administrator would."""
+    needed(given.name).run("scontrol", "requeue", given.job)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m slurm.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, function: Callable[[argparse.Namespace], None], *words: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, description=function.__doc__)
+        made.add_argument("--name", default=DEFAULT, type=lambda text: text or DEFAULT, help="of the cluster")
+        made.set_defaults(function=function)
+        for word in words:
+            made.add_argument(word, nargs=argparse.REMAINDER if word == "command" else None)
+        return made
+
+    options = verb("up", up)
+    options.add_argument("--nodes", default="", help=f"hosts, 1 to {conf.MOST_NODES} (2)")
+    options.add_argument("--cpus", default="", help="CPUs that each host claims to have (the machine's, at least 2)")
+    options.add_argument("--db", nargs="?", const="1", default="", help="accounting in a private MariaDB")
+    options.add_argument("--conf", action="append", default=[], metavar="Key=Value", help="a line of slurm.conf")
+    options.add_argument("--auth", choices=("none", "munge"), help="none if SLURM was built with it")
+    verb("down", down)
+    verb("status", status)
+    verb("shell", enter).set_defaults(command=[])
+    verb("exec", enter, "command")
+    verb("node", enter, "node", "command")
+    for name in boot.VERBS:
+        verb(name, fault, "node")
+    verb("preempt", preempt).add_argument("job", nargs="?")
+    verb("requeue", requeue, "job")
+    return top
+
+
+def main(arguments: list[str]) -> None:
+    given = parser().parse_args(arguments)
+    conf.checked_name(given.name)
+    os.environ["PATH"] = conf.search_path()  # ip, slurmctld and slurmd are administrators' programs
+    given.function(given)
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main(sys.argv[1:])

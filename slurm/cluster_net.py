@@ -1,0 +1,239 @@
+"""Processes, namespaces and cables: how one machine becomes several hosts. Knows nothing of SLURM.
+
+A host is a process with its own network, mounts, host name and process table. All hosts live inside
+the process table of the controller, whose first process therefore takes everything with it when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import UserError, user_errors
+
+KINDS = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
+NOSUID, NODEV, NOEXEC, BIND, RECURSIVE, PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
+LIBC = ctypes.CDLL(None, use_errno=True)
+REFUSED = (
+    "this system does not let an ordinary user make namespaces; on Ubuntu 24.04:"
+    " sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run this as root"
+)
+REFUSED_ROOT = "namespaces are refused to this root; in a container, start it with --privileged"
+
+
+class Process(NamedTuple):
+    """A process that cannot be confused with a later one of the same number."""
+
+    pid: int
+    start: int
+    """Clock ticks from boot to its start."""
+
+    @staticmethod
+    def of(pid: int) -> Process:
+        return Process(pid, int(fields(pid)[19]))
+
+    @staticmethod
+    def load(path: Path) -> Process | None:
+        """The process recorded in a file, if it still runs."""
+        try:
+            pid, start = path.read_text().split()
+        except (OSError, ValueError):
+            return None
+        process = Process(int(pid), int(start))
+        return process if process.alive() else None
+
+    def save(self, path: Path) -> None:
+        path.with_suffix(".new").write_text(f"{self.pid} {self.start}\n")
+        path.with_suffix(".new").replace(path)
+
+    def alive(self) -> bool:
+        try:
+            now = fields(self.pid)
+        except OSError:
+            return False
+        return int(now[19]) == self.start and now[0] not in "ZX"
+
+    def kill(self) -> None:
+        """End this very process and wait until it and, if it is the first of a process table, all others are gone."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return
+        if self.alive():  # asked after opening: the handle now means the recorded process or none
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            select.select([handle], [], [], 30)
+        os.close(handle)
+
+
+def fields(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on; the name before it may hold blanks and brackets."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def call(name: str, *arguments: object) -> None:
+    """A system call; OSError with its name if it fails."""
+    if getattr(LIBC, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def unshare(*kinds: str) -> None:
+    """Leave the given namespaces for new ones. UserError if the system refuses."""
+    try:
+        call("unshare", sum(KINDS[kind] for kind in kinds))
+    except OSError as error:
+        remedy = REFUSED if os.getuid() or "user" in kinds or single_user() else REFUSED_ROOT
+        raise UserError(f"{remedy} ({error.strerror})") from None
+
+
+def single_user() -> bool:
+    """Whether uid 0 here is one ordinary user outside."""
+    return Path("/proc/self/uid_map").read_text().split()[2] == "1"
+
+
+def become_root(uid: int, gid: int) -> None:
+    """Be root of a new user namespace that knows one user, the caller."""
+    unshare("user")
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    except OSError as error:
+        raise UserError(f"{REFUSED} ({error.strerror})") from None
+
+
+def enter(pid: int) -> None:
+    """Join the namespaces of a process. The process table changes for children only."""
+    doors = []
+    for kind in KINDS:
+        there, here = Path(f"/proc/{pid}/ns/{kind}"), Path(f"/proc/self/ns/{kind}")
+        if there.readlink() != here.readlink():
+            doors.append(os.open(there, os.O_RDONLY | os.O_CLOEXEC))
+    for door in doors:
+        call("setns", door, 0)
+        os.close(door)
+
+
+def child(function: Callable[[], None]) -> int:
+    """Fork; the child runs `function` and ends, 0 if it returned. Returns the child's pid."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        with user_errors():
+            function()
+        status = 0
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
+    except BaseException:  # noqa: BLE001 (a forked child must never return into its parent's code)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def exit_status(pid: int) -> int:
+    """Wait for a child; its exit status."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def inside(holder: Process, function: Callable[[], None]) -> int:
+    """Run `function` as root of the cluster that `holder` is the first process of."""
+
+    def step() -> None:
+        enter(holder.pid)
+        sys.exit(exit_status(child(function)))
+
+    return exit_status(child(step))
+
+
+def detach(log: Path, keep: socket.socket | None = None) -> None:
+    """Let go of the caller's terminal, folder and files; write to `log` from now on."""
+    os.setsid()
+    os.chdir("/")
+    os.umask(0o022)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for source, target in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    kept = keep.fileno() if keep else 3
+    os.closerange(3, kept)
+    os.closerange(kept + bool(keep), 1 << 16)
+
+
+def rest() -> None:
+    """Be the first process of a process table: let the kernel collect what ends, for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # those that ended before
+            pass
+    while True:
+        signal.pause()
+
+
+def mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    try:
+        call("mount", source.encode(), target.encode(), kind.encode() if kind else None, flags, None)
+    except OSError as error:
+        raise UserError(f"{REFUSED if single_user() else REFUSED_ROOT} (mount {target}: {error.strerror})") from None
+
+
+def mounts(etc: Path | None = None) -> None:
+    """Own mounts: nothing reaches the machine's; /proc shows the own process table, /etc the own names."""
+    mount("none", "/", None, RECURSIVE | PRIVATE)
+    mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
+    for file in sorted(etc.iterdir()) if etc else ():
+        target = Path("/etc", file.name).resolve()
+        if target.exists():
+            mount(str(file), str(target), None, BIND)
+    if etc and Path("/run/nscd").is_dir():  # the machine's name cache would answer before our files
+        mount("none", "/run/nscd", "tmpfs", NOSUID | NODEV)
+    if not etc and Path("/dev/shm").is_dir():  # noqa: S108
+        mount("none", "/dev/shm", "tmpfs", NOSUID | NODEV)  # noqa: S108 (hosts share no memory)
+
+
+def ip(*lines: str) -> None:
+    """Commands of ip(8), in one process."""
+    done = subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"ip: {done.stderr.splitlines()[0]} ({'; '.join(lines)})")
+
+
+def cables() -> dict[str, bool]:
+    """Every cable at the switch, by host, and whether it is plugged in."""
+    done = subprocess.run(["ip", "-json", "link"], capture_output=True, text=True, check=True)
+    return {link["ifname"]: "UP" in link["flags"] for link in json.loads(done.stdout) if "link_netnsid" in link}
+
+
+def plug_host(name: str, bridge: str, record: Path, first: Callable[[socket.socket], None]) -> None:
+    """Start a host: a process running `first`, its cable, and its record. Called in a process to be thrown away."""
+    ours, theirs = socket.socketpair()
+    unshare("pid")
+
+    def begin() -> None:
+        ours.close()
+        unshare("net", "uts", "mnt")
+        first(theirs)
+
+    pid = child(begin)
+    theirs.close()
+    if not ours.recv(1):  # its network exists, or it has failed
+        raise UserError(f"{name} did not start")
+    # by path, not by number: the command runs in the new process table, as every child of this process does
+    ip(f"link add {name} type veth peer name eth0 netns /proc/{pid}/ns/net", f"link set {name} master {bridge} up")
+    Process.of(pid).save(record)
+    ours.send(b".")

@@ -1,0 +1,42 @@
+"""What runs on a cluster's hosts: a small picklable object that carries only the run folder.
+
+Submitit pickles it by reference, so what it does is whatever this file says when the job starts. The
+job's script therefore puts the run folder's own `code/` first on the path: a job, and each of its
+later starts, executes the source as it was submitted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from submitit.helpers import DelayedSubmission
+
+
+class Job:
+    """One process of a submitted run."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self) -> None:
+        from common import config, launch, start
+        from common.folder import Folder
+
+        with config.user_errors():
+            folder = Folder(Path(self.folder))
+            name = folder.experiment
+            schema = config.schema_of(name)
+            settings = config.resolve(schema, [config.read_file(folder.path / "config.yaml")])
+            place = launch.outside(os.environ)
+            assert place is not None, "srun starts this"
+            main = importlib.import_module(f"experiments.{name}").main
+            status = start.join_there(main, settings, place, folder)
+        if status:
+            sys.exit(status)
+
+    def checkpoint(self) -> DelayedSubmission:
+        """For Submitit's requeue: the same again; what was reached is in the run folder."""
+        return DelayedSubmission(self)

@@ -1,0 +1,123 @@
+"""From a cluster profile to the exact text that sbatch gets, through Submitit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from submitit.core import utils
+from submitit.slurm.slurm import SlurmExecutor
+
+from common import config
+from common.config import ROOT, UserError
+from common.folder import Folder, write_atomic
+from configs.profile import Profile
+from slurm.job import Job
+from slurm.scheduler import Scheduler
+
+WORD = re.compile(r"[\w.,:=@/+\-\[\]%&|* ]*")
+PATH = re.compile(r"[\w.,:=@/+\- ]+")
+
+
+def load_profile(name: str, words: list[str]) -> Profile:
+    """The profile configs/cluster/<name>.yaml with `cluster.key=value` words on top. Raises UserError."""
+    known = sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml"))
+    if name not in known:
+        raise UserError(f"CLUSTER={name} is unknown; there are {', '.join(known)} in configs/cluster/")
+    pairs = dict(word.removeprefix("cluster.").split("=", 1) for word in words)
+    profile = config.resolve(Profile, [config.read_file(ROOT / "configs" / "cluster" / f"{name}.yaml"), pairs])
+    for key, value in vars(profile).items():
+        lines = value if isinstance(value, list) else [str(value)]
+        if any(c in line for line in lines for c in "\n\r\0"):
+            raise UserError(f"cluster.{key}: line breaks are not allowed; write one command or value a line")
+        if key != "setup" and not all(WORD.fullmatch(line) for line in lines):
+            raise UserError(f"cluster.{key}={value}: only letters, digits and ._,:=@/+-[]%&|* are allowed")
+    return profile
+
+
+def parameters(profile: Profile, name: str, nodes: int, per_node: int, folder: Path) -> dict[str, Any]:
+    """Submitit's parameters; empty values are left out, so that the cluster's own defaults hold."""
+    code = shlex.quote(str(folder / "code"))
+    asked: dict[str, Any] = {
+        "job_name": name,
+        "nodes": nodes,
+        "ntasks_per_node": per_node,
+        "cpus_per_task": profile.cpus,
+        "time": profile.time,
+        "signal_delay_s": profile.signal_seconds,
+        "stderr_to_stdout": True,
+        "wckey": profile.wckey or None,
+        # the job runs the source as it was submitted; srun does not take over sbatch's processors by itself
+        "setup": [f"export PYTHONPATH={code}", *profile.setup],
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={profile.cpus}", *profile.container],
+        "additional_parameters": {"requeue" if profile.requeue else "no-requeue": True},
+    }
+    for key in ("partition", "account", "qos", "constraint", "exclude"):
+        asked[key] = getattr(profile, key) or None
+    if profile.memory_gb:
+        asked["mem"] = f"{round(profile.memory_gb * 1024)}M"
+    if profile.gpus:
+        kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
+        as_gres = profile.gpus_as == "gres"
+        asked["gres" if as_gres else "gpus_per_node"] = (
+            f"gpu:{kind}{profile.gpus}" if as_gres else f"{kind}{profile.gpus}"
+        )
+    return {key: value for key, value in asked.items() if value is not None or key == "wckey"}
+
+
+class Executor(SlurmExecutor):
+    """Submitit's executor, on a chosen SLURM, keeping the text of a job before it is submitted."""
+
+    def __init__(self, folder: Folder, scheduler: Scheduler | None) -> None:
+        self.run_folder, self.scheduler = folder, scheduler
+        super().__init__(folder.path / "submit")
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # the local cluster has srun inside, not here
+
+    def text(self) -> str:
+        """The exact text for sbatch."""
+        return str(self._make_submission_file_text(self._submitit_command_str, ""))
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text: str = super()._make_submission_file_text(command, uid)
+        (self.run_folder.path / "submit").mkdir(exist_ok=True)
+        write_atomic(self.run_folder.path / "submit" / "job.sh", text)
+        return text
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        assert self.scheduler is not None
+        return self.scheduler.command("sbatch", str(submission_file_path))
+
+
+def executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any]) -> Executor:
+    """An executor for one run folder."""
+    if not PATH.fullmatch(str(folder.path)):
+        raise UserError(
+            f"the run folder {folder.path} has characters that job scripts cannot hold; set runs=<plain path>"
+        )
+    made = Executor(folder, scheduler)
+    made.update_parameters(**{f"slurm_{key}" if key != "job_name" else "slurm_job_name": v for key, v in asked.items()})
+    return made
+
+
+def submit(made: Executor) -> str:
+    """Submit the run; returns the job id. Raises UserError with sbatch's own words."""
+    assert made.scheduler is not None
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(made.scheduler.environment())
+    try:
+        job = made.submit(Job(str(made.run_folder.path)))
+    except utils.FailedJobError as error:
+        words = [line for line in str(error).splitlines() if line.startswith("sbatch:")]
+        problem = " ".join(words) or str(error).splitlines()[-1]
+        raise UserError(f"{made.scheduler.name} refused the job: {problem}") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return str(job.job_id)

@@ -1,0 +1,101 @@
+"""Talking to SLURM: which one, and its commands with bounded patience. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.config import UserError
+from slurm import cluster
+
+PATIENCE = 15.0  # seconds for a command of SLURM
+CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
+# what an allocation or a launcher leaves in the environment and would mislead a nested job
+LEFTOVERS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_", "SUBMITIT_")
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment that a job inherits: without an allocation's leftovers, with SLURM_CONF."""
+    kept = {k: v for k, v in environ.items() if not k.startswith(LEFTOVERS) and k not in LAUNCHER}
+    if "SLURM_CONF" in environ:
+        kept["SLURM_CONF"] = environ["SLURM_CONF"]
+    return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduler:
+    """A SLURM that jobs can be given to."""
+
+    name: str
+    local: cluster.Cluster | None = None
+
+    def command(self, *words: str) -> list[str]:
+        """The argv that runs a command of SLURM from here."""
+        return self.local.command(words) if self.local else list(words)
+
+    def environment(self) -> dict[str, str]:
+        extra = self.local.environment() if self.local else {}
+        return scrubbed(os.environ) | extra
+
+    def call(self, *words: str) -> str:
+        """The output of a command. Raises UserError, with SLURM's own words, if it fails or hangs."""
+        try:
+            done = subprocess.run(
+                self.command(*words),
+                env=self.environment(),
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise UserError(f"{words[0]} is not installed here; go to a login node, or use LAUNCH=local") from None
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{self.name}: {words[0]} gave no answer within {PATIENCE:.0f} s; is it up?") from None
+        if done.returncode:
+            problem = " ".join((done.stderr or done.stdout).split()) or f"exit status {done.returncode}"
+            raise UserError(f"{self.name}: {words[0]} failed: {problem}")
+        return done.stdout
+
+    def check(self) -> None:
+        """Raise UserError unless the controller answers."""
+        answer = self.call("scontrol", "ping")
+        if "is UP" not in answer:
+            problem = " ".join(answer.split())
+            raise UserError(
+                f"{self.name}: the SLURM controller does not answer ({problem}); try later, or LAUNCH=local"
+            )
+
+
+def configured() -> bool:
+    """Whether sbatch has a cluster to talk to: Debian installs it without any."""
+    if shutil.which("sbatch") is None:
+        return False
+    named = os.environ.get("SLURM_CONF")
+    return Path(named).exists() if named else any(Path(path).exists() for path in CONFIGURATIONS)
+
+
+def choose(launch: str) -> Scheduler | None:
+    """The SLURM to use for LAUNCH=auto|local|slurm; None means processes on this machine.
+
+    auto takes the local cluster if it is up, else SLURM if it is configured. Once SLURM is chosen, one
+    that does not answer is an error and never a silent local run.
+    """
+    if launch not in ("auto", "local", "slurm"):
+        raise UserError(f"LAUNCH={launch} is unknown; use auto, local or slurm")
+    if launch == "local":
+        return None
+    own = cluster.running()
+    if own is None and not configured():
+        if launch == "auto":
+            return None
+        missing = "sbatch is not installed" if shutil.which("sbatch") is None else "SLURM has no configuration"
+        raise UserError(f"LAUNCH=slurm, but {missing} here; go to a login node, or make cluster-up for a local cluster")
+    found = Scheduler("the local cluster", own) if own else Scheduler("SLURM")
+    found.check()
+    return found

@@ -1,0 +1,243 @@
+"""How runs are doing: `make status`, `make logs`, `make cancel`. Imports no torch.
+
+    python -m slurm.status status [RUN] [--wait=SECONDS]
+    python -m slurm.status logs RUN [--follow=1]
+    python -m slurm.status cancel RUN
+
+The truth is asked in this order: the result file and the heartbeats, then squeue and scontrol, then
+sacct. A site without accounting loses nothing; a run that none of them knows any more is LOST.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import config, provenance
+from common.config import UserError
+from common.folder import Folder, read_json, write_json
+from slurm import cluster
+from slurm.scheduler import Scheduler
+
+OVER = ("FINISHED", "FAILED", "CANCELLED", "LOST")
+DOWN = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}  # ended without a result: completed is no excuse
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
+ALIVE = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """One run as far as it is known."""
+
+    run: str
+    state: str
+    attempts: int
+    step: int
+    samples_per_second: float
+    heartbeat: float | None
+    """Seconds since the newest sign of life of any rank."""
+    detail: str = ""
+
+    def line(self) -> str:
+        age = "-" if self.heartbeat is None else f"{self.heartbeat:.0f} s ago"
+        restarts = max(0, self.attempts - 1)
+        numbers = f"{restarts:>8}  {self.step:>7}  {self.samples_per_second:>9.0f}  {age:>11}"
+        return f"{self.run:<44}  {self.state:<9}  {numbers}  {self.detail}".rstrip()
+
+
+HEAD = f"{'run':<44}  {'state':<9}  {'restarts':>8}  {'step':>7}  {'samples/s':>9}  {'heartbeat':>11}"
+
+
+def find(name: str, runs: Path) -> Folder:
+    """The run folder of an id or a path. Raises UserError."""
+    for path in (Path(name), runs / name):
+        if name and (path / "config.yaml").is_file():
+            return Folder(path.absolute())
+    raise UserError(f"RUN={name!r}: no such run folder in {runs}; make status lists them")
+
+
+def tail(path: Path, size: int = 65_536) -> list[dict[str, Any]]:
+    """The last rows of a metrics file, without reading all of it."""
+    rows = []
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        for line in file.read().splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def speed(rows: list[dict[str, Any]]) -> float:
+    """Samples a second over the last training rows."""
+    steps = [row for row in rows if "loss" in row][-50:]
+    if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
+        return 0.0
+    return float((steps[-1]["samples"] - steps[0]["samples"]) / (steps[-1]["time"] - steps[0]["time"]))
+
+
+def status_of(folder: Folder) -> Status:
+    """Everything that can be found out about a run."""
+    attempts = folder.attempts()
+    newest = attempts[-1] if attempts else None
+    rows = tail(newest.metrics_file) if newest else []
+    beats = [read_json(path).get("time", 0.0) for path in newest.attempt.glob("heartbeat-*.json")] if newest else []
+    age = max(0.0, time.time() - max(beats)) if beats else None
+    step = max((row["global_step"] for row in rows), default=0)
+    state, detail = state_of(folder)
+    result = folder.result
+    rate = result.get("samples_per_second") or speed(rows)
+    return Status(folder.path.name, state, len(attempts), step, rate, age, detail)
+
+
+def state_of(folder: Folder) -> tuple[str, str]:
+    """The state of a run and a word on it."""
+    result = folder.result
+    if result:
+        word = f"accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else result.get("reason", "")
+        return result["state"].upper(), word
+    meta = read_json(folder.path / "meta.json")
+    if "job" in meta:
+        return job_state(scheduler_of(meta), meta["job"]["id"])
+    start = (meta.get("history") or [{}])[-1]
+    if start.get("host") == socket.gethostname() and not Path(f"/proc/{start.get('pid')}").exists():
+        return "LOST", "its process is gone and left no result"
+    return "RUNNING", ""
+
+
+def scheduler_of(meta: dict[str, Any]) -> Scheduler:
+    """The SLURM that a run was given to."""
+    own = cluster.running() if meta["job"]["scheduler"] == "the local cluster" else None
+    return Scheduler(meta["job"]["scheduler"], own)
+
+
+def job_state(scheduler: Scheduler, job: str) -> tuple[str, str]:
+    """What SLURM says of a job, asked in three ways; a job that none knows is LOST."""
+    asked = (
+        ("squeue", "-h", "-j", job, "-o", "%T"),
+        ("scontrol", "-o", "show", "job", job),
+        ("sacct", "-n", "-X", "-P", "-j", job, "-o", "State"),
+    )
+    problems = []
+    for words in asked:
+        try:
+            answer = scheduler.call(*words).strip()
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if words[0] == "scontrol":
+            fields = dict(word.partition("=")[::2] for word in answer.split())
+            answer = fields.get("JobState", "")
+        found = answer.splitlines()[-1].split("|")[0].split()[0].rstrip("+") if answer.split() else ""
+        if found in WAITING:
+            return "PENDING", f"job {job}"
+        if found in ALIVE:
+            return "RUNNING", f"job {job}"
+        if found:
+            return DOWN.get(found, "FAILED"), f"job {job} {found}"
+    silent = [problem for problem in problems if "Invalid job id" not in problem]
+    if len(silent) == len(asked):
+        return "UNKNOWN", silent[0]
+    return "LOST", f"job {job} is not known to SLURM any more"
+
+
+def wait(folder: Folder, seconds: float) -> Status:
+    """The status once the run is over, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    status = status_of(folder)
+    while status.state not in OVER and time.monotonic() < deadline:
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+        status = status_of(folder)
+    return status
+
+
+def follow(folder: Folder, log: Path) -> int:
+    """Show a log as it grows until the run is over; returns the run's exit status."""
+    position, looked, state = 0, 0.0, ""
+    while True:
+        with contextlib.suppress(OSError), open(log, errors="replace") as file:
+            file.seek(position)
+            text = file.read()
+            position = file.tell()
+            print(text, end="", flush=True)
+        if state in OVER:
+            break
+        if time.monotonic() - looked > 2:
+            state, looked = status_of(folder).state, time.monotonic()
+        time.sleep(0.2)
+    print(status_of(folder).line(), flush=True)
+    return int(folder.result.get("exit_status", 1))
+
+
+def rank_0_log(folder: Folder) -> Path:
+    """What rank 0 said, on the screen of a job or in its log file."""
+    job = read_json(folder.path / "meta.json").get("job")
+    if job:
+        return folder.path / "submit" / f"{job['id']}_0_log.out"
+    attempts = folder.attempts()
+    if not attempts:
+        raise UserError(f"{folder.path.name} has no log yet")
+    return attempts[-1].log_file(0)
+
+
+def cancel(folder: Folder) -> str:
+    """End a run; returns what was done."""
+    state, _ = state_of(folder)
+    if state in OVER:
+        return f"{folder.path.name} is {state} already"
+    meta = read_json(folder.path / "meta.json")
+    if "job" in meta:
+        scheduler_of(meta).call("scancel", meta["job"]["id"])
+        write_json(folder.path / "result.json", {"state": "cancelled", "exit_status": 130})
+        provenance.amend(folder, state="cancelled", end=provenance.now())
+        return f"cancelled job {meta['job']['id']}"
+    start = meta["history"][-1]
+    if start["host"] != socket.gethostname():
+        raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
+    os.kill(start["pid"], signal.SIGTERM)
+    return f"ended process {start['pid']}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make status, make logs, make cancel")
+    parser.add_argument("verb", choices=("status", "logs", "cancel"))
+    parser.add_argument("run", nargs="?", default="")
+    for option, default in (("wait", "0"), ("follow", ""), ("runs", "runs")):
+        parser.add_argument(f"--{option}", default=default)
+    given = parser.parse_args(arguments)
+    runs = Path(given.runs or "runs")
+    if given.verb == "status" and not given.run:
+        print(HEAD)
+        for path in sorted(runs.glob("*/config.yaml")):
+            print(status_of(Folder(path.parent.absolute())).line())
+        return 0
+    folder = find(given.run, runs)
+    if given.verb == "cancel":
+        print(cancel(folder))
+    elif given.verb == "logs":
+        if given.follow == "1":
+            return follow(folder, rank_0_log(folder))
+        log = rank_0_log(folder)
+        if not log.exists():
+            raise UserError(f"{folder.path.name} has no log yet; try again, or FOLLOW=1")
+        print(log.read_text(errors="replace"), end="")
+    else:
+        if not (given.wait or "0").isdigit():
+            raise UserError(f"WAIT={given.wait!r} is no number of seconds")
+        status = wait(folder, float(given.wait or "0"))
+        print(f"{HEAD}\n{status.line()}")
+        return 1 if status.state in ("FAILED", "LOST") else 0
+    return 0
+
+
+if __name__ == "__main__":
+    with config.user_errors():
+        sys.exit(main(sys.argv[1:]))
