@@ -44,6 +44,8 @@ def disk_errors(what: Path) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = remedies.get(error.errno or 0)
+        if error.errno is None:  # numpy's way to tell of a full disk
+            remedy = f"{error}; free space"
         if remedy is None:
             raise
         raise UserError(f"cannot write {what}: {remedy}") from error

@@ -175,8 +175,8 @@ def of(settings: Pipeline) -> Schedule:
     try:
         plan = [[Action(*action) for action in actions] for actions in maker(*sizes)]
         check(plan, *sizes)
-    except Exception as error:  # noqa: BLE001 (it is the user's code)
-        raise UserError(f"schedule={name}: {error}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (it is the user's code)
+        raise UserError(f"schedule={name}: {error or type(error).__name__}") from None
     return plan
 
 
@@ -191,7 +191,7 @@ def from_file(name: str) -> Maker:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 (it is the user's code)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (it is the user's code)
         raise UserError(f"schedule={name}: {file} cannot be imported ({type(error).__name__}: {error})") from None
     maker = getattr(module, function, None)
     if not callable(maker):
