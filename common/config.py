@@ -10,7 +10,6 @@ Imports neither torch nor the experiments, so that it can answer on a login node
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -22,13 +21,14 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
 
+from common.errors import UserError, user_errors  # noqa: F401 (every other file takes both from here)
 from configs.shared import Experiment
 
 
@@ -42,20 +42,6 @@ T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=Checked)
 ROOT = Path(__file__).resolve().parent.parent
 USAGE = "[--help] [--print-config] [--config FILE] [key=value ...]"
-
-
-class UserError(Exception):
-    """A mistake of the user or of the machine: one message that names the remedy, no traceback."""
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn a UserError into one line on stderr and exit status 2."""
-    try:
-        yield
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 @dataclasses.dataclass(frozen=True)

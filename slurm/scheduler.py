@@ -39,7 +39,7 @@ class Scheduler:
         return self.local.command(words) if self.local else list(words)
 
     def environment(self) -> dict[str, str]:
-        extra = self.local.environment() if self.local else {}
+        extra = self.local.environment if self.local else {}
         return scrubbed(os.environ) | extra
 
     def call(self, *words: str) -> str:
