@@ -126,8 +126,7 @@ def first_host(nodelist: str) -> str:
 
 def join(place: Place, settings: Launch) -> World:
     """Meet the other processes. Raises UserError naming those that did not come in time."""
-    cores = len(os.sched_getaffinity(0))
-    threads = settings.threads or max(1, cores // place.local_size)
+    threads = settings.threads or own_cores(place)
     torch.set_num_threads(threads)
     device, backend = choose_device(place, settings)
     setup = datetime.timedelta(seconds=settings.setup_timeout)
@@ -215,6 +214,13 @@ def check_own_name(place: Place) -> None:
 
 def use_interface(name: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+def own_cores(place: Place) -> int:
+    """The processors that each process of this host may take: what SLURM gave each, or an equal share."""
+    allowed = len(os.sched_getaffinity(0))
+    given = int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if place.how == "slurm" else 0
+    return max(1, min(given, allowed) if given else allowed // place.local_size)
 
 
 def choose_device(place: Place, settings: Launch) -> tuple[torch.device, str]:

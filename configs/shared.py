@@ -50,7 +50,7 @@ class Launch:
     nodes: int = at_least(1, 1)
     """Hosts. Local processes are laid out as so many hosts."""
     threads: int = at_least(0, 0)
-    """CPU threads per process; 0 means allowed cores / local processes."""
+    """CPU threads per process; 0 takes what SLURM gave each process, else allowed cores / local processes."""
     interface: str = ""
     """Network interface between hosts; empty takes the one that leads to the first rank."""
     setup_timeout: float = between(1, 3600, 60)

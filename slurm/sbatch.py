@@ -16,7 +16,7 @@ from common.config import ROOT, UserError
 from common.folder import Folder, write_atomic
 from configs.profile import Profile
 from slurm.job import Job
-from slurm.scheduler import Scheduler
+from slurm.scheduler import Scheduler, scrubbed
 
 WORD = re.compile(r"[\w.,:=@/+\-\[\]%&|* ]*")
 PATH = re.compile(r"[\w.,:=@/+\- ]+")
@@ -61,10 +61,10 @@ def parameters(profile: Profile, name: str, nodes: int, per_node: int, folder: P
         asked["mem"] = f"{round(profile.memory_gb * 1024)}M"
     if profile.gpus:
         kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
-        as_gres = profile.gpus_as == "gres"
-        asked["gres" if as_gres else "gpus_per_node"] = (
-            f"gpu:{kind}{profile.gpus}" if as_gres else f"{kind}{profile.gpus}"
-        )
+        if profile.gpus_as == "gres":
+            asked["gres"] = f"gpu:{kind}{profile.gpus}"
+        else:
+            asked["gpus_per_node"] = f"{kind}{profile.gpus}"
     return {key: value for key, value in asked.items() if value is not None or key == "wckey"}
 
 
@@ -98,10 +98,10 @@ def executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any])
     """An executor for one run folder."""
     if not PATH.fullmatch(str(folder.path)):
         raise UserError(
-            f"the run folder {folder.path} has characters that job scripts cannot hold; set runs=<plain path>"
+            f"a job script cannot hold the path {str(folder.path)!r}; set runs=<path of letters and digits>"
         )
     made = Executor(folder, scheduler)
-    made.update_parameters(**{f"slurm_{key}" if key != "job_name" else "slurm_job_name": v for key, v in asked.items()})
+    made.update_parameters(**asked)
     return made
 
 
@@ -110,9 +110,11 @@ def submit(made: Executor) -> str:
     assert made.scheduler is not None
     before = dict(os.environ)
     os.environ.clear()
-    os.environ.update(made.scheduler.environment())
+    os.environ.update(scrubbed(before))
     try:
         job = made.submit(Job(str(made.run_folder.path)))
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename} is not installed here; go to a login node, or use LAUNCH=local") from None
     except utils.FailedJobError as error:
         words = [line for line in str(error).splitlines() if line.startswith("sbatch:")]
         problem = " ".join(words) or str(error).splitlines()[-1]

@@ -38,16 +38,12 @@ class Scheduler:
         """The argv that runs a command of SLURM from here."""
         return self.local.command(words) if self.local else list(words)
 
-    def environment(self) -> dict[str, str]:
-        extra = self.local.environment if self.local else {}
-        return scrubbed(os.environ) | extra
-
     def call(self, *words: str) -> str:
         """The output of a command. Raises UserError, with SLURM's own words, if it fails or hangs."""
         try:
             done = subprocess.run(
                 self.command(*words),
-                env=self.environment(),
+                env=scrubbed(os.environ),
                 capture_output=True,
                 text=True,
                 timeout=PATIENCE,

@@ -83,7 +83,7 @@ def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler) -> Fo
     try:
         provenance.snapshot(folder)
         provenance.describe(folder, ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"], found.facts())
-    except UserError:
+    except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
     return folder
@@ -96,7 +96,7 @@ def give(name: str, settings: Experiment, profile: Profile, scheduler: Scheduler
     try:
         asked = sbatch.parameters(profile, name, nodes, settings.processes // nodes, folder.path)
         job = sbatch.submit(sbatch.executor(folder, scheduler, asked))
-    except UserError:
+    except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
     provenance.amend(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
