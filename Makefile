@@ -4,15 +4,22 @@ SHELL := /bin/sh
 override NAME := $(value NAME)
 override NODES := $(value NODES)
 override ARGS := $(value ARGS)
+override LAUNCH := $(value LAUNCH)
+override CLUSTER := $(value CLUSTER)
+override FOLLOW := $(value FOLLOW)
+override DRY_RUN := $(value DRY_RUN)
+override STRICT := $(value STRICT)
+override RUN := $(value RUN)
+override WAIT := $(value WAIT)
 override TESTS := $(value TESTS)
 PYTHON ?= python3
 override PYTHON := $(value PYTHON)
-export NAME NODES ARGS TESTS PYTHON
+export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN WAIT TESTS PYTHON
 PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help exp test test-slurm lint bench requirements clean
+.PHONY: help exp status logs cancel test test-slurm lint bench requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -26,8 +33,18 @@ $(READY): requirements.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $(READY)
 
-exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ... | --help | --print-config"]
-	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" -- "$$NAME"
+exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1]
+	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
+	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" --strict="$$STRICT" -- "$$NAME"
+
+status: $(READY)  ## how runs are doing [RUN=<id>] [WAIT=seconds]
+	@$(PY) -m slurm.status --wait="$$WAIT" -- status "$$RUN"
+
+logs: $(READY)  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
+	@$(PY) -m slurm.status --follow="$$FOLLOW" -- logs "$$RUN"
+
+cancel: $(READY)  ## end a run: RUN=<id>
+	@$(PY) -m slurm.status -- cancel "$$RUN"
 
 test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/test_config.py -k name"]
 	@$(PY) -m pytest $${TESTS:-tests} -m "not slurm"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -112,7 +114,8 @@ def submit(made: Executor) -> str:
     os.environ.clear()
     os.environ.update(scrubbed(before))
     try:
-        job = made.submit(Job(str(made.run_folder.path)))
+        with contextlib.redirect_stderr(io.StringIO()):  # Submitit repeats sbatch's complaint
+            job = made.submit(Job(str(made.run_folder.path)))
     except FileNotFoundError as error:
         raise UserError(f"{error.filename} is not installed here; go to a login node, or use LAUNCH=local") from None
     except utils.FailedJobError as error:

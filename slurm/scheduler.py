@@ -12,6 +12,7 @@ from pathlib import Path
 from common.config import UserError
 from slurm import cluster
 
+LOCAL = "the local cluster"
 PATIENCE = 15.0  # seconds for a command of SLURM
 CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 # what an allocation or a launcher leaves in the environment and would mislead a nested job
@@ -63,9 +64,7 @@ class Scheduler:
         answer = self.call("scontrol", "ping")
         if "is UP" not in answer:
             problem = " ".join(answer.split())
-            raise UserError(
-                f"{self.name}: the SLURM controller does not answer ({problem}); try later, or LAUNCH=local"
-            )
+            raise UserError(f"{self.name}: the controller does not answer ({problem}); try later, or LAUNCH=local")
 
 
 def configured() -> bool:
@@ -92,6 +91,6 @@ def choose(launch: str) -> Scheduler | None:
             return None
         missing = "sbatch is not installed" if shutil.which("sbatch") is None else "SLURM has no configuration"
         raise UserError(f"LAUNCH=slurm, but {missing} here; go to a login node, or make cluster-up for a local cluster")
-    found = Scheduler("the local cluster", own) if own else Scheduler("SLURM")
+    found = Scheduler(LOCAL, own) if own else Scheduler("SLURM")
     found.check()
     return found

@@ -26,7 +26,7 @@ from common import config, provenance
 from common.config import UserError
 from common.folder import Folder, read_json, write_json
 from slurm import cluster
-from slurm.scheduler import Scheduler
+from slurm.scheduler import LOCAL, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "LOST")
 DOWN = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}  # ended without a result: completed is no excuse
@@ -106,17 +106,22 @@ def state_of(folder: Folder) -> tuple[str, str]:
         return result["state"].upper(), word
     meta = read_json(folder.path / "meta.json")
     if "job" in meta:
-        return job_state(scheduler_of(meta), meta["job"]["id"])
+        scheduler = scheduler_of(meta)
+        if scheduler is None:
+            return "LOST", "the local cluster that it was given to is down"
+        return job_state(scheduler, meta["job"]["id"])
     start = (meta.get("history") or [{}])[-1]
     if start.get("host") == socket.gethostname() and not Path(f"/proc/{start.get('pid')}").exists():
         return "LOST", "its process is gone and left no result"
     return "RUNNING", ""
 
 
-def scheduler_of(meta: dict[str, Any]) -> Scheduler:
-    """The SLURM that a run was given to."""
-    own = cluster.running() if meta["job"]["scheduler"] == "the local cluster" else None
-    return Scheduler(meta["job"]["scheduler"], own)
+def scheduler_of(meta: dict[str, Any]) -> Scheduler | None:
+    """The SLURM that a run was given to; None for a local cluster that is down."""
+    if meta["job"]["scheduler"] != LOCAL:
+        return Scheduler(meta["job"]["scheduler"])
+    own = cluster.running()
+    return Scheduler(LOCAL, own) if own else None
 
 
 def job_state(scheduler: Scheduler, job: str) -> tuple[str, str]:
@@ -195,7 +200,9 @@ def cancel(folder: Folder) -> str:
         return f"{folder.path.name} is {state} already"
     meta = read_json(folder.path / "meta.json")
     if "job" in meta:
-        scheduler_of(meta).call("scancel", meta["job"]["id"])
+        scheduler = scheduler_of(meta)
+        assert scheduler is not None, "it would be LOST"
+        scheduler.call("scancel", meta["job"]["id"])
         write_json(folder.path / "result.json", {"state": "cancelled", "exit_status": 130})
         provenance.amend(folder, state="cancelled", end=provenance.now())
         return f"cancelled job {meta['job']['id']}"

@@ -1,0 +1,289 @@
+"""Giving a run to SLURM, against a scheduler faked at the command line: right, failing, hanging, missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import UserError
+from common.folder import Folder
+from configs.profile import Profile
+from slurm import sbatch, scheduler
+from tests.helpers import ROOT, environment
+
+GOLDEN = """#!/bin/bash
+
+# Parameters
+#SBATCH --constraint=v100
+#SBATCH --cpus-per-task=4
+#SBATCH --gpus-per-node=a100:2
+#SBATCH --job-name=mnist_pipeline
+#SBATCH --mem=1536M
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --open-mode=append
+#SBATCH --output=/runs/x-1-2-3/submit/%j_0_log.out
+#SBATCH --partition=long
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --time=30
+
+# setup
+export PYTHONPATH=/runs/x-1-2-3/code
+module load cuda
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /runs/x-1-2-3/submit/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=4 \
+--container-image=a.sqsh PYTHON -u -m submitit.core._submit /runs/x-1-2-3/submit
+"""
+
+
+def text_of(profile: Profile, folder: Path) -> str:
+    asked = sbatch.parameters(profile, "mnist_pipeline", 2, profile.per_node, folder)
+    return sbatch.executor(Folder(folder), None, asked).text().replace(sys.executable, "PYTHON")
+
+
+def test_the_text_for_sbatch_is_this_one(tmp_path: Path) -> None:
+    profile = Profile(
+        partition="long", constraint="v100", time=30, memory_gb=1.5, cpus=4, gpus=2, gpu_type="a100",
+        signal_seconds=120, setup=["module load cuda"], container=["--container-image=a.sqsh"],
+    )  # fmt: skip
+    found = text_of(profile, tmp_path).replace(str(tmp_path), "/runs/x-1-2-3")
+    assert found == GOLDEN
+    assert (tmp_path / "submit" / "job.sh").read_text().replace(sys.executable, "PYTHON") == text_of(profile, tmp_path)
+
+
+def test_a_plain_profile_asks_for_nothing_special(tmp_path: Path) -> None:
+    text = text_of(Profile(requeue=False, gpus=1, gpus_as="gres"), tmp_path)
+    assert "--gres=gpu:1" in text and "--no-requeue" in text
+    assert not re.search(r"wckey|partition|account|qos|mem", text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.partion=x"], "unknown key partion; did you mean partition?"),
+        (["cluster.time=0"], "time=0: out of range"),
+        (["cluster.partition=a\n#SBATCH --uid=0"], "line breaks are not allowed"),
+        (["cluster.partition=a;b"], "only letters, digits"),
+        (["cluster.qos=$(id)"], "only letters, digits"),
+        (["cluster.gpus=1", "cluster.processes=2"], "each process needs its own"),
+    ],
+)
+def test_bad_profiles_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        sbatch.load_profile("default", words)
+    assert message in str(caught.value)
+    with pytest.raises(UserError, match=r"CLUSTER=nowhere is unknown; there are .*default"):
+        sbatch.load_profile("nowhere", [])
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml")))
+def test_every_profile_is_valid(name: str) -> None:
+    assert sbatch.load_profile(name, []).per_node >= 1
+
+
+@pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b"])
+def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
+    with pytest.raises(UserError, match="a job script cannot hold the path"):
+        sbatch.executor(Folder(Path(path)), None, {})
+
+
+def test_jobs_inherit_no_leftovers() -> None:
+    environ = {
+        "SLURM_CPU_BIND": "quiet", "SLURM_MEM_PER_NODE": "1", "SLURM_CONF": "/c", "SBATCH_PARTITION": "x", "RANK": "0",
+        "TORCHELASTIC_RUN_ID": "1", "HOME": "/h", "WANDB_API_KEY": "k", "PATH": "/bin",
+    }  # fmt: skip
+    kept = {"SLURM_CONF": "/c", "HOME": "/h", "WANDB_API_KEY": "k", "PATH": "/bin"}
+    assert scheduler.scrubbed(environ) == kept
+
+
+class Fake:
+    """SLURM's commands as scripts on PATH; each writes down how it was called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin, self.calls = folder / "bin", folder / "calls"
+        self.bin.mkdir()
+        self.conf = folder / "slurm.conf"
+        self.conf.touch()
+        self.answer(
+            "scontrol", 'case "$1" in ping) echo "Slurmctld(primary) at ctl is UP";; *) echo "JobState=RUNNING";; esac'
+        )
+        self.answer("sbatch", 'cat "$1" >/dev/null; echo "Submitted batch job 4711"')
+        self.answer("squeue", "echo RUNNING")
+        self.answer("sacct", "echo COMPLETED")
+        self.answer("scancel", "exit 0")
+
+    def answer(self, name: str, body: str) -> None:
+        script = self.bin / name
+        script.write_text(f'#!/bin/sh\necho "{name} $*" >>"{self.calls}"\n{body}\n')
+        script.chmod(script.stat().st_mode | stat.S_IEXEC)
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        path = f"{self.bin}:{Path(sys.executable).parent}:/usr/bin:/bin"
+        nowhere = str(self.bin.parent / "no-cluster")
+        return environment(**{"PATH": path, "SLURM_CONF": str(self.conf), "CLUSTER_DIR": nowhere} | extra)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    return Fake(tmp_path)
+
+
+def call(fake: Fake, module: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=ROOT,
+        env=fake.environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    args = f"data.name=digits data.cache={cache} runs={fake.bin.parent}/runs {settings}"
+    return call(fake, "slurm.submit", f"--args={args}", *options, "--", "mnist_pipeline", **env)
+
+
+def the_folder(fake: Fake) -> Folder:
+    (path,) = (fake.bin.parent / "runs").iterdir()
+    return Folder(path)
+
+
+def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
+    done = submit(fake, cache, "--nodes=2")
+    assert done.returncode == 0, done.stderr
+    assert "job 4711 on SLURM, 2 nodes, 2 processes" in done.stdout
+    assert "make logs RUN=" in done.stdout and "make cancel RUN=" in done.stdout
+    folder = the_folder(fake)
+    assert (folder.path / "code" / "experiments" / "mnist_pipeline.py").exists()
+    assert "#SBATCH --nodes=2" in (folder.path / "submit" / "job.sh").read_text()
+    meta = json.loads((folder.path / "meta.json").read_text())
+    assert meta["job"]["id"] == "4711" and meta["data"]["name"] == "digits"
+    assert not folder.attempts(), "the job claims the attempt"
+    assert re.search(r"nodes: 2", (folder.path / "config.yaml").read_text())
+
+
+def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> None:
+    new = ROOT / "common" / "brand_new_file.py"
+    new.write_text("x = 1\n")
+    try:
+        assert submit(fake, cache).returncode == 0
+        strict = submit(fake, cache, "--strict=1")
+    finally:
+        new.unlink()
+    assert (the_folder(fake).path / "code" / "common" / "brand_new_file.py").exists()
+    assert strict.returncode == 2 and "STRICT=1" in strict.stderr
+
+
+def test_dry_run_leaves_no_trace(fake: Fake, cache: Path) -> None:
+    done = submit(fake, cache, "--dry-run=1", "--nodes=2")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2" in done.stdout and "microbatches: 4" in done.stdout
+    assert not fake.calls.exists() and not (fake.bin.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("scontrol", "echo 'Slurmctld(primary) at ctl is DOWN'", "the controller does not answer"),
+        ("scontrol", "echo 'slurm_load: Unable to contact controller' >&2; exit 1", "Unable to contact"),
+        (
+            "sbatch",
+            "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1",
+            "invalid partition specified: x",
+        ),
+        ("sbatch", "echo 'sbatch: error: More processors requested than permitted' >&2; exit 1", "More processors"),
+    ],
+)
+def test_refusals_are_passed_on_and_leave_nothing(fake: Fake, cache: Path, name: str, body: str, message: str) -> None:
+    fake.answer(name, body)
+    done = submit(fake, cache)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert not list((fake.bin.parent / "runs").glob("*"))
+
+
+def test_a_hanging_controller_is_given_up(fake: Fake, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.answer("scontrol", "exec sleep 60")
+    monkeypatch.setattr(scheduler, "PATIENCE", 0.5)
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match="scontrol gave no answer"):
+        scheduler.Scheduler("SLURM").check()
+
+
+@pytest.mark.parametrize(
+    ("launch", "remove", "message"),
+    [
+        ("slurm", "sbatch", "sbatch is not installed here"),
+        ("slurm", "conf", "SLURM has no configuration here"),
+        ("elsewhere", "", "LAUNCH=elsewhere is unknown"),
+    ],
+)
+def test_launch_slurm_never_runs_here(fake: Fake, cache: Path, launch: str, remove: str, message: str) -> None:
+    if remove == "sbatch":
+        (fake.bin / "sbatch").unlink()
+    if remove == "conf":
+        fake.conf.unlink()
+    extra = {"PATH": f"{fake.bin}:{Path(sys.executable).parent}"} if remove == "sbatch" else {}
+    done = submit(fake, cache, f"--launch={launch}", **extra)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_without_a_configuration_the_run_is_local(fake: Fake, cache: Path) -> None:
+    fake.conf.unlink()  # Debian installs sbatch without one
+    done = submit(fake, cache, "--nodes=2", settings="steps=5 data.test_limit=50")
+    assert done.returncode == 0, done.stderr
+    assert "no SLURM is used: 2 nodes are laid out as processes on this machine" in done.stdout
+    assert the_folder(fake).result["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("answers", "state", "exit_status"),
+    [
+        ({"squeue": "echo PENDING"}, "PENDING", 0),
+        ({"squeue": "echo RUNNING"}, "RUNNING", 0),
+        ({"squeue": "exit 1", "scontrol": "echo JobId=1 JobState=RUNNING"}, "RUNNING", 0),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo FAILED"}, "FAILED", 1),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo 'CANCELLED by 0'"}, "CANCELLED", 0),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo COMPLETED"}, "LOST", 1),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "exit 1"}, "LOST", 1),
+        ({"squeue": "exit 1", "scontrol": "exit 1", "sacct": "exit 1"}, "UNKNOWN", 0),
+    ],
+)
+def test_status_asks_in_turn(fake: Fake, cache: Path, answers: dict[str, str], state: str, exit_status: int) -> None:
+    assert submit(fake, cache).returncode == 0
+    for name, body in answers.items():
+        fake.answer(name, body)
+    done = call(fake, "slurm.status", "status", str(the_folder(fake).path))
+    assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
+    assert done.returncode == exit_status
+
+
+def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake, cache: Path) -> None:
+    assert submit(fake, cache).returncode == 0
+    folder = str(the_folder(fake).path)
+    done = call(fake, "slurm.status", "cancel", folder)
+    assert done.stdout == "cancelled job 4711\n"
+    assert "scancel 4711" in fake.calls.read_text()
+    fake.answer("squeue", "echo RUNNING")
+    assert "CANCELLED" in call(fake, "slurm.status", "status", folder).stdout
+    assert "is CANCELLED already" in call(fake, "slurm.status", "cancel", folder).stdout
+
+
+@pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", ""]])
+def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
+    done = call(fake, "slurm.status", *words)
+    if words == ["cancel", ""]:
+        words = ["cancel", "''"]
+    assert done.returncode == 2 and "no such run folder" in done.stderr
