@@ -11,6 +11,7 @@ online init takes a minute and a half. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -33,6 +34,7 @@ from common.folder import Folder, read_json, write_json
 from configs.shared import Experiment
 
 MODES = ("auto", "online", "offline", "disabled")
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 SERVICE = "WANDB_SERVICE"  # how wandb finds the helper process of an earlier wandb
 POLL = 0.3  # seconds between two looks at the metrics file
 REACH = 3.0  # seconds for the W&B host to answer
@@ -195,7 +197,8 @@ def watch(closed: threading.Event, seconds: float) -> None:
     sys.stdin.read()
     closed.set()
     time.sleep(seconds)
-    os._exit(1)  # wandb-core follows its parent
+    end_children()
+    os._exit(1)
 
 
 def follow(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] | None]:
@@ -228,6 +231,7 @@ def flat(tree: dict[str, Any]) -> dict[str, Any]:
 def main(path: str, attempt: str, mode: str, reason: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's end signals every process of it; our end is stdin's
     os.nice(10)  # training goes first
+    ctypes.CDLL(None).prctl(SUBREAPER, 1)  # what W&B's helpers leave behind becomes our child
     folder = Folder(Path(path), int(attempt))
     closed = threading.Event()
     threading.Thread(target=watch, args=(closed, settings_of(folder).wandb.finish_timeout), daemon=True).start()
@@ -243,6 +247,7 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     result = folder.result
     run.summary.update(flat(result))
     run.finish(exit_code=int(result.get("exit_status", 1)))
+    close_down()
 
 
 def connect(folder: Folder, asked: str, reason: str) -> Any:
@@ -262,12 +267,21 @@ def connect(folder: Folder, asked: str, reason: str) -> Any:
     return run
 
 
+def close_down() -> None:
+    """Let W&B's helper end, and leave none of its own helpers behind."""
+    import wandb
+
+    wandb.teardown()
+    end_children()
+
+
 def end_children() -> None:
-    """Kill the processes that W&B started here."""
-    for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
-            os.waitpid(int(pid), 0)
+    """Kill the processes that W&B started, and those that they started."""
+    while pids := [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # W&B waits for its own
+                os.kill(int(pid), signal.SIGKILL)
+                os.waitpid(int(pid), 0)
 
 
 if __name__ == "__main__":
