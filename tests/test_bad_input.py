@@ -366,3 +366,5 @@ def test_bad_input(case: Case, answers: dict[str, tuple[Path, Future[Done]]]) ->
     else:
         assert all(part in said for part in case.parts), said
         assert done.folder.result["state"] == "finished"
+        written = [path for path in done.folder.path.rglob("*") if path.is_file()]
+        assert not [path for path in written if KEY.encode() in path.read_bytes()]
