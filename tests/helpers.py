@@ -35,9 +35,9 @@ class Done:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The caller's environment without what would change a run, and with W&B switched off."""
+    """The caller's environment without what would change a run: no W&B, no cluster that happens to be up."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SLURM_", "TORCHELASTIC_", "DATA_ROOT"))}
-    return kept | {"WANDB_MODE": "disabled"} | extra
+    return kept | {"WANDB_MODE": "disabled", "CLUSTER_DIR": "/no/cluster"} | extra
 
 
 def command(name: str, *settings: str, runs: Path) -> list[str]:

@@ -176,7 +176,7 @@ def test_bad_settings_are_answered_without_torch(place: Path, words: tuple[str, 
 def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, ...]) -> None:
     done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", f"ARGS={' '.join(digits)} steps=3 batch=16")
     assert done.status == 0, done
-    assert "2 nodes are laid out as local processes" in done.out
+    assert "2 nodes are laid out as processes on this machine" in done.out
     assert done.folder.result["state"] == "finished"
     settings = yaml.safe_load((done.folder.path / "config.yaml").read_text())
     assert settings["launch"]["nodes"] == 2
