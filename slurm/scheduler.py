@@ -59,12 +59,22 @@ class Scheduler:
             raise UserError(f"{self.name}: {words[0]} failed: {problem}")
         return done.stdout
 
-    def check(self) -> None:
-        """Raise UserError unless the controller answers."""
+    def check(self, nodes: int, partition: str) -> None:
+        """Raise UserError unless the controller answers and there are as many hosts.
+
+        sbatch takes a job for more hosts than there are, and it then waits for ever.
+        """
         answer = self.call("scontrol", "ping")
         if "is UP" not in answer:
             problem = " ".join(answer.split())
             raise UserError(f"{self.name}: the controller does not answer ({problem}); try later, or LAUNCH=local")
+        chosen = [f"--partition={partition}"] if partition else []
+        hosts = sum(int(line) for line in self.call("sinfo", "-h", "-o", "%D", *chosen).split())
+        if partition and not hosts:
+            raise UserError(f"{self.name} has no partition {partition}; sinfo lists them")
+        if nodes > hosts:
+            where = f" in partition {partition}" if partition else ""
+            raise UserError(f"NODES={nodes}, but {self.name} has {hosts} hosts{where}; ask for at most {hosts}")
 
 
 def configured() -> bool:
@@ -91,6 +101,4 @@ def choose(launch: str) -> Scheduler | None:
             return None
         missing = "sbatch is not installed" if shutil.which("sbatch") is None else "SLURM has no configuration"
         raise UserError(f"LAUNCH=slurm, but {missing} here; go to a login node, or make cluster-up for a local cluster")
-    found = Scheduler(LOCAL, own) if own else Scheduler("SLURM")
-    found.check()
-    return found
+    return Scheduler(LOCAL, own) if own else Scheduler("SLURM")

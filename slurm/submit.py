@@ -141,6 +141,7 @@ def main(arguments: list[str]) -> int:
     if scheduler is None:
         here(name, settings, words)
         return 0
+    scheduler.check(settings.launch.nodes, profile.partition)
     folder, job = give(name, settings, profile, scheduler)
     print(f"{name}: job {job} on {scheduler.name}, {settings.launch.nodes} nodes, {settings.processes} processes")
     run = folder.path.name if folder.path.parent == Path("runs").absolute() else folder.path

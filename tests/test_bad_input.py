@@ -109,7 +109,12 @@ FILES = [
     configured("--config is a list", "- batch\n", "own.yaml", "key: value"),
     configured("--config has an unknown key", "batch: 32\nbatches: 3\n", "unknown key batches"),
     configured("--config has a wrong type", "optim:\n  lr: fast\n", "optim.lr=fast"),
-    scheduled("schedule: no file", "pass", "neither one of naive, gpipe, 1f1b nor an existing FILE.py:function", words=("schedule=no.py:f",)),
+    scheduled(
+        "schedule: no file",
+        "pass",
+        "nor an existing FILE.py:function",
+        words=("schedule=no.py:f",),
+    ),
     scheduled("schedule: no function", "pass", "no function 'g'", "it has f", words=("schedule=own.py:g",)),
     scheduled("schedule: does not import", "return []\n1 / 0", "own.py cannot be imported", "ZeroDivisionError"),
     scheduled("schedule: too few processes", "return [[]]", "needs one for each of the 2 processes"),

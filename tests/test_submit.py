@@ -119,6 +119,7 @@ class Fake:
         )
         self.answer("sbatch", 'cat "$1" >/dev/null; echo "Submitted batch job 4711"')
         self.answer("squeue", "echo RUNNING")
+        self.answer("sinfo", "echo 4")
         self.answer("sacct", "echo COMPLETED")
         self.answer("scancel", "exit 0")
 
@@ -219,7 +220,7 @@ def test_a_hanging_controller_is_given_up(fake: Fake, cache: Path, monkeypatch: 
     monkeypatch.setattr(scheduler, "PATIENCE", 0.5)
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     with pytest.raises(UserError, match="scontrol gave no answer"):
-        scheduler.Scheduler("SLURM").check()
+        scheduler.Scheduler("SLURM").check(1, "")
 
 
 @pytest.mark.parametrize(
