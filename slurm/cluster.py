@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import fcntl
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -28,13 +27,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError, user_errors
 from slurm import cluster_boot as boot
 from slurm import cluster_conf as conf
 from slurm.cluster_conf import Plan
-from slurm.cluster_net import Process, inside
+from slurm.cluster_net import Process, checked_user, inside
 
 DEFAULT = "local"
 
@@ -64,15 +62,15 @@ class Cluster:
         # env changes the folder last: a namespace's mounts are entered at their root
         return [*prefix, *boot.as_caller(self.plan), "env", f"--chdir={cwd or Path.cwd()}", *variables, *argv]
 
-    def run(self, *argv: str, check: bool = True, **options: Any) -> str:
+    def run(self, *argv: str, check: bool = True) -> str:
         """The output of a program on the controller; UserError with its complaint if it fails."""
-        done = subprocess.run(self.command(argv, **options), capture_output=True, text=True, check=False)
+        done = subprocess.run(self.command(argv), capture_output=True, text=True, check=False)
         if check and done.returncode:
-            raise UserError(f"{argv[0]}: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+            raise UserError(f"{argv[0]}: {done.stderr.strip().rpartition('error: ')[2] or done.returncode}")
         return done.stdout.strip()
 
-    def verb(self, function: Callable[[], None]) -> None:
-        """Run a function as root of the cluster."""
+    def as_root(self, function: Callable[[], object]) -> None:
+        """Run a function as root of the cluster's namespaces; exit with its status if it fails."""
         status = inside(self.process, function)
         if status:
             sys.exit(status)  # it has said why
@@ -122,6 +120,7 @@ def up(given: argparse.Namespace) -> None:
     settings, database = conf.checked_settings(given.conf), conf.checked_switch("--db", given.db)
     auth = given.auth or conf.choose_auth()
     conf.check_programs(auth, database)
+    user = checked_user(os.getuid())
     with own_folder(given.name) as folder:
         if running(given.name):
             print(f"cluster {given.name} is up already")
@@ -130,20 +129,16 @@ def up(given: argparse.Namespace) -> None:
         last = (folder / "first_job").read_text() if (folder / "first_job").exists() else "0"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
         uid, gid, first = os.getuid(), os.getgid(), conf.next_job_id(int(last))
-        plan = Plan(given.name, folder, nodes, cpus, memory, user_name(uid), uid, gid, auth, database, first, settings)
+        plan = Plan(given.name, folder, nodes, cpus, memory, user, uid, gid, auth, database, first, settings)
         conf.write(plan)
         boot.create(plan)
-        wait_until_idle(plan, seconds=30 + nodes + 30 * database)
+        try:
+            wait_until_idle(plan, seconds=30 + nodes + 30 * database)
+        except BaseException:  # also Ctrl-C: half a cluster is of no use
+            end(folder)
+            raise
     hosts = f"{nodes} host{'s' * (nodes > 1)} with {cpus} CPU{'s' * (cpus > 1)} each"
     print(f"cluster {given.name} is up: {hosts}, idle after {time.monotonic() - began:.1f} s")
-
-
-def user_name(uid: int) -> str:
-    """The caller's name, or number where it has none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def wait_until_idle(plan: Plan, seconds: float) -> None:
@@ -158,20 +153,26 @@ def wait_until_idle(plan: Plan, seconds: float) -> None:
         if boot.record(plan, plan.nodes).exists() and cluster.run(*asked, check=False) == str(plan.nodes):
             return
         time.sleep(0.02)
-    process = Process.load(plan.folder / "holder")
-    if process:
-        process.kill()
     raise UserError(f"cluster {plan.name} did not start: {complaint(plan.folder / 'log')}; see {plan.folder}/log")
 
 
 def complaint(logs: Path) -> str:
-    """What a daemon died of, else the first error of the start itself."""
+    """What a daemon died of, else what kept the cluster from starting."""
     lines = [line for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
-    for mark in ("Parsing error", "fatal: ", "error: "):
+    for mark in ("Parsing error", "fatal: "):
         for line in lines:
             if mark in line:
-                return line.rpartition("fatal: ")[2].rpartition("error: ")[2]
-    return "its hosts did not become idle in time"
+                return line.rpartition(": error: " if mark == "Parsing error" else mark)[2]
+    own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return own[0] if own else "its hosts did not become idle in time"
+
+
+def end(folder: Path) -> None:
+    """End the cluster of a folder, if it runs."""
+    process = Process.load(folder / "holder")
+    if process:
+        process.kill()
+    (folder / "holder").unlink(missing_ok=True)
 
 
 def down(given: argparse.Namespace) -> None:
@@ -180,10 +181,7 @@ def down(given: argparse.Namespace) -> None:
         print(f"cluster {given.name} is not up")
         return
     with own_folder(given.name) as folder:
-        cluster = running(given.name)
-        if cluster:
-            cluster.process.kill()
-        (folder / "holder").unlink(missing_ok=True)
+        end(folder)
         for name in set(conf.FOLDERS) - {"log"}:
             shutil.rmtree(folder / name, ignore_errors=True)
     print(f"cluster {given.name} is down; its logs are in {folder}/log")
@@ -195,7 +193,7 @@ def status(given: argparse.Namespace) -> None:
     plan = cluster.plan
     print(f"cluster {plan.name} is up: first process {cluster.process.pid}, files in {plan.folder}", flush=True)
     states = dict(line.split() for line in cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %T").splitlines())
-    cluster.verb(lambda: boot.print_hosts(plan, states))
+    cluster.as_root(lambda: boot.print_hosts(plan, states))
 
 
 def enter(given: argparse.Namespace) -> None:
@@ -203,7 +201,7 @@ def enter(given: argparse.Namespace) -> None:
     cluster = needed(given.name)
     number = checked_host(cluster, given.node) if given.verb == "node" else 0
     if number:
-        cluster.verb(lambda: boot.running_host(cluster.plan, number) and None)
+        cluster.as_root(lambda: boot.running_host(cluster.plan, number))
     argv = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.verb == "shell":
         argv = [os.environ.get("SHELL", "/bin/sh")]
@@ -223,7 +221,7 @@ def fault(given: argparse.Namespace) -> None:
     """Cut, join, power-off or power-on."""
     cluster = needed(given.name)
     number = checked_host(cluster, given.node)
-    cluster.verb(lambda: boot.VERBS[given.verb](cluster.plan, number))
+    cluster.as_root(lambda: boot.VERBS[given.verb](cluster.plan, number))
     print(f"{given.verb}: {conf.host(number)}")
 
 
@@ -238,7 +236,8 @@ def preempt(given: argparse.Namespace) -> None:
         raise UserError(f"job {given.job} does not run" if given.job else "no host is ready for a job")
     job = ["--parsable", "--partition=high", "--exclusive", "--job-name=preempt", "--output=/dev/null", "--time=1"]
     count = len(cluster.run("scontrol", "show", "hostnames", nodes).splitlines())
-    print(cluster.run("sbatch", *job, f"--nodes={count}", f"--nodelist={nodes}", "--wrap=sleep 2"))
+    number = cluster.run("sbatch", *job, f"--nodes={count}", f"--nodelist={nodes}", "--wrap=sleep 2")
+    print(f"job {number} of partition high asks for {nodes}")
 
 
 def requeue(given: argparse.Namespace) -> None:
@@ -281,7 +280,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> None:
     given = parser().parse_args(arguments)
-    conf.checked_name(given.name)
+    if os.environ.get("SLURM_CONF") == str(folder_of(given.name) / "slurm.conf"):
+        raise UserError(
+            f"this is inside cluster {given.name}, where its processes look different; leave its shell first"
+        )
     os.environ["PATH"] = conf.search_path()  # ip, slurmctld and slurmd are administrators' programs
     given.function(given)
 

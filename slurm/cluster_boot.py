@@ -51,7 +51,7 @@ def controller(plan: Plan) -> None:
     for number in range(1, plan.nodes + 1):
         if net.exit_status(net.child(lambda number=number: start_host(plan, number))):  # type: ignore[misc]
             raise UserError(f"{host(number)} did not start")
-    net.rest()
+    net.rest((plan.folder / "holder").exists)  # a cluster whose folder was deleted could not be found any more
 
 
 def start_host(plan: Plan, number: int) -> None:
@@ -69,7 +69,7 @@ def start_host(plan: Plan, number: int) -> None:
         up, route = "link set eth0 up", f"route add default via {CONTROLLER}"
         net.ip("link set lo up", f"addr add {address(number)}/24 dev eth0", up, route)
         daemon(plan, "slurmd", "-N", name)
-        net.rest()
+        net.rest(lambda: True)
 
     net.plug_host(name, BRIDGE, record(plan, number), first)
 
@@ -147,6 +147,7 @@ def wait(name: str, address: str, port: int, seconds: float = 20) -> None:
 
 
 def running_host(plan: Plan, number: int) -> net.Process:
+    """The first process of a host; UserError if the host is off."""
     process = net.Process.load(record(plan, number))
     if not process:
         raise UserError(f"{host(number)} is powered off; python -m slurm.cluster power-on {number}")
@@ -160,7 +161,11 @@ def cut(plan: Plan, number: int) -> None:
 
 
 def join(plan: Plan, number: int) -> None:
-    """Plug a host's cable in again."""
+    """Plug a host's cable in again.
+
+    SLURM asks a host that is down only in every 20th round, so taking it back lasts up to seven times
+    SlurmdTimeout; `exec scontrol update nodename=nodeN state=resume` makes it ask at once.
+    """
     running_host(plan, number)
     net.ip(f"link set {host(number)} up")
 

@@ -137,7 +137,7 @@ def checked_settings(lines: list[str]) -> dict[str, str]:
 
 def checked_folder(folder: Path, longest: int = 80) -> Path:
     """A folder whose path slurm.conf can hold, with room for the names of sockets (at most 107 bytes)."""
-    if not re.fullmatch(r"/[\w.+/-]+", str(folder)) or len(str(folder)) > longest:
+    if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > longest:
         raise UserError(f"{folder}: slurm.conf needs a short path without blanks; set CLUSTER_DIR, as in /tmp/mine")
     return folder
 
@@ -211,7 +211,7 @@ def slurm_conf(plan: Plan) -> str:
         "MinJobAge": "86400",  # the sacct stand-in knows only what the controller remembers
         "JobRequeue": "1",
         "ReturnToService": "2",  # a host that comes back is used again, without an administrator
-        "SlurmdTimeout": "20",
+        "SlurmdTimeout": "10",
         "KillWait": "5",
         "InactiveLimit": "0",
         "MailProg": "/bin/true",

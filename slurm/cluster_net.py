@@ -10,11 +10,13 @@ import contextlib
 import ctypes
 import json
 import os
+import pwd
 import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +104,18 @@ def single_user() -> bool:
     return Path("/proc/self/uid_map").read_text().split()[2] == "1"
 
 
+def checked_user(uid: int) -> str:
+    """The name of the user that all daemons and jobs run as."""
+    if uid == 0 and single_user():
+        raise UserError(
+            "this root is one ordinary user of the system outside, which SLURM does not accept; be that user"
+        )
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        raise UserError(f"user {uid} has no name in /etc/passwd, which SLURM needs; run this as a named user") from None
+
+
 def become_root(uid: int, gid: int) -> None:
     """Be root of a new user namespace that knows one user, the caller."""
     unshare("user")
@@ -125,7 +139,7 @@ def enter(pid: int) -> None:
         os.close(door)
 
 
-def child(function: Callable[[], None]) -> int:
+def child(function: Callable[[], object]) -> int:
     """Fork; the child runs `function` and ends, 0 if it returned. Returns the child's pid."""
     sys.stdout.flush()
     pid = os.fork()
@@ -151,7 +165,7 @@ def exit_status(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def inside(holder: Process, function: Callable[[], None]) -> int:
+def inside(holder: Process, function: Callable[[], object]) -> int:
     """Run `function` as root of the cluster that `holder` is the first process of."""
 
     def step() -> None:
@@ -175,14 +189,14 @@ def detach(log: Path, keep: socket.socket | None = None) -> None:
     os.closerange(kept + bool(keep), 1 << 16)
 
 
-def rest() -> None:
-    """Be the first process of a process table: let the kernel collect what ends, for ever."""
+def rest(wanted: Callable[[], bool]) -> None:
+    """Be the first process of a process table, which lasts as long as it: let the kernel collect what ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:  # those that ended before
             pass
-    while True:
-        signal.pause()
+    while wanted():
+        time.sleep(2)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int) -> None:
