@@ -11,18 +11,19 @@ override DRY_RUN := $(value DRY_RUN)
 override STRICT := $(value STRICT)
 override RUN := $(value RUN)
 override WAIT := $(value WAIT)
+override DB := $(value DB)
 override TESTS := $(value TESTS)
 PYTHON ?= python3
 override PYTHON := $(value PYTHON)
-export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN WAIT TESTS PYTHON
+export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN WAIT DB TESTS PYTHON
 PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help exp status logs cancel test test-slurm lint bench requirements clean
+.PHONY: help exp status logs cancel cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 $(READY): requirements.txt
 	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: $$PYTHON is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -45,6 +46,18 @@ logs: $(READY)  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
 
 cancel: $(READY)  ## end a run: RUN=<id>
 	@$(PY) -m slurm.status -- cancel "$$RUN"
+
+cluster-up: $(READY)  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [DB=1, with accounting]
+	@$(PY) -m slurm.cluster up --name="$$NAME" --nodes="$$NODES" --db="$$DB"
+
+cluster-down: $(READY)  ## end it [NAME=local]
+	@$(PY) -m slurm.cluster down --name="$$NAME"
+
+cluster-status: $(READY)  ## its hosts and their state [NAME=local]
+	@$(PY) -m slurm.cluster status --name="$$NAME"
+
+cluster-shell: $(READY)  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]
+	@$(PY) -m slurm.cluster shell --name="$$NAME"
 
 test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/test_config.py -k name"]
 	@$(PY) -m pytest $${TESTS:-tests} -m "not slurm"
