@@ -128,7 +128,9 @@ def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> No
     assert "[1, 2]" in message
 
 
-@pytest.mark.parametrize("variable", ["NAME", "NODES", "ARGS", "TESTS", "PYTHON"])
+@pytest.mark.parametrize(
+    "variable", re.findall(r"^override ([A-Z_]+) := \$\(value \1\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+)
 def test_no_variable_is_expanded_by_any_target(place: Path, variable: str) -> None:
     for text in ("$(shell touch pwned)", "`touch pwned`", "$(touch pwned)", "'\"; touch pwned; '\""):
         assert make(place, "help", f"{variable}={text}").status == 0
@@ -174,7 +176,9 @@ def test_bad_settings_are_answered_without_torch(place: Path, words: tuple[str, 
 
 
 def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, ...]) -> None:
-    done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", f"ARGS={' '.join(digits)} steps=3 batch=16")
+    done = make(
+        place, "exp", "NAME=mnist_pipeline", "NODES=2", "LAUNCH=local", f"ARGS={' '.join(digits)} steps=3 batch=16"
+    )
     assert done.status == 0, done
     assert "2 nodes are laid out as processes on this machine" in done.out
     assert done.folder.result["state"] == "finished"
