@@ -19,3 +19,6 @@ def user_errors() -> Iterator[None]:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)

@@ -52,8 +52,9 @@ def parameters(profile: Profile, name: str, nodes: int, per_node: int, folder: P
         "signal_delay_s": profile.signal_seconds,
         "stderr_to_stdout": True,
         "wckey": profile.wckey or None,
-        # the job runs the source as it was submitted; srun does not take over sbatch's processors by itself
-        "setup": [f"export PYTHONPATH={code}", *profile.setup],
+        # the job runs the source as it was submitted, and `python -m` must not look into the folder it is called in;
+        # srun does not take over sbatch's processors by itself
+        "setup": [f"export PYTHONPATH={code} PYTHONSAFEPATH=1", *profile.setup],
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={profile.cpus}", *profile.container],
         "additional_parameters": {"requeue" if profile.requeue else "no-requeue": True},
     }

@@ -36,7 +36,7 @@ GOLDEN = """#!/bin/bash
 #SBATCH --time=30
 
 # setup
-export PYTHONPATH=/runs/x-1-2-3/code
+export PYTHONPATH=/runs/x-1-2-3/code PYTHONSAFEPATH=1
 module load cuda
 
 # command
