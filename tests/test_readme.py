@@ -18,8 +18,14 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = sorted(
     {shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""}
 )
-BY_CI = {"make lint", "make test"}  # .ci/run calls them as they are
-ELSEWHERE = {"make requirements": "needs the package index", "make bench": "takes minutes"}
+BY_CI = {"make lint", "make test", "make test-slurm"}  # .ci/run calls them as they are
+ELSEWHERE = {
+    "make requirements": "needs the package index",
+    "make bench": "takes minutes",
+    "make cluster-up NODES=2": "tests/test_cluster.py",
+    "make cluster-status": "tests/test_cluster.py",
+    "make cluster-down": "tests/test_cluster.py",
+}
 
 
 def quick(words: list[str], cache: Path, runs: Path) -> list[str]:
