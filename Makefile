@@ -20,7 +20,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help exp status logs cancel cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
+.PHONY: help exp doctor status logs cancel cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,9 @@ $(READY): requirements.txt
 exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1]
 	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
 	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" --strict="$$STRICT" -- "$$NAME"
+
+doctor: $(READY)  ## look at every host before a long job [NODES=2] [LAUNCH= CLUSTER=]
+	@$(PY) -m slurm.doctor --nodes="$$NODES" --launch="$$LAUNCH" --cluster="$$CLUSTER"
 
 status: $(READY)  ## how runs are doing [RUN=<id>] [WAIT=seconds]
 	@$(PY) -m slurm.status --wait="$$WAIT" -- status "$$RUN"

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from common import config, launch, prepare, processes, provenance, schedules, seeds, tracking
+from common import checkup, config, launch, prepare, processes, provenance, schedules, seeds, tracking
 from common.config import UserError
 from common.folder import Folder, disk_errors, read_json, write_json
 from common.launch import Place, World
@@ -65,12 +65,22 @@ def document(folder: Folder, prepared: Prepared) -> None:
 
 def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Prepared) -> None:
     """One process's part of a run."""
+    if world.nodes > 1 and world.how != "local":
+        look_around(world, folder)
     torch.manual_seed(seeds.derive(settings.seed, "init"))
     run = Run(settings, folder, world, prepared)
     try:
         main(settings, world, run)
     finally:
         run.close()
+
+
+def look_around(world: World, folder: Folder) -> None:
+    """Compare the hosts before training. Raises UserError on rank 0, naming the one that is not sound."""
+    facts = world.gather(checkup.short(world, folder.path))
+    wrong = world.broadcast(checkup.problems(facts, len(set(world.hosts))) if world.is_main else None)
+    if wrong:
+        raise UserError("; ".join(wrong) if world.is_main else "another host is not sound; rank 0 names it")
 
 
 def start_here(main: Main[T], settings: T) -> int:

@@ -240,3 +240,8 @@ def test_secrets_stay_in_the_environment(site: Site) -> None:
     assert SECRET not in done.stdout + done.stderr
     for path in site.run_of("secret").path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_the_doctor_sees_both_hosts(site: Site) -> None:
+    done = site.call("slurm.doctor", "--nodes=2")
+    assert "node1" in done.stdout and "node2" in done.stdout and "all is sound" in done.stdout
