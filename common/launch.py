@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,6 +56,8 @@ class World:
     device: torch.device
     backend: str
     threads: int
+    seconds: float = 0.0
+    """How long it took to meet the others."""
 
     @property
     def is_main(self) -> bool:
@@ -126,6 +129,7 @@ def first_host(nodelist: str) -> str:
 
 def join(place: Place, settings: Launch) -> World:
     """Meet the other processes. Raises UserError naming those that did not come in time."""
+    start = time.perf_counter()
     threads = settings.threads or own_cores(place)
     torch.set_num_threads(threads)
     device, backend = choose_device(place, settings)
@@ -146,6 +150,7 @@ def join(place: Place, settings: Launch) -> World:
         device=device,
         backend=backend,
         threads=threads,
+        seconds=time.perf_counter() - start,
     )
 
 

@@ -58,6 +58,7 @@ class Run:
             "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
             "cuda": torch.version.cuda if cuda else None,
             "threads": world.threads,
+            "rendezvous_seconds": round(world.seconds, 3),
         }
 
     # ---- words
