@@ -8,7 +8,6 @@ by order alone).
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common import schedules
+from common.clock import Clock, Stamp
 from common.launch import World
 from common.schedules import Action, Schedule, Span, local_stages
 from configs.pipeline import Pipeline as Settings
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Stamp = float | torch.cuda.Event
 Message = tuple[Action, Tensor]  # what is sent, under the name of the action that consumes it
 Marks = list[tuple[Action, Stamp, Stamp]]
 HISTORY = 100  # steps whose time stamps are kept
@@ -42,28 +41,6 @@ def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: t
         stage.train()
         shapes.append(value.shape[1:])
     return shapes
-
-
-class Clock:
-    """Time stamps in seconds, comparable between processes of a host; on CUDA, the time of the stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.stamp: Callable[[], Stamp] = self.event if self.cuda else time.perf_counter
-        if self.cuda:
-            torch.cuda.synchronize()
-            self.zero, self.origin = self.event(), time.perf_counter()
-
-    def event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, stamp: Stamp) -> float:
-        if isinstance(stamp, torch.cuda.Event):
-            stamp.synchronize()
-            return self.origin + self.zero.elapsed_time(stamp) / 1e3
-        return stamp
 
 
 class Pipeline:
