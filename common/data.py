@@ -7,6 +7,7 @@ moved to the device and normalised in one vectorised step, and then handed out a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,32 +17,50 @@ from common import seeds
 from common.prepare import Prepared
 from configs.shared import Data
 
-# mean and standard deviation of the training pixels, scaled to [0, 1]
-STATISTICS = {"mnist": (0.1307, 0.3081), "digits": (0.1699, 0.3058)}
-CLASSES = 10
-IMAGE = (28, 28)
+# mean and standard deviation of the training pixels, scaled to [0, 1]; of each colour, where there are colours
+STATISTICS: dict[str, tuple[Any, Any]] = {
+    "mnist": (0.1307, 0.3081),
+    "digits": (0.1699, 0.3058),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
+    "generated": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
+}
+IMAGE = (28, 28)  # of mnist and digits
 
 
 class Images:
-    """One part of a prepared set: images uint8 [N, 28, 28] and labels int64 [N]."""
+    """One part of a prepared set: images uint8 [N, H, W] (grey) or [N, 3, H, W], and labels int64 [N]."""
 
     def __init__(self, prepared: Prepared, part: str, limit: int = 0) -> None:
         images = torch.from_numpy(prepared.array(f"{part}_images"))
         labels = torch.from_numpy(prepared.array(f"{part}_labels")).long()
+        self.classes = int(labels.max()) + 1
         self.images, self.labels = (images[:limit], labels[:limit]) if limit else (images, labels)
-        self.mean, self.std = STATISTICS[prepared.name]
+        self.mean, self.std = (per_colour(values) for values in STATISTICS[prepared.name])
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of one image."""
+        return self.images.shape[1:]
+
     def inputs(self, index: Tensor | slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Normalised images [n, 28, 28] on the device: (pixel / 255 - mean) / std."""
+        """Normalised images on the device: (pixel / 255 - mean) / std."""
         picked = self.images[index] if isinstance(index, slice) else self.images.index_select(0, index)
-        return picked.to(device).to(dtype).sub_(255 * self.mean).mul_(1 / (255 * self.std))
+        x = picked.to(device).to(dtype)
+        mean, std = (value.to(x) if isinstance(value, Tensor) else value for value in (self.mean, self.std))
+        return x.sub_(255 * mean).mul_(1 / (255 * std))
 
     def targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
         """Labels [n] on the device."""
         return self.labels[index].to(device)
+
+
+def per_colour(values: Any) -> Any:
+    """One number as it is, one for each colour as a tensor [colours, 1, 1]."""
+    return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) if isinstance(values, tuple) else values
 
 
 def load(prepared: Prepared, settings: Data) -> tuple[Images, Images]:
@@ -63,7 +82,8 @@ class Loader:
     Every batch is full: the ragged rest of an epoch (count modulo batch) is left out, and another rest
     each time. `epoch` and `position` (samples of this epoch already handed out) are all its state.
     A process that needs only inputs or only targets, as a pipeline's first and last stage do, asks
-    for just these and gets None for the other.
+    for just these and gets None for the other. With `share` = (r, n), process r of n gets the r-th
+    of n equal slices of every batch: together they see the batches that one process would see.
     """
 
     def __init__(
@@ -77,12 +97,15 @@ class Loader:
         block: int = 1,
         inputs: bool = True,
         targets: bool = True,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         if len(data) < batch:
-            raise ValueError(f"{len(data)} samples hold no full batch of {batch}")
+            raise ValueError(f"{len(data)} training samples hold no full batch of {batch}; lower batch")
+        if batch % share[1]:
+            raise ValueError(f"batch={batch} cannot be shared evenly by {share[1]} processes")
         self.data, self.batch, self.seed, self.block = data, batch, seed, block
         self.device, self.dtype = device, dtype
-        self.wants_inputs, self.wants_targets = inputs, targets
+        self.wants_inputs, self.wants_targets, self.share = inputs, targets, share
         self.epoch = self.position = 0
 
     @property
@@ -96,17 +119,20 @@ class Loader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
 
-    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """The rest of the current epoch; at its end the next epoch begins."""
         index = torch.from_numpy(order(len(self.data), self.seed, self.epoch))
         end = self.steps * self.batch
+        rank, ranks = self.share
+        own = self.batch // ranks
         while self.position < end:
             start = self.position
             rows = index[start : min(start + self.block * self.batch, end)]
+            rows = rows.view(-1, ranks, own)[:, rank].reshape(-1)
             x = self.data.inputs(rows, self.device, self.dtype) if self.wants_inputs else None
             y = self.data.targets(rows, self.device) if self.wants_targets else None
-            for at in range(0, len(rows), self.batch):
-                self.position = start + at + self.batch
-                piece = slice(at, at + self.batch)
+            for number in range(len(rows) // own):
+                self.position = start + (number + 1) * self.batch
+                piece = slice(number * own, (number + 1) * own)
                 yield (None if x is None else x[piece]), (None if y is None else y[piece])
         self.epoch, self.position = self.epoch + 1, 0

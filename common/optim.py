@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 
 import torch
@@ -37,23 +38,37 @@ class Adam(_Eager, torch.optim.Adam):
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
 
+class AdamW(_Eager, torch.optim.AdamW):
+    """torch.optim.AdamW for code that is not compiled."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def make(parameters: Iterable[nn.Parameter], settings: Optim) -> Optimizer:
     """The optimizer that the settings name, in its fused form: one kernel for all parameters."""
-    if settings.name == "adam":
-        return Adam(parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    if settings.name != "sgd":
+        kind = AdamW if settings.name == "adamw" else Adam
+        return kind(parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    parameters = list(parameters)
     return SGD(
         parameters,
         lr=settings.lr,
         momentum=settings.momentum,
         nesterov=settings.momentum > 0,
         weight_decay=settings.weight_decay,
-        fused=True,
+        fused=all(type(parameter) is nn.Parameter for parameter in parameters),  # not written for sharded ones
     )
 
 
-def rate(settings: Optim, step: int, total: int) -> float:
-    """The learning rate of a step, counted from 0, in a run of `total` steps."""
-    return settings.lr * (1 - step / total) if settings.decay == "linear" else settings.lr
+def rate(settings: Optim, step: int, total: int, batch: int = 0) -> float:
+    """The learning rate of a step, counted from 0, in a run of `total` steps with `batch` samples each."""
+    peak = settings.lr * batch / settings.base_batch if settings.base_batch and batch else settings.lr
+    if step < settings.warmup:
+        return peak * (step + 1) / settings.warmup
+    done = (step - settings.warmup) / max(1, total - settings.warmup)
+    if settings.decay == "cosine":
+        return peak * (1 + math.cos(math.pi * done)) / 2
+    return peak * (1 - done) if settings.decay == "linear" else peak
 
 
 def set_rate(optimizer: Optimizer, lr: float) -> None:

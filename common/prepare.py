@@ -1,6 +1,6 @@
 """Preparing a data set once, before any process starts, as uint8 arrays that every process maps.
 
-Imports torchvision only when raw MNIST has to be read or downloaded, and then in a process of its
+Imports torchvision only when raw files have to be read or downloaded, and then in a process of its
 own: a set that is prepared already costs no import, and a download that hangs can be ended.
 """
 
@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import tempfile
 import urllib.error
 import urllib.request
@@ -24,12 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from common import digits
+from common import digits, sources
 from common.config import UserError
 from common.folder import disk_errors, read_json
+from common.sources import Arrays
 from configs.shared import Data
 
-MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
+MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
+CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
+CIFAR_FOLDER = "cifar-10-batches-py"
 RAW = {  # uncompressed sizes in bytes
     "train-images-idx3-ubyte": 47_040_016,
     "train-labels-idx1-ubyte": 60_008,
@@ -38,9 +40,8 @@ RAW = {  # uncompressed sizes in bytes
 }
 MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 in three dimensions, in one
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
-DIGITS_SEED = 0  # the set is the same for every run: `seed` chooses initialisation and order, not the data
+DATA_SEED = 0  # a drawn set is the same for every run: `seed` chooses initialisation and order, not the data
 DIGITS_VERSION = 1
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,24 @@ def prepare(data: Data, fallback: bool = True) -> Prepared:
 
     Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
     """
-    if data.name == "digits":
-        return prepare_digits(Path(data.cache))
+    match data.name:
+        case "digits":
+            return prepare_digits(Path(data.cache))
+        case "generated":
+            return prepare_generated(data)
+        case "cifar10":
+            return prepare_cifar10(data)
+        case "imagefolder":
+            return prepare_folder(data)
+    return prepare_mnist(data, fallback)
+
+
+def prepare_mnist(data: Data, fallback: bool) -> Prepared:
     root = Path(data.root)
     raw = root / "MNIST" / "raw"
     notice = ""
     if not any((raw / name).exists() for name in RAW):
-        problem = obtain(root, data.download_timeout)
+        problem = obtain(root, "MNIST", MNIST_MIRROR, sources.download_mnist, data.download_timeout)
         if problem:
             notice = f"MNIST is not under {root} and cannot be downloaded ({problem})"
             if data.fallback == "none" or not fallback:
@@ -86,14 +98,55 @@ def prepare(data: Data, fallback: bool = True) -> Prepared:
             notice += ": training on the built-in digits set instead"
             return dataclasses.replace(prepare_digits(Path(data.cache)), notice=notice)
     check_raw(raw)
-    return cached(Path(data.cache), "mnist", raw_state(raw), lambda: isolated(read_mnist, root))
+    return cached(Path(data.cache), "mnist", raw_state(raw), lambda: isolated(sources.read_mnist, root))
 
 
 def prepare_digits(cache: Path) -> Prepared:
     def make() -> Arrays:
-        return (*digits.generate(60_000, DIGITS_SEED, "train"), *digits.generate(10_000, DIGITS_SEED, "test"))
+        return (*digits.generate(60_000, DATA_SEED, "train"), *digits.generate(10_000, DATA_SEED, "test"))
 
-    return cached(cache, "digits", f"seed {DIGITS_SEED} version {DIGITS_VERSION}", make)
+    return cached(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", make)
+
+
+def prepare_generated(data: Data) -> Prepared:
+    sizes = data.samples, data.image_size, data.classes
+    state = f"seed {DATA_SEED} sizes {sizes}"
+    made = cached(Path(data.cache), "generated", state, lambda: sources.generated(*sizes, DATA_SEED))
+    return dataclasses.replace(made, notice="generated images: random pixels and labels, good for throughput only")
+
+
+def prepare_cifar10(data: Data) -> Prepared:
+    root = Path(data.root)
+    remedy = f"set data.root to a folder with {CIFAR_FOLDER}, or data.name=generated"
+    if not (root / CIFAR_FOLDER).exists():
+        problem = obtain(root, CIFAR_FOLDER, CIFAR_MIRROR, sources.download_cifar10, data.download_timeout)
+        if problem:
+            raise UserError(f"CIFAR-10 is not under {root} and cannot be downloaded ({problem}); {remedy}")
+    state = tree_state(root / CIFAR_FOLDER)
+    try:
+        return cached(Path(data.cache), "cifar10", state, lambda: isolated(sources.read_cifar10, root))
+    except UserError as error:
+        raise UserError(f"{error}; delete {root / CIFAR_FOLDER} to download it again, {remedy}") from None
+
+
+def prepare_folder(data: Data) -> Prepared:
+    root = Path(data.root)
+    absent = [name for name in ("train", "val") if not (root / name).is_dir()]
+    if absent:
+        raise UserError(
+            f"{root / absent[0]} is missing; set data.root to a folder with train/<class>/* and val/<class>/*, "
+            "or data.name=generated"
+        )
+    state = f"{tree_state(root)} {data.image_size}"
+    read = lambda: isolated(sources.read_folder, root, data.image_size, limit=24 * 3600)  # noqa: E731
+    return cached(Path(data.cache), "imagefolder", state, read)
+
+
+def tree_state(folder: Path) -> str:
+    """Changes whenever a file in the folder is added, removed or replaced."""
+    stats = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    listed = "".join(f"{path.relative_to(folder)} {s.st_size} {s.st_mtime_ns}\n" for path, s in stats)
+    return f"{folder.resolve()} {hashlib.sha256(listed.encode(errors='surrogateescape')).hexdigest()}"
 
 
 def check_raw(raw: Path) -> None:
@@ -182,12 +235,12 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def obtain(root: Path, timeout: float) -> str:
-    """Download MNIST into `root`; returns what went wrong, empty on success."""
+def obtain(root: Path, folder: str, mirror: str, download: Callable[[Path, float], None], timeout: float) -> str:
+    """Download a set into its `folder` in `root`; returns what went wrong, empty on success."""
     if timeout == 0:
         return "data.download_timeout=0"
     try:
-        request = urllib.request.Request(MIRROR, method="HEAD")
+        request = urllib.request.Request(mirror, method="HEAD")
         urllib.request.urlopen(request, timeout=timeout).close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
@@ -195,34 +248,18 @@ def obtain(root: Path, timeout: float) -> str:
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
     with locked(root):
-        if (root / "MNIST" / "raw").exists():
+        if (root / folder).exists():
             return ""
-        beside = Path(tempfile.mkdtemp(prefix=".mnist-", dir=root))
+        beside = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
         try:
             # the time-out is for one silent connection; a slow but steady download may take longer
-            isolated(download_mnist, beside, timeout, limit=60 * timeout)
-            (beside / "MNIST").rename(root / "MNIST")
+            isolated(download, beside, timeout, limit=60 * timeout)
+            (beside / folder).rename(root / folder)
         except UserError as error:
             return str(error)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     return ""
-
-
-def download_mnist(root: Path, timeout: float) -> None:
-    from torchvision.datasets import MNIST
-
-    socket.setdefaulttimeout(timeout)
-    MNIST(str(root), download=True)
-
-
-def read_mnist(root: Path) -> Arrays:
-    """The four arrays out of torchvision's data set."""
-    from torchvision.datasets import MNIST
-
-    train, test = MNIST(str(root), train=True), MNIST(str(root), train=False)
-    labels = [part.targets.numpy().astype(np.uint8) for part in (train, test)]
-    return train.data.numpy(), labels[0], test.data.numpy(), labels[1]
 
 
 def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) -> Any:

@@ -16,6 +16,8 @@ class Config(Pipeline, Experiment):
     """Hidden layers; 2 with width=128 is the 784-128-64-10 network."""
 
     def check(self) -> None:
+        if self.data.name not in ("mnist", "digits"):
+            raise ValueError(f"data.name={self.data.name}: this network takes 28x28 images; use mnist or digits")
         self.check_pipeline(self.batch)
         layers = self.depth + 1
         if self.stages > layers:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-TRAIN_SAMPLES = 60_000  # of mnist and of digits
+TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where they are known beforehand
 
 
 def at_least(low: float, default: float) -> Any:
@@ -25,14 +25,21 @@ def between(low: float, high: float, default: float) -> Any:
 
 @dataclass
 class Data:
-    name: Literal["mnist", "digits"] = "mnist"
-    """The data set. After a fallback this names the set that was really used."""
+    name: Literal["mnist", "digits", "cifar10", "imagefolder", "generated"] = "mnist"
+    """The data set. imagefolder reads root/train/<class>/* and root/val/<class>/*; generated is random pixels and
+    labels, for throughput only. After a fallback this names the set that was really used."""
     root: str = "data"
     """Folder with the raw files, as torchvision lays them out. The variable DATA_ROOT sets the default."""
     cache: str = "data/prepared"
     """Folder for prepared sets (uint8 arrays). Writable, and visible from every node."""
     fallback: Literal["digits", "none"] = "digits"
     """What a local run takes when MNIST is neither on disk nor downloadable; `none` refuses instead."""
+    image_size: int = between(8, 1024, 32)
+    """Side in pixels of the colour images of imagefolder (resized and cropped once, when prepared) and generated."""
+    samples: int = between(5, 10_000_000, 10_000)
+    """Training images of generated; it has a fifth as many test images."""
+    classes: int = between(2, 10_000, 10)
+    """Classes of generated."""
     download_timeout: float = between(0, 600, 10)
     """Seconds to wait for a download server; 0 never downloads."""
     block: int = at_least(1, 8)
@@ -41,6 +48,12 @@ class Data:
     """Use only the first so many training samples; 0 uses all."""
     test_limit: int = at_least(0, 0)
     """Use only the first so many test samples; 0 uses all."""
+
+    @property
+    def train_samples(self) -> int | None:
+        """Samples of the training part, where the settings tell."""
+        held = self.samples if self.name == "generated" else TRAIN_SAMPLES.get(self.name)
+        return min(held, self.train_limit) if held and self.train_limit else held or self.train_limit or None
 
 
 @dataclass
@@ -61,16 +74,21 @@ class Launch:
 
 @dataclass
 class Optim:
-    name: Literal["sgd", "adam"] = "sgd"
-    """sgd is SGD with Nesterov momentum; adam is Adam with its usual betas."""
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    """sgd is SGD with Nesterov momentum; adam and adamw have their usual betas."""
     lr: float = between(0, 100, 0.02)
     """Peak learning rate."""
+    base_batch: int = at_least(0, 0)
+    """The batch that `lr` is meant for: with another batch, lr * batch / base_batch is used (linear scaling rule).
+    0 does not scale."""
     momentum: float = between(0, 0.9999, 0.9)
     """Momentum of sgd; 0 is plain SGD."""
     weight_decay: float = between(0, 10, 0)
-    """L2 penalty added to the gradient."""
-    decay: Literal["linear", "constant"] = "linear"
-    """Learning rate over the run: linear falls to zero at the last step."""
+    """L2 penalty added to the gradient; with adamw, weights shrink by lr * weight_decay a step instead."""
+    warmup: int = at_least(0, 0)
+    """Steps in which the learning rate rises to its peak in equal parts."""
+    decay: Literal["linear", "cosine", "constant"] = "linear"
+    """Learning rate after the warm-up: linear and cosine fall to zero at the end of the run."""
 
 
 @dataclass
@@ -146,13 +164,14 @@ class Experiment:
                 f"{self.processes} processes cannot be shared evenly by launch.nodes={self.launch.nodes}; "
                 f"valid node counts are {divisors(self.processes)}"
             )
+        held = self.data.train_samples
         if 0 < self.data.train_limit < self.batch:
             raise ValueError(
                 f"data.train_limit={self.data.train_limit} holds no full batch of {self.batch}; "
                 "lower batch or raise data.train_limit"
             )
-        if self.batch > TRAIN_SAMPLES:
-            raise ValueError(f"batch={self.batch} exceeds the {TRAIN_SAMPLES} training samples; lower batch")
+        if held is not None and self.batch > held:
+            raise ValueError(f"batch={self.batch} exceeds the {held} training samples; lower batch")
         self.wandb.check()
 
 

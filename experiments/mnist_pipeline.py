@@ -18,6 +18,8 @@ equal cost, each process waits (p - 1) / (m + p - 1) of the time: the bubble.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -65,7 +67,7 @@ def train_epoch(
     for x, y in loader:
         optimizer.zero_grad()
         loss = pipe.step(x, y)  # every microbatch forward and backward, in the order of the schedule
-        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total))
+        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
         optimizer.step()  # each process updates its own stages
         step += 1
         run.log(step, loss=loss)
@@ -79,7 +81,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
     pipe = build(cfg, world, dtype)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
-    ends = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
+    ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
     loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, block=cfg.data.block, **ends)
     total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
     run.source, run.total = pipe.last_rank, total

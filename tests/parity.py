@@ -82,7 +82,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: prepare.Prepared, f
     widen(pipe.module.parameters())
     sabotage(pipe, mistake)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
-    ends = {"inputs": pipe.has_first, "targets": pipe.has_last}
+    ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}
     loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, **ends)
     run = Run(cfg, folder, world, prepared)
     run.source, run.total = pipe.last_rank, cfg.steps
