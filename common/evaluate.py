@@ -18,6 +18,16 @@ def batches(count: int, size: int) -> Iterable[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
+def shares(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]:
+    """The slices of `count` samples that one of several processes takes, at most `size` long.
+
+    All slices of all processes cover each sample once and differ in length by one at most. Every process
+    gets as many slices as any other, empty ones if need be: a sharded model communicates in each forward.
+    """
+    pieces = ranks * -(-count // (size * ranks))
+    return (slice(i * count // pieces, (i + 1) * count // pieces) for i in range(rank, pieces, ranks))
+
+
 @torch.no_grad()
 def classify(
     predict: Callable[[Tensor | None, int], Tensor | None],
@@ -27,14 +37,17 @@ def classify(
     batch: int,
     dtype: torch.dtype,
     inputs: bool = True,
+    split: bool = False,
 ) -> dict[str, float]:
     """Mean loss and accuracy over exactly all test samples, the same numbers on every process.
 
     `predict(x, n)` gives logits [n, classes] where this process has them, else None; `x` is None unless
-    this process wants `inputs`. Sums, not means, are added up: batches of unequal size weigh by their samples.
+    this process wants `inputs`. With `split` each process takes its share of the samples, else all take all.
+    Sums, not means, are added up: batches of unequal size weigh by their samples.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-    for piece in batches(len(test), batch):
+    pieces = shares(len(test), batch, world.rank, world.size) if split else batches(len(test), batch)
+    for piece in pieces:
         x = test.inputs(piece, world.device, dtype) if inputs else None
         logits = predict(x, piece.stop - piece.start)
         if logits is not None:

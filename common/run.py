@@ -28,12 +28,13 @@ class Run:
     """What one process of a run uses for everything that is not the method.
 
     `source` is the rank that knows the values given to `log` (a pipeline's last stage knows the loss);
-    rank 0 writes them. The experiment sets it, and `total`, before the first step.
+    rank 0 writes them. With `averaged` all ranks give values and their means are written (each rank has the
+    loss of its share of the batch). The experiment sets these, and `total`, before the first step.
     """
 
     def __init__(self, settings: Experiment, folder: Folder, world: World, prepared: Prepared) -> None:
         self.settings, self.folder, self.world, self.prepared = settings, folder, world, prepared
-        self.source, self.total = 0, 0
+        self.source, self.averaged, self.total = 0, False, 0
         self.screen = Screen(settings.log, silent=not world.is_main)
         self.logger = self._logger()
         self.rows: list[tuple[int, float, dict[str, Tensor | float | None]]] = []
@@ -108,20 +109,21 @@ class Run:
         count = int(len(rows) * self.settings.log.seconds / max(now - self.flushed, 1e-6))
         self.flushed = now
         self.next_flush = step + min(max(1, count), 4 * len(rows))
-        if self.world.rank not in (0, self.source):
+        if self.world.rank not in (0, self.source) and not self.averaged:
             self.next_flush = sys.maxsize
             return
         table = torch.zeros(len(names) + 1, len(rows), dtype=torch.float64)
-        if self.world.rank == self.source:
+        if self.world.rank == self.source or self.averaged:
             for i, name in enumerate(names):
                 column = [row[2][name] for row in rows]
                 whole = torch.stack(column) if isinstance(column[0], Tensor) else torch.tensor(column)  # type: ignore[arg-type]
                 table[i] = whole.double()
-            table[-1] = self.next_flush
-        table = self._to_main(table)
+            table[-1] = self.next_flush if self.world.rank == self.source else 0
+        table = self._mean(table) if self.averaged else self._to_main(table)
+        if self.averaged or self.world.is_main:
+            self.next_flush = int(table[-1, 0])
         if not self.world.is_main:
             return
-        self.next_flush = int(table[-1, 0])
         batch = self.settings.batch
         self._write(
             {"global_step": s, "samples": s * batch, "time": round(t - self.began, 6)}
@@ -130,6 +132,13 @@ class Run:
         )
         shown = "  ".join(f"{name} {table[i, -1].item():.4g}" for i, name in enumerate(names))
         self.screen.progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
+
+    def _mean(self, table: Tensor) -> Tensor:
+        """The means over all ranks, and `source`'s own last row."""
+        table[:-1] /= self.world.size
+        table = table.to(self.world.device)
+        dist.all_reduce(table)
+        return table.cpu()
 
     def _to_main(self, table: Tensor) -> Tensor:
         if self.source == 0:

@@ -22,4 +22,10 @@ EXPERIMENTS = [
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second"),
     ),
+    Entry(
+        name="ddp_multinode",
+        smallest=("batch=16", "optim.base_batch=16", "optim.warmup=0"),
+        processes=2,
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "ranks", "communication_exposed"),
+    ),
 ]

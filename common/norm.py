@@ -1,0 +1,93 @@
+"""BatchNorm over the whole batch of several processes, and buffers that all of them agree on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class AllReduce(torch.autograd.Function):
+    """The sum over all processes. Backward sums too: what one process adds reaches the loss of every process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm2d with the statistics of all processes' samples, for CPU tensors, which torch's own refuses.
+
+    Parameters and buffers are BatchNorm2d's. All processes must hold equally many samples.
+    """
+
+    waited = 0.0
+    """Seconds in the forward's messages since somebody set it to 0: no work of this process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        assert self.momentum is not None
+        channel = (1, -1, 1, 1)
+        # about the running mean, which is near the mean: sums of large squares would lose digits
+        pivot = self.running_mean.clone()
+        away = x - pivot.view(channel)
+        sums = torch.stack([away.sum((0, 2, 3)), away.square().sum((0, 2, 3))])
+        start = time.perf_counter()
+        sums = cast(Tensor, AllReduce.apply(sums))
+        self.waited += time.perf_counter() - start
+        count = x.numel() // x.shape[1] * dist.get_world_size()
+        offset, square = sums / count
+        variance = square - offset.square()
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(pivot + offset, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        scale = (variance + self.eps).rsqrt() * self.weight
+        return away * scale.view(channel) + (self.bias - offset * scale).view(channel)
+
+
+def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model with synchronised BatchNorm: torch's own on a GPU, ours on the CPU; names and values stay."""
+    if device.type == "cuda":
+        return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = SyncBatchNorm2d
+    return model
+
+
+def waited(model: nn.Module) -> float:
+    """Seconds that synchronised BatchNorm waited in forwards since the last call."""
+    seconds = 0.0
+    for module in model.modules():
+        if isinstance(module, SyncBatchNorm2d):
+            seconds, module.waited = seconds + module.waited, 0.0
+    return seconds
+
+
+@torch.no_grad()
+def agree(model: nn.Module) -> None:
+    """Average the buffers over all processes, in one message: each has seen other samples. All processes call it."""
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not buffers or dist.get_world_size() == 1:
+        return
+    flat = torch.cat([buffer.flatten() for buffer in buffers])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
