@@ -142,6 +142,8 @@ def main(arguments: list[str]) -> int:
         here(name, settings, words)
         return 0
     scheduler.check(settings.launch.nodes, profile.partition)
+    if getattr(settings, "processes_per_node", None) == 0:  # not set: one for each GPU that the profile asks for
+        settings.processes_per_node = profile.per_node  # type: ignore[attr-defined]
     folder, job = give(name, settings, profile, scheduler)
     print(f"{name}: job {job} on {scheduler.name}, {settings.launch.nodes} nodes, {settings.processes} processes")
     run = folder.path.name if folder.path.parent == Path("runs").absolute() else folder.path
