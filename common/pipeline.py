@@ -103,8 +103,8 @@ class Pipeline:
         The process with the first stage passes inputs `x`, the one with the last stage targets `y`.
         Returns the mean loss, not yet synchronised, on the process with the last stage, else None.
         """
-        self.xs = x.chunk(self.microbatches) if x is not None and self.has_first else ()
-        self.ys = y.chunk(self.microbatches) if y is not None and self.has_last else ()
+        self.xs = self._pieces(x) if x is not None and self.has_first else ()
+        self.ys = self._pieces(y) if y is not None and self.has_last else ()
         self.total: Tensor | None = None
         pending = {action: (self._post(action, value), value) for action, value in self.buffers}
         marks: Marks = []
@@ -121,6 +121,10 @@ class Pipeline:
         self._finish_sends()
         self.history.append(marks)
         return self.total
+
+    def _pieces(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """The microbatches of a batch. A whole batch stays as it is: a view of it makes each operation on it slower."""
+        return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 
     def _forward(self, action: Action) -> Message | None:
         _, stage, m = action

@@ -124,13 +124,13 @@ class Run:
             self.next_flush = int(table[-1, 0])
         if not self.world.is_main:
             return
-        batch = self.settings.batch
+        columns, batch = table.tolist(), self.settings.batch
         self._write(
             {"global_step": s, "samples": s * batch, "time": round(t - self.began, 6)}
-            | {name: table[i, at].item() for i, name in enumerate(names)}
+            | {name: columns[i][at] for i, name in enumerate(names)}
             for at, (s, t, _) in enumerate(rows)
         )
-        shown = "  ".join(f"{name} {table[i, -1].item():.4g}" for i, name in enumerate(names))
+        shown = "  ".join(f"{name} {columns[i][-1]:.4g}" for i, name in enumerate(names))
         self.screen.progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
 
     def _mean(self, table: Tensor) -> Tensor:
