@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -145,32 +146,45 @@ def listening(pids: list[int]) -> set[str]:
     return found
 
 
-def start_long_run(runs: Path, *settings: str) -> subprocess.Popen[str]:
-    """A run that would take minutes, caught in the middle of training."""
-    words = command("mnist_pipeline", *settings, "steps=0", "epochs=1000", runs=runs)
-    process = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while not any(runs.glob("*/attempts/0001/metrics.jsonl")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    return process
+Start = Callable[[Path], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start_long_run(digits: tuple[str, ...]) -> Iterator[Start]:
+    """Starts a run that would take minutes and catches it in the middle of training; none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(runs: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command("mnist_pipeline", *digits, "steps=0", "epochs=1000", runs=runs),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # a shell starts what it puts in the background with SIGINT ignored, and that is inherited
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while not any(runs.glob("*/attempts/0001/metrics.jsonl")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()  # its ranks end with it
+        process.wait()
 
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    first = start_long_run(tmp_path / "a", *digits)
-    second = start_long_run(tmp_path / "b", *digits)
+def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, start_long_run: Start) -> None:
+    first, second = start_long_run(tmp_path / "a"), start_long_run(tmp_path / "b")
     assert len(children(first.pid)) == 2
     loopback = {"0100007F"}
     assert listening(children(first.pid)) <= loopback and listening(children(second.pid)) <= loopback
@@ -187,10 +201,12 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, d
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], rank: int) -> None:
-    process = start_long_run(tmp_path, *digits)
+def test_killed_stage_ends_the_run(tmp_path: Path, start_long_run: Start, rank: int) -> None:
+    process = start_long_run(tmp_path)
     os.kill(children(process.pid)[rank], signal.SIGKILL)
-    _, err = process.communicate(timeout=5)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - killed < 5 + 2  # five seconds, and what a busy machine needs to tell
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank {rank} (pid" in err and "killed by SIGKILL" in err and "Traceback" not in err
     (folder,) = tmp_path.iterdir()
