@@ -164,7 +164,7 @@ def start_long_run(digits: tuple[str, ...]) -> Iterator[Start]:
             text=True,
             start_new_session=True,
             # a shell starts what it puts in the background with SIGINT ignored, and that is inherited
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
         started.append(process)
         deadline = time.monotonic() + 60
