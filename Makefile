@@ -16,8 +16,8 @@ override TESTS := $(value TESTS)
 PYTHON ?= python3
 override PYTHON := $(value PYTHON)
 export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN WAIT DB TESTS PYTHON
-PY := .venv/bin/python
-READY := .venv/.ready
+override PY := .venv/bin/python
+override READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .PHONY: help exp doctor status logs cancel cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean

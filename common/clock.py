@@ -15,6 +15,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
+        self.start = 0.0
         self.stamp: Callable[[], Stamp] = self.event if self.cuda else time.perf_counter
         if self.cuda:
             torch.cuda.synchronize()
@@ -25,8 +26,12 @@ class Clock:
         event.record()
         return event
 
+    def start_now(self) -> None:
+        """Count from here; processes of several hosts call it at the same moment."""
+        self.start = time.perf_counter()
+
     def seconds(self, stamp: Stamp) -> float:
         if isinstance(stamp, torch.cuda.Event):
             stamp.synchronize()
-            return self.origin + self.zero.elapsed_time(stamp) / 1e3
-        return stamp
+            return self.origin - self.start + self.zero.elapsed_time(stamp) / 1e3
+        return stamp - self.start

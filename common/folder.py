@@ -38,6 +38,7 @@ def disk_errors(what: Path) -> Iterator[None]:
         errno.EROFS: "the disk is read-only; choose another folder",
         errno.EACCES: "no permission to write; choose another folder",
         errno.EPERM: "no permission to write; choose another folder",
+        errno.ENOENT: "the folder does not exist or was deleted; choose another one",
         errno.ENOTDIR: "part of the path is a file; choose another folder",
     }
     try:
@@ -86,6 +87,8 @@ class Folder:
         """Make a new run folder with its resolved configuration; leaves nothing behind on failure."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
+        while path.exists():
+            path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
         with disk_errors(path):
             path.mkdir(parents=True)
         try:

@@ -56,6 +56,8 @@ class World:
     device: torch.device
     backend: str
     threads: int
+    timeout: datetime.timedelta = datetime.timedelta(minutes=2)
+    """How long one message may take; groups made later need it, too."""
     seconds: float = 0.0
     """How long it took to meet the others."""
 
@@ -85,7 +87,7 @@ def outside(environ: Mapping[str, str]) -> Place | None:
     torchrun goes first: inside an allocation it is the one that was asked for. A batch script or a
     shell of an allocation is no SLURM task: only srun's tasks count.
     """
-    if "TORCHELASTIC_RUN_ID" in environ or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         size, local_size = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
         return Place(
             rank=int(environ["RANK"]),
@@ -150,6 +152,7 @@ def join(place: Place, settings: Launch) -> World:
         device=device,
         backend=backend,
         threads=threads,
+        timeout=step,
         seconds=time.perf_counter() - start,
     )
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import queue
 import socket
 import struct
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -15,6 +19,27 @@ T = TypeVar("T")
 UNREACHABLE = 15.0  # seconds until a first rank that cannot be reached is given up
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 PORTS = range(20_000, 60_000)
+
+
+def silence(url: str, seconds: float) -> str:
+    """Why no answer came from `url` within so many seconds; empty if one came, of whatever kind."""
+    answers: queue.Queue[str] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
+        except urllib.error.HTTPError:
+            pass  # it answers
+        except Exception as error:  # noqa: BLE001 (no name, no route, no HTTP)
+            return answers.put(str(getattr(error, "reason", None) or error))
+        return answers.put("")
+
+    # in a thread, because a slow name server, many addresses or a dripping answer know no time-out
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=seconds)
+    except queue.Empty:
+        return f"nothing after {seconds:g} s"
 
 
 def resolve(host: str) -> str:

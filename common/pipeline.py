@@ -43,6 +43,12 @@ def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: t
     return shapes
 
 
+def begins_in_place(stage: nn.Module) -> bool:
+    """Whether a stage's first layer writes into its input, which autograd allows on a copy only."""
+    first = next((module for module in stage.modules() if not any(module.children())), None)
+    return bool(getattr(first, "inplace", False))
+
+
 class Pipeline:
     """One process's stages of a model, trained by a schedule.
 
@@ -64,13 +70,18 @@ class Pipeline:
     ) -> None:
         self.settings, self.loss, self.world, self.dtype = settings, loss, world, dtype
         self.plan = self._plan()
+        self.layers = [[name for name, _ in stage.named_children()] for stage in stages]
         self.count, self.microbatches = settings.stages, settings.microbatches
         self.size = batch // self.microbatches
         self.shapes = boundary_shapes(stages, sample, dtype)
         mine = local_stages(world.rank, world.size, self.count)
         self.local = {s: stages[s].to(world.device) for s in mine}
         self.has_first, self.has_last = 0 in self.local, self.count - 1 in self.local
+        self.copied = {s for s in self.local if s and begins_in_place(self.local[s])}
         self.clock = Clock(world.device)
+        if len(set(world.hosts)) > 1:
+            dist.barrier()
+            self.clock.start_now()  # hosts count from their own start: the same moment becomes everybody's zero
         self.history: deque[Marks] = deque(maxlen=HISTORY)
         self.sends: list[tuple[dist.Work, Tensor]] = []
         self.groups = self._channels()
@@ -129,7 +140,7 @@ class Pipeline:
     def _forward(self, action: Action) -> Message | None:
         _, stage, m = action
         x = self.xs[m] if stage == 0 else self.handed.pop(action).detach().requires_grad_()
-        out = self.local[stage](x)
+        out = self.local[stage](x.clone() if stage in self.copied else x)
         if stage == self.count - 1:
             out = self.loss(out, self.ys[m])
             if self.microbatches > 1:
@@ -141,8 +152,12 @@ class Pipeline:
     def _backward(self, action: Action) -> Message | None:
         _, stage, m = action
         x, out = self.saved.pop((stage, m))
-        torch.autograd.backward(out, self.handed.pop(action) if stage < self.count - 1 else None)
-        return (Action("B", stage - 1, m), x.grad) if x.grad is not None else None
+        gradient = self.handed.pop(action) if stage < self.count - 1 else None
+        if out.requires_grad:  # not behind a first stage without parameters
+            torch.autograd.backward(out, gradient)
+        if stage == 0:
+            return None
+        return Action("B", stage - 1, m), torch.zeros_like(x) if x.grad is None else x.grad
 
     # ---- evaluation
 
@@ -209,7 +224,7 @@ class Pipeline:
         channels = [(kind, wraps) for kind in "FB" for wraps in (False, True)]
         if self.world.backend != "nccl" or self.world.size == 1:
             return dict.fromkeys(channels)
-        return {channel: cast(dist.ProcessGroup, dist.new_group()) for channel in channels}
+        return {channel: cast(dist.ProcessGroup, dist.new_group(timeout=self.world.timeout)) for channel in channels}
 
     def _connect(self) -> None:
         """Send a first message on every channel, one after the other in one order on all processes.

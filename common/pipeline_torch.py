@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from common import schedules
-from common.pipeline import Marks, Pipeline
+from common.pipeline import Marks, Pipeline, begins_in_place
 from common.schedules import Action, Schedule
 from configs.pipeline import Pipeline as Settings
 
@@ -29,11 +29,12 @@ class Contiguous(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.copied = begins_in_place(module)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient.contiguous())
-        out: Tensor = self.module(x).contiguous()
+        out: Tensor = self.module(x.clone() if self.copied and x.requires_grad else x).contiguous()
         return out
 
 

@@ -7,6 +7,7 @@ own: a set that is prepared already costs no import, and a download that hangs c
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import hashlib
@@ -14,16 +15,15 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common import digits, sources
+from common import digits, network, sources
 from common.config import UserError
 from common.folder import disk_errors, read_json
 from common.sources import Arrays
@@ -40,6 +40,7 @@ RAW = {  # uncompressed sizes in bytes
 }
 MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 in three dimensions, in one
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
+PDEATHSIG = 1  # from linux/prctl.h
 DATA_SEED = 0  # a drawn set is the same for every run: `seed` chooses initialisation and order, not the data
 DIGITS_VERSION = 1
 
@@ -239,26 +240,22 @@ def obtain(root: Path, folder: str, mirror: str, download: Callable[[Path, float
     """Download a set into its `folder` in `root`; returns what went wrong, empty on success."""
     if timeout == 0:
         return "data.download_timeout=0"
+    silent = network.silence(mirror, timeout)
+    if silent:
+        return f"no connection: {silent}"
+    print(f"downloading {folder} into {root}", flush=True)
     try:
-        request = urllib.request.Request(mirror, method="HEAD")
-        urllib.request.urlopen(request, timeout=timeout).close()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        return f"no connection: {reason}"
-    with disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
-    with locked(root):
-        if (root / folder).exists():
-            return ""
-        beside = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
-        try:
-            # the time-out is for one silent connection; a slow but steady download may take longer
-            isolated(download, beside, timeout, limit=60 * timeout)
-            (beside / folder).rename(root / folder)
-        except UserError as error:
-            return str(error)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
+        with disk_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
+        with locked(root):
+            if any((root / folder).glob("**/*.*")) or any((root / folder).glob("**/*-ubyte")):
+                return ""  # another process was faster
+            with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as beside:
+                # the time-out is for one silent connection; a slow but steady download may take longer
+                isolated(download, Path(beside), timeout, limit=60 * timeout)
+                shutil.copytree(Path(beside) / folder, root / folder, dirs_exist_ok=True)
+    except (UserError, OSError, shutil.Error) as error:
+        return str(error)
     return ""
 
 
@@ -268,6 +265,7 @@ def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) 
     receiver, sender = context.Pipe(duplex=False)
 
     def body() -> None:
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)  # a download does not outlive its run
         try:
             sender.send((True, function(*arguments)))
         except BaseException as error:  # noqa: BLE001 (the parent tells it)

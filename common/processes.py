@@ -57,6 +57,8 @@ def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Ca
     finally:
         end_all(children)
         shutil.rmtree(private, ignore_errors=True)
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # a progress bar that was ended has hidden the cursor
 
 
 def fork(body: Callable[[Place], None], place: Place, private: Path) -> int:

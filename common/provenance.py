@@ -17,7 +17,7 @@ from common.config import ROOT
 from common.folder import Folder, disk_errors, read_json, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
-SOURCE = ("experiments", "common", "slurm", "configs", "tests", "Makefile", "pyproject.toml", "requirements.txt")
+SOURCE = ("experiments", "common", "slurm", "configs", "tests")  # and the files beside these folders
 
 
 def now() -> str:
@@ -36,12 +36,14 @@ def git(*arguments: str) -> str | None:
 
 
 def source_files() -> list[Path]:
-    """Tracked and new files, relative to the root; without git, the files of the known folders."""
+    """The source, new files included, relative to the root; never what runs or caches left in the checkout."""
     listed = git("ls-files", "-co", "--exclude-standard", "-z")
     if listed:
-        return [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
-    found = [path for name in SOURCE for path in [ROOT / name, *(ROOT / name).rglob("*")] if path.is_file()]
-    return [path.relative_to(ROOT) for path in found if "__pycache__" not in path.parts]
+        found = [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
+        return [path for path in found if len(path.parts) == 1 or path.parts[0] in SOURCE]
+    beside = [path for path in ROOT.iterdir() if path.is_file()]
+    inside = [path for name in SOURCE for path in (ROOT / name).rglob("*") if path.is_file()]
+    return [path.relative_to(ROOT) for path in beside + inside if "__pycache__" not in path.parts]
 
 
 def version(package: str) -> str | None:

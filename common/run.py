@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from typing import Any
@@ -22,6 +23,11 @@ from configs.shared import Experiment
 WARM_UP = 10  # steps left out of the throughput
 HEARTBEAT = 5.0  # seconds
 METRICS_TAG = 1 << 20  # above every tag of the pipeline
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with null for what JSON cannot hold: a loss that is no number or infinite."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 class Run:
@@ -160,7 +166,7 @@ class Run:
 
     def _write(self, rows: Any) -> None:
         with disk_errors(self.folder.metrics_file), open(self.folder.metrics_file, "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.write("".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows))
 
     def step_seconds(self) -> float:
         """The mean training step, evaluation and the first steps left out; 0 before there is one."""
@@ -173,7 +179,8 @@ class Run:
 
     def finish(self, **result: Any) -> None:
         """Write the final numbers; rank 0 calls it."""
-        write_json(self.folder.path / "result.json", {"state": "finished", "exit_status": 0} | result)
+        result = {"state": "finished", "exit_status": 0} | finite(result)
+        write_json(self.folder.path / "result.json", result)
 
     def places(self) -> dict[str, str]:
         """Rows of the final table: where everything lies, and how to see and repeat it."""
@@ -203,6 +210,9 @@ class Run:
         return profiler
 
     def close(self) -> None:
+        for handler in self.logger.handlers[:]:
+            self.logger.removeHandler(handler)
+            handler.close()
         if self.profiler is not None:
             self.profiler.stop()
         self.screen.close()

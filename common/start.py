@@ -163,7 +163,8 @@ def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, sett
             ended = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
             with contextlib.suppress(UserError):  # the full disk that ended the run has been told of
                 write_json(folder.path / "result.json", ended)
-            print(f"metrics up to step {ended['last_step']} are in {folder.metrics_file}", file=sys.stderr)
+            if steps:
+                print(f"metrics up to step {ended['last_step']} are in {folder.metrics_file}", file=sys.stderr)
         facts = {"world": read_json(folder.attempt / "world.json") or None}
         with contextlib.suppress(UserError):
             provenance.amend(folder, state=folder.result.get("state", "failed"), end=provenance.now(), **facts)

@@ -15,20 +15,17 @@ import ctypes
 import dataclasses
 import json
 import os
-import queue
 import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import config
+from common import config, network
 from common.config import UserError
 from common.folder import Folder, read_json, write_json
 from configs.shared import Experiment
@@ -44,6 +41,7 @@ INIT = 20.0  # seconds for an online wandb.init
 def asked_mode(settings: Experiment) -> str:
     """One of MODES. Raises UserError for a WANDB_MODE that is none of them."""
     mode = os.environ.get("WANDB_MODE") or settings.wandb.mode
+    mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # W&B's older names
     if mode not in MODES:
         raise UserError(f"WANDB_MODE={mode} is unknown; use {', '.join(MODES)}, or unset it")
     return mode
@@ -119,34 +117,13 @@ def choose_mode(asked: str) -> tuple[str, str]:
             return "offline", f"`wandb {settings.mode}` was set on this machine"
         if not wandb.login(prompt=False, verify=False):
             return "offline", "no W&B account is configured"
-        silence = unreachable(settings.base_url)
-        if silence:
-            return "offline", f"{settings.base_url} does not answer: {silence}"
+        silent = network.silence(settings.base_url, REACH)
+        if silent:
+            return "offline", f"{settings.base_url} does not answer: {silent}"
         wandb.Api(timeout=round(REACH))  # raises unless the host knows the key
     except Exception as error:  # noqa: BLE001 (a malformed or refused key, an unreadable netrc: train on)
         return "offline", f"W&B does not accept the account: {first_line(error)}"
     return "online", ""
-
-
-def unreachable(url: str) -> str:
-    """Why no answer came from `url` within REACH seconds; empty if one came, of whatever kind."""
-    answers: queue.Queue[str] = queue.Queue()
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(url, timeout=REACH).close()
-        except urllib.error.HTTPError:
-            pass  # it answers
-        except Exception as error:  # noqa: BLE001 (no name, no route, no HTTP)
-            return answers.put(str(getattr(error, "reason", None) or error))
-        return answers.put("")
-
-    # in a thread, because a slow name server or a dripping answer knows no time-out
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        return answers.get(timeout=REACH)
-    except queue.Empty:
-        return f"nothing after {REACH:.0f} s"
 
 
 def first_line(error: BaseException) -> str:
@@ -277,11 +254,20 @@ def close_down() -> None:
 
 def end_children() -> None:
     """Kill the processes that W&B started, and those that they started."""
-    while pids := [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]:
+    while pids := children():
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):  # W&B waits for its own
-                os.kill(int(pid), signal.SIGKILL)
-                os.waitpid(int(pid), 0)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def children() -> list[int]:
+    """The processes that any thread of this one started."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread may end while we look
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.pipeline import Pipeline
-from configs.shared import Experiment, at_least
+from configs.shared import Experiment, between
 
 
 @dataclass
 class Config(Pipeline, Experiment):
-    width: int = at_least(2, 128)
+    width: int = between(2, 65_536, 128)
     """Units in each hidden layer but the last, which has half as many."""
-    depth: int = at_least(1, 2)
+    depth: int = between(1, 256, 2)
     """Hidden layers; 2 with width=128 is the 784-128-64-10 network."""
 
     def check(self) -> None:
@@ -24,5 +24,10 @@ class Config(Pipeline, Experiment):
             raise ValueError(
                 f"stages={self.stages} exceeds the {layers} layers of the model; "
                 f"set stages to at most {layers}, or depth to at least {self.stages - 1}"
+            )
+        names = [f"fc{i}" for i in range(2, layers + 1)]
+        if any(name not in names for name in self.split) or self.split != sorted(set(self.split), key=names.index):
+            raise ValueError(
+                f"split=[{','.join(self.split)}] must name layers of {', '.join(names)}, each once and in their order"
             )
         super().check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.shared import at_least, divisors
+from configs.shared import between, divisors
 
 OWN = ("naive", "gpipe", "1f1b")
 TORCH = (*OWN, "interleaved_1f1b", "zero_bubble")
@@ -17,11 +17,11 @@ class Pipeline:
     """own is the executor of common/pipeline.py; torch is torch.distributed.pipelining."""
     schedule: str = "gpipe"
     """naive, gpipe, 1f1b (both engines), interleaved_1f1b, zero_bubble (torch), or FILE.py:function (own)."""
-    stages: int = at_least(1, 2)
+    stages: int = between(1, 64, 2)
     """Pieces the model is cut into; 1 trains the unsplit model."""
-    stages_per_process: int = at_least(1, 1)
+    stages_per_process: int = between(1, 64, 1)
     """Stages that one process holds; stage s sits in process s modulo the number of processes."""
-    microbatches: int = at_least(1, 4)
+    microbatches: int = between(1, 4096, 4)
     """Equal pieces of a batch that travel through the stages one behind the other."""
     split: list[str] = field(default_factory=list)
     """Layers that begin a new stage, such as [fc2]; empty balances the stages by `balance`."""

@@ -42,7 +42,7 @@ class Data:
     """Classes of generated."""
     download_timeout: float = between(0, 600, 10)
     """Seconds to wait for a download server; 0 never downloads."""
-    block: int = at_least(1, 8)
+    block: int = between(1, 100_000, 8)
     """Batches that are gathered and normalised in one vectorised step."""
     train_limit: int = at_least(0, 0)
     """Use only the first so many training samples; 0 uses all."""
@@ -62,7 +62,7 @@ class Launch:
     """Where to compute; auto takes one GPU per process where there are enough, else the CPU."""
     nodes: int = at_least(1, 1)
     """Hosts. Local processes are laid out as so many hosts."""
-    threads: int = at_least(0, 0)
+    threads: int = between(0, 1024, 0)
     """CPU threads per process; 0 takes what SLURM gave each process, else allowed cores / local processes."""
     interface: str = ""
     """Network interface between hosts; empty takes the one that leads to the first rank."""
@@ -94,7 +94,7 @@ class Optim:
 @dataclass
 class Log:
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """How much is told on the screen; the files under attempts/*/logs hold everything from debug up."""
+    """How much is told on the screen; the files under attempts/*/logs hold everything."""
     seconds: float = between(0.05, 60, 0.5)
     """Seconds between two writes of metrics; every step has its row all the same."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"

@@ -105,7 +105,7 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Pipeline, scores: dict[s
         return
     pipeline = report.PipelineReport.of(spans, pipe.plan, cfg.stages)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
-    run.finish(**scores, **speed, data=run.prepared.name, **pipeline.result())
+    run.finish(**scores, **speed, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
     hosts = ", ".join(sorted(set(world.hosts)))
     rows = {
         "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
@@ -114,6 +114,7 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Pipeline, scores: dict[s
         "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
         "processes": f"{world.size} with {world.threads} threads each on {world.device.type} of {hosts}",
         "schedule": f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches",
+        "stages": " | ".join(" ".join(names) for names in pipe.layers),
     }
     run.say(report.table(rows | pipeline.rows() | run.places()))
 

@@ -166,6 +166,14 @@ def wait(folder: Folder, seconds: float) -> Status:
 
 def follow(folder: Folder, log: Path) -> int:
     """Show a log as it grows until the run is over; returns the run's exit status."""
+    try:
+        return follow_to_the_end(folder, log)
+    except KeyboardInterrupt:
+        print(f"\nno longer following; the run goes on, and is ended by: make cancel RUN={folder.path}")
+        return 128 + signal.SIGINT
+
+
+def follow_to_the_end(folder: Folder, log: Path) -> int:
     position, looked, state = 0, 0.0, ""
     while True:
         with contextlib.suppress(OSError), open(log, errors="replace") as file:

@@ -97,6 +97,8 @@ def test_mistakes_are_answered_with_the_remedy(word: str, parts: list[str]) -> N
         (["engine=torch", "schedule=x.py:f"], ["engine=own"]),
         (["engine=torch", "schedule=1f1b", "microbatches=1"], ["microbatches to 2 or more"]),
         (["engine=torch", "schedule=zero_bubble", "microbatches=5", "batch=60"], ["multiple of 2", "4 is"]),
+        (["split=[fc9]"], ["split=[fc9]", "fc2, fc3"]),
+        (["stages=3", "split=[fc3,fc2]"], ["split=[fc3,fc2]", "in their order"]),
         (["launch.nodes=3"], ["launch.nodes=3", "[1, 2]"]),
         (["data.train_limit=10"], ["no full batch of 64"]),
     ],

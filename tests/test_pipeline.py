@@ -35,8 +35,8 @@ class Turn(nn.Module):
 
 def model():
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 5), Turn(), nn.BatchNorm1d(5), Turn(), Turn(), nn.Linear(7, 4), nn.Flatten()]
-    layers.append(nn.Linear(20, 3))
+    layers = [Turn(), Turn(), nn.Linear(6, 5), Turn(), nn.BatchNorm1d(5), nn.ReLU(inplace=True), Turn(), Turn()]
+    layers += [nn.Linear(7, 4), nn.Flatten(), nn.Linear(20, 3)]
     return nn.Sequential(OrderedDict((f"l{i}", layer) for i, layer in enumerate(layers))).double()
 
 
@@ -54,7 +54,9 @@ def body(place):
     one, logits = whole(x, y)
     with launch.group(place, Launch(device="cpu")) as world:
         for settings in CASES:
-            stages = splits.cut(model(), ["l2", "l4", "l5"] if settings.stages == 4 else ["l4"])
+            # the library needs weights in every stage
+            four = ["l2", "l5", "l8"] if settings.engine == "own" else ["l3", "l5", "l9"]
+            stages = splits.cut(model(), four if settings.stages == 4 else ["l5"])
             engine = Pipeline if settings.engine == "own" else TorchPipeline
             sizes = {"batch": 8, "sample": (7, 6), "dtype": torch.float64}
             pipe = engine(settings, stages, F.cross_entropy, world, **sizes)

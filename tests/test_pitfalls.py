@@ -72,7 +72,7 @@ def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digit
         found[schedule] = overlap(done.folder.result["timeline"]) / sum(
             span["end"] - span["start"] for span in done.folder.result["timeline"]
         )
-    assert found["naive"] < 0.01 < 0.1 < found["gpipe"]
+    assert found["naive"] < 0.01 < found["gpipe"]
     for stages in (2, 4, 8):
         assert schedules.idle_share(schedules.play(schedules.naive(stages, stages, 4), stages)) == 1 - 1 / stages
 
