@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DistributedSampler
 
-from common import schedules, splits
+from common import data, schedules, splits
 from common.evaluate import batches
 from common.models import SimpleNN
-from tests.helpers import run
+from common.prepare import prepare_digits
+from tests.ddp_pitfalls import SECONDS
+from tests.helpers import ROOT, environment, run
 
 
 def tutorial_stages() -> list[nn.Module]:
@@ -88,3 +94,56 @@ def test_mean_of_batch_means_is_not_the_mean_over_samples() -> None:
     exact = F.cross_entropy(logits, labels).item()
     assert sum(sums).item() / 100 == pytest.approx(exact, rel=1e-5)  # type: ignore[union-attr]
     assert sum(means).item() / len(means) > exact * 1.5  # type: ignore[union-attr]
+
+
+def made(name: str) -> Any:
+    """What two processes find when they make a mistake of tests/ddp_pitfalls.py."""
+    words = [sys.executable, "-m", "tests.ddp_pitfalls", name]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_ranks_in_a_loop_wait_for_ever() -> None:
+    found = made("ranks_in_a_loop")
+    assert found["began"] == [0], "rank 1 is never reached: rank 0 waits for it"
+    assert found["loop"]["seconds"] >= SECONDS
+    assert found["together"] == [2, 2]
+
+
+def test_a_group_does_not_outlive_the_processes_that_made_it() -> None:
+    found = made("group_in_a_function_that_returns")
+    assert found["inside"] == [True, True] and found["after"] is False
+    assert "process group has not been initialized" in found["use"]["error"]
+
+
+def test_a_barrier_on_one_rank_hangs_both() -> None:
+    found = made("barrier_on_one_rank")
+    assert all("error" in answer for answer in found["one"])
+    assert max(answer["seconds"] for answer in found["one"]) >= SECONDS
+    assert found["all"] == [2.0, 2.0]
+
+
+def test_a_ddp_process_has_one_device() -> None:
+    for wrong, right in made("several_devices"):
+        assert "device_ids" in wrong["error"]
+        assert right == "DistributedDataParallel"
+
+
+def test_ddp_does_not_split_the_model() -> None:
+    whole = sum(parameter.numel() for parameter in SimpleNN().parameters())
+    for ddp, fsdp in made("model_parallelism"):
+        assert ddp == whole
+        assert 0.45 * whole < fsdp < 0.55 * whole
+
+
+def test_without_set_epoch_every_epoch_has_the_same_order(cache: Path) -> None:
+    sampler: Any = DistributedSampler(range(100), num_replicas=2, rank=0, shuffle=True)  # type: ignore[arg-type]
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    images = data.Images(prepare_digits(cache), "train", limit=100)
+    loader = data.Loader(images, 10, 0, torch.device("cpu"), torch.float32, share=(0, 2))
+    epochs = [[label for _, y in loader for label in y.tolist()] for _ in range(2)]
+    assert epochs[0] != epochs[1], "the order follows from the epoch, and nobody has to say which one it is"
