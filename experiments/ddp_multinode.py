@@ -8,7 +8,7 @@
     torchrun --nproc-per-node=2 experiments/ddp_multinode.py                   started by somebody else
     make exp NAME=ddp_multinode NODES=2                                        on a cluster
 
-Takes about SECONDS s on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on
+Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on
 the built-in digits).
 
 How it works. `batch` is the global batch: process r of p takes the r-th of p equal slices of it. The mean of the
