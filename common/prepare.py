@@ -138,7 +138,7 @@ def prepare_folder(data: Data) -> Prepared:
             f"{root / absent[0]} is missing; set data.root to a folder with train/<class>/* and val/<class>/*, "
             "or data.name=generated"
         )
-    state = f"{tree_state(root)} {data.image_size}"
+    state = f"{tree_state(root / 'train')} {tree_state(root / 'val')} {data.image_size}"
     read = lambda: isolated(sources.read_folder, root, data.image_size, limit=24 * 3600)  # noqa: E731
     return cached(Path(data.cache), "imagefolder", state, read)
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 HISTORY = 1000  # steps whose time stamps are kept
 WARM_UP = 10  # first steps, left out
 STRAGGLER = 1.25  # times the median of the others
-ENOUGH = 20  # steps from which on somebody is called one
+ENOUGH = 10  # steps from which on somebody is called one
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ RESNET = CONVNET | {
     "eval_batch": "4",
     "epochs": "6",
 }
-MISTAKES = ("sums_losses", "no_communication", "same_share")
+MISTAKES = ("sums_losses", "no_communication", "same_share", "slow_rank")
 
 
 def settings(text: str) -> tuple[Config, str]:
@@ -95,11 +96,14 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     if mistake == "no_communication":
         assert isinstance(model, DistributedDataParallel)
         model.require_backward_grad_sync = False
+    if mistake == "slow_rank" and world.rank == 1:
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
     times = scaling.StepTimes(model, world.device)
     step = 0
     while step < cfg.steps:
         step = ddp_multinode.train_epoch(cfg, model, optimizer, loader, run, times, step, cfg.steps)
     run.flush()
+    ranks = world.gather(times.summary())
     before = whole(model)
     scores = ddp_multinode.evaluate(cfg, model, test_set, world)
     state = whole(model)
@@ -109,7 +113,9 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     if not world.is_main:
         return {}
     losses = [row["loss"] for row in folder.metrics() if "loss" in row]
-    return {"losses": losses, "state": state, "scores": scores, "sums": [float(s) for s in sums], "before": before}
+    return {"losses": losses, "state": state, "scores": scores, "sums": [float(s) for s in sums], "before": before} | {
+        "straggler": scaling.straggler(ranks)
+    }
 
 
 def main(out: str, cache: str, count: int, cases: list[str]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import launch, processes
@@ -106,6 +107,10 @@ def model_parallelism() -> Any:
         return sum(p.numel() for p in locals_)
 
     return in_two(lambda world: [held(world, "ddp"), held(world, "fsdp")])
+
+
+def torchs_norm() -> Any:
+    return in_two(lambda world: attempt(lambda: nn.SyncBatchNorm(3)(torch.randn(2, 3, 4, 4)).sum().item()))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ def train(parameters: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     return [p.detach().clone() for p in parameters.parameters()]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
 def test_arithmetic_is_that_of_torch(name: str) -> None:
     settings = Optim(name=name, lr=0.1, weight_decay=0.01)  # type: ignore[arg-type]
-    theirs = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
+    theirs = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     extra = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
     results, states = [], []
     for make in (lambda p: optim.make(p, settings), lambda p: theirs(p, lr=0.1, weight_decay=0.01, **extra)):
@@ -49,7 +49,7 @@ def test_training_does_not_import_the_compiler() -> None:
 import sys, torch
 from common import optim
 from configs.shared import Optim
-for name in ("sgd", "adam"):
+for name in ("sgd", "adam", "adamw"):
     model = torch.nn.Linear(3, 4)
     optimizer = optim.make(model.parameters(), Optim(name=name))
     optimizer.zero_grad()
@@ -60,6 +60,13 @@ print("torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_warm_up_cosine_and_the_linear_scaling_rule() -> None:
+    settings = Optim(lr=0.1, warmup=2, decay="cosine", base_batch=32)
+    rates = [optim.rate(settings, step, 6, batch=64) for step in range(7)]
+    assert rates == pytest.approx([0.1, 0.2, 0.2, 0.2 * (2 + 2**0.5) / 4, 0.1, 0.2 * (2 - 2**0.5) / 4, 0])
+    assert optim.rate(Optim(lr=0.1, warmup=10), 4, 3) == pytest.approx(0.05), "a run may end before its warm-up"
 
 
 def test_linear_decay_ends_at_zero() -> None:

@@ -1,0 +1,198 @@
+"""Data parallelism around the method: shares, settings, reports, hooks, and the sets that only it reads."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from common import config, data, models, norm, prepare, scaling
+from common.config import UserError
+from common.evaluate import shares
+from common.scaling import Rank, ScalingReport
+from configs.ddp_multinode import Config
+from configs.mnist_pipeline import Config as Pipelined
+from configs.shared import Data
+from tests.helpers import run
+from tests.test_ddp_parity import reference, train
+from tests.test_pitfalls import made
+
+
+@pytest.mark.parametrize(("count", "size", "ranks"), [(101, 16, 2), (101, 16, 4), (9, 4, 2), (1, 10, 3), (64, 64, 1)])
+def test_shares_cover_every_sample_once_in_equally_many_slices(count: int, size: int, ranks: int) -> None:
+    slices = [list(shares(count, size, rank, ranks)) for rank in range(ranks)]
+    assert len({len(mine) for mine in slices}) == 1
+    assert sorted(i for mine in slices for s in mine for i in range(s.start, s.stop)) == list(range(count))
+    lengths = [s.stop - s.start for mine in slices for s in mine]
+    assert max(lengths) <= size and max(lengths) - min(lengths) <= 1
+
+
+def test_shares_of_a_batch_are_the_batch(cache: Path) -> None:
+    images = data.Images(prepare.prepare_digits(cache), "train", limit=200)
+
+    def loader(share: tuple[int, int]) -> data.Loader:
+        return data.Loader(images, 24, 3, torch.device("cpu"), torch.float32, block=3, share=share)
+
+    whole = [(x, y) for x, y in loader((0, 1))]
+    parts = [[(x, y) for x, y in loader((rank, 4))] for rank in range(4)]
+    assert len(whole) == 8
+    for step, (x, y) in enumerate(whole):
+        assert torch.equal(torch.cat([part[step][0] for part in parts]), x)
+        assert torch.equal(torch.cat([part[step][1] for part in parts]), y)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["batch=63"], ["batch=63", "2 processes", "batch=62 or 64", "processes_per_node=1"]),
+        (["batch=64", "processes_per_node=5"], ["batch=60 or 65", "processes_per_node=4"]),
+        (["sync_batchnorm=true"], ["model=convnet has no BatchNorm", "model=resnet18"]),
+        (["strategy=fsdp", "communication=fp16"], ["communication is a setting of ddp", "strategy=ddp"]),
+        (["strategy=fsdp", "static_graph=true"], ["static_graph is a setting of ddp"]),
+        (["data.name=generated", "data.samples=50"], ["batch=64 exceeds the 50 training samples"]),
+        (["data.name=cifar10", "batch=50002"], ["exceeds the 50000 training samples"]),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load(Config, words, {})
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_processes_follow_from_the_nodes() -> None:
+    assert config.load(Config, [], {}).processes == 2
+    assert config.load(Config, ["launch.nodes=4"], {}).processes == 4
+    assert config.load(Config, ["launch.nodes=2", "processes_per_node=8"], {}).processes == 16
+
+
+def test_the_pipeline_takes_only_its_own_images() -> None:
+    with pytest.raises(UserError, match="28x28"):
+        config.load(Pipelined, ["data.name=cifar10"], {})
+
+
+def test_resnet_is_torchvisions_with_another_stem() -> None:
+    torchvision = pytest.importorskip("torchvision")
+    theirs = torchvision.models.resnet18(num_classes=10)
+    theirs.conv1, theirs.maxpool = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False), torch.nn.Identity()
+    ours = models.ResNet18((3, 32, 32), 10)
+    for mine, other in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+        assert mine.shape == other.shape
+        mine.copy_(other)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+    assert models.ConvNet((28, 28), 10).state_dict()["fc1.weight"].shape == (100, 64 * 12 * 12)
+
+
+def test_torchs_own_synchronised_norm_refuses_the_cpu() -> None:
+    assert all("GPU" in answer["error"] for answer in made("torchs_norm"))
+    ours = norm.synchronised(models.ResNet18((3, 32, 32), 10), torch.device("cpu"))
+    assert ours.state_dict().keys() == models.ResNet18((3, 32, 32), 10).state_dict().keys()
+    assert sum(isinstance(module, norm.SyncBatchNorm2d) for module in ours.modules()) == 20
+
+
+def rank(before: float, exposed: tuple[float, ...] = ()) -> Rank:
+    return Rank(data=0.001, before_backward=before, step=0.1, steps=50, exposed=exposed)
+
+
+def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
+    ranks = [rank(0.010, (0.5, 0.2, 0.9)), rank(0.020, (0.1, 0.3, 0.2)), rank(0.011, (0.6, 0.2, 0.4))]
+    found = ScalingReport(ranks, ("a", "b", "c"), communication=0.4, alone=0.15, step=0.1)
+    assert found.straggler == 1 and "rank 1 on b: 20.00 ms" in found.rows()["straggler"]
+    assert found.exposed == pytest.approx(0.2 / 0.4)  # the median of 0.1, 0.2, 0.2
+    assert found.efficiency == pytest.approx(0.15 / 0.1 / 3) and "50%" in found.rows()["efficiency"]
+    assert scaling.straggler([rank(0.010), rank(0.011)]) is None
+    assert ScalingReport(ranks, "abc", None, 0, 0.1, names_stragglers=False).rows().keys() == {"ms per step"}
+
+
+def test_a_slow_process_is_named_and_hooks_lose_only_digits(tmp_path: Path, cache: Path) -> None:
+    hooks = ("communication=fp16", "communication=bf16", "communication=powersgd")
+    trained = train(tmp_path, cache, 2, ["slow_rank,steps=25", *hooks])
+    assert trained["slow_rank,steps=25"]["straggler"] == 1
+    expected = torch.tensor(reference(cache, "model=convnet", 1)["losses"], dtype=torch.float64)
+    gaps = {hook: (torch.tensor(trained[hook]["losses"], dtype=torch.float64) - expected).abs() for hook in hooks}
+    assert all(len(set(trained[hook]["sums"])) == 1 for hook in hooks), "processes hold different models"
+    for hook in hooks[:2]:  # rounding that training then makes larger
+        assert 1e-9 < gaps[hook][:8].max() < 1e-4 and gaps[hook].max() < 0.1, hook
+    assert gaps[hooks[2]][:10].max() < 1e-9 < gaps[hooks[2]].max() < 0.5, "PowerSGD begins after ten steps"
+
+
+def test_compare_reports_the_efficiency(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    done = run("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
+    assert done.status == 0, done.err
+    result = done.folder.result
+    assert 0 < result["efficiency"] < 4 and 0 < result["communication_exposed"] <= 1
+    assert "efficiency" in done.out and len(result["ranks"]) == 2
+
+
+# ---- data
+
+
+def test_generated_images_are_labelled_as_such(tmp_path: Path) -> None:
+    settings = Data(name="generated", cache=str(tmp_path), samples=50, image_size=16, classes=7)
+    found = prepare.prepare(settings)
+    assert found.name == "generated" and "throughput only" in found.notice
+    train_set, test_set = data.load(found, settings)
+    assert train_set.shape == (3, 16, 16) and train_set.classes == 7 and len(test_set) == 10
+    x = train_set.inputs(slice(0, 50), torch.device("cpu"), torch.float64)
+    assert abs(x.mean().item()) < 0.05 and abs(x.std().item() - 1) < 0.05
+
+
+def test_missing_cifar10_is_refused_naming_what_would_do(tmp_path: Path) -> None:
+    settings = Data(name="cifar10", root=str(tmp_path), cache=str(tmp_path / "cache"), download_timeout=0)
+    with pytest.raises(UserError, match=r"CIFAR-10 is not under .*data\.name=generated"):
+        prepare.prepare(settings)
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"corrupted.*delete .*data\.name=generated"):
+        prepare.prepare(settings)
+
+
+def test_cifar10_comes_through_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import CIFAR10
+
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 3072), dtype=np.uint8)
+
+    def write(name: str, content: Any) -> list[str]:
+        (folder / name).write_bytes(pickle.dumps(content))
+        return [name, hashlib.md5((folder / name).read_bytes()).hexdigest()]
+
+    train_file = write("data_batch_1", {"data": pixels[:15], "labels": list(range(10)) + [0] * 5})
+    test_file = write("test_batch", {"data": pixels[15:], "labels": [9, 8, 7, 6, 5]})
+    name, md5 = write("batches.meta", {"label_names": [str(i) for i in range(10)]})
+    monkeypatch.setattr(CIFAR10, "train_list", [train_file])
+    monkeypatch.setattr(CIFAR10, "test_list", [test_file])
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5})
+    settings = Data(name="cifar10", root=str(tmp_path), cache=str(tmp_path / "cache"))
+    train_set, test_set = data.load(prepare.prepare(settings), settings)
+    assert (train_set.images.numpy().reshape(15, -1) == pixels[:15]).all() and train_set.shape == (3, 32, 32)
+    assert test_set.labels.tolist() == [9, 8, 7, 6, 5]
+
+
+def test_an_image_folder_is_decoded_once(tmp_path: Path) -> None:
+    settings = Data(name="imagefolder", root=str(tmp_path), cache=str(tmp_path / "cache"), image_size=8)
+    with pytest.raises(UserError, match=r"train is missing.*val/<class>"):
+        prepare.prepare(settings)
+    for part in ("train", "val"):
+        for label, colour in enumerate(("red", "blue")):
+            (tmp_path / part / colour).mkdir(parents=True)
+            for number in range(3 - label):
+                Image.new("RGB", (20, 12), colour).save(tmp_path / part / colour / f"{number}.png")
+    first = prepare.prepare(settings)
+    train_set, _ = data.load(first, settings)
+    assert train_set.labels.tolist() == [0, 0, 1, 1, 1] and train_set.shape == (3, 8, 8)  # blue before red
+    assert (train_set.images[0] == torch.tensor([0, 0, 255], dtype=torch.uint8).view(3, 1, 1)).all()
+    assert prepare.prepare(settings) == first
+    Image.new("RGB", (20, 12), "red").save(tmp_path / "train" / "red" / "new.png")
+    assert prepare.prepare(settings).path != first.path
+    (tmp_path / "val" / "green").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "val" / "green" / "x.png")
+    with pytest.raises(UserError, match="different classes: green"):
+        prepare.prepare(settings)
