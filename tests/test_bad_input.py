@@ -65,7 +65,7 @@ SETTINGS = [
     settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "decimal number")),
     settings("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
     *(
-        settings(f"{key}=0", f"{key}=0", parts=(f"{key}=0", "int >= 1"))
+        settings(f"{key}=0", f"{key}=0", parts=(f"{key}=0: out of range; allowed: int ",))
         for key in ("batch", "stages", "microbatches", "epochs", "eval_batch", "launch.nodes", "stages_per_process")
     ),
     settings("negative steps", "steps=-1", parts=("steps=-1", "int >= 0")),
