@@ -1,6 +1,7 @@
-"""Communication hooks of DistributedDataParallel: what is sent of a gradient."""
+"""Communication hooks of DistributedDataParallel: what is sent of a gradient.
 
-from __future__ import annotations
+No postponed annotations here: DistributedDataParallel looks at those of a hook.
+"""
 
 import torch
 import torch.distributed as dist
