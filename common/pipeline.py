@@ -1,16 +1,9 @@
-"""The executor: plays one process's list of actions, with point-to-point messages that overlap computing.
-
-Messages follow from the schedule. All receives of a step are posted before its first action, in the
-order in which their sender will send, and sends are never waited for until the step is over; so
-transfers run beside the arithmetic, and the same order serves gloo (matched by tag) and nccl (matched
-by order alone).
-"""
+"""The executor: plays one process's list of actions, with messages that overlap computing."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +12,7 @@ from torch import Tensor, nn
 from common import schedules
 from common.clock import Clock, Stamp
 from common.launch import World
+from common.messages import Messages, routes
 from common.schedules import Action, Schedule, Span, local_stages
 from configs.pipeline import Pipeline as Settings
 
@@ -83,12 +77,9 @@ class Pipeline:
             dist.barrier()
             self.clock.start_now()  # hosts count from their own start: the same moment becomes everybody's zero
         self.history: deque[Marks] = deque(maxlen=HISTORY)
-        self.sends: list[tuple[dist.Work, Tensor]] = []
-        self.groups = self._channels()
-        self._connect()
-        self.buffers = self._buffers()
+        found = routes(self.plan, self.shapes, self.size)
+        self.messages = Messages(world, found, dtype, self.microbatches, settings.transport)
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.handed: dict[Action, Tensor] = {}
 
     def _plan(self) -> Schedule:
         return schedules.of(self.settings)
@@ -117,19 +108,19 @@ class Pipeline:
         self.xs = self._pieces(x) if x is not None and self.has_first else ()
         self.ys = self._pieces(y) if y is not None and self.has_last else ()
         self.total: Tensor | None = None
-        pending = {action: (self._post(action, value), value) for action, value in self.buffers}
         marks: Marks = []
-        stamp = self.clock.stamp
+        stamp, messages, last = self.clock.stamp, self.messages, self.count - 1
+        messages.begin()
         for action in self.plan[self.world.rank]:
-            if action in pending:
-                work, self.handed[action] = pending[action]
-                work.wait()
+            kind, stage, _ = action
+            # an end of the pipeline is given nothing: inputs and the loss are at hand
+            given = messages.take(action) if stage != (0 if kind == "F" else last) else None
             start = stamp()
-            message = self._forward(action) if action.kind == "F" else self._backward(action)
+            made = self._forward(action, given) if kind == "F" else self._backward(action, given)
             marks.append((action, start, stamp()))
-            if message is not None:
-                self._hand(*message)
-        self._finish_sends()
+            if made is not None:
+                messages.give(*made)
+        messages.end()
         self.history.append(marks)
         return self.total
 
@@ -137,9 +128,9 @@ class Pipeline:
         """The microbatches of a batch. A whole batch stays as it is: a view of it makes each operation on it slower."""
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 
-    def _forward(self, action: Action) -> Message | None:
+    def _forward(self, action: Action, given: Tensor | None) -> Message | None:
         _, stage, m = action
-        x = self.xs[m] if stage == 0 else self.handed.pop(action).detach().requires_grad_()
+        x = self.xs[m] if given is None else given.detach().requires_grad_()
         out = self.local[stage](x.clone() if stage in self.copied else x)
         if stage == self.count - 1:
             out = self.loss(out, self.ys[m])
@@ -149,10 +140,9 @@ class Pipeline:
         self.saved[stage, m] = x, out
         return (Action("F", stage + 1, m), out.detach()) if stage < self.count - 1 else None
 
-    def _backward(self, action: Action) -> Message | None:
+    def _backward(self, action: Action, gradient: Tensor | None) -> Message | None:
         _, stage, m = action
         x, out = self.saved.pop((stage, m))
-        gradient = self.handed.pop(action) if stage < self.count - 1 else None
         if out.requires_grad:  # not behind a first stage without parameters
             torch.autograd.backward(out, gradient)
         if stage == 0:
@@ -168,93 +158,18 @@ class Pipeline:
         All processes call it, and a collective after the last call: a stage sends its output and goes on to the
         next batch while later stages work.
         """
+        network, apart = self.messages.network, self.world.size > 1
         value = x
         for stage, module in self.local.items():
             here = Action("F", stage, self.microbatches)  # a number no training message has
-            if stage and here in self.handed:
-                value = self.handed.pop(here)
-            elif stage:
-                value = self._buffer(here, count)
-                self._post(here, value).wait()
+            if stage and apart:
+                value = torch.empty(count, *self.shapes[stage - 1], dtype=self.dtype, device=self.world.device)
+                network.receive(here, value).wait()
             value = module(value)
-            if stage < self.count - 1:
-                self._hand(here._replace(stage=stage + 1), value)
-        while len(self.sends) > 8:
-            self.sends.pop(0)[0].wait()
+            if stage < self.count - 1 and apart:
+                network.send(here._replace(stage=stage + 1), value)
+        network.finish(8)
         return value if self.has_last else None
-
-    # ---- messages: an activation or a gradient is named by the action that consumes it
-
-    def _home(self, stage: int) -> int:
-        return stage % self.world.size
-
-    def _hand(self, consumer: Action, value: Tensor) -> None:
-        """Give a tensor to the action that consumes it, here or in another process."""
-        target = self._home(consumer.stage)
-        if target == self.world.rank:
-            self.handed[consumer] = value
-            return
-        value = value.contiguous()
-        work = dist.isend(value, target, self.groups[self._channel(consumer)], self._tag(consumer))
-        assert work is not None
-        self.sends.append((work, value))  # the tensor must live until it is sent
-
-    def _post(self, consumer: Action, value: Tensor) -> dist.Work:
-        """Begin to receive what an action needs."""
-        source = self._home(consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1)
-        work = dist.irecv(value, source, self.groups[self._channel(consumer)], self._tag(consumer))
-        assert work is not None
-        return work
-
-    def _finish_sends(self) -> None:
-        for work, _ in self.sends:
-            work.wait()
-        self.sends.clear()
-
-    def _tag(self, action: Action) -> int:
-        return (action.stage * (self.microbatches + 1) + action.microbatch) * 2 + (action.kind == "F")
-
-    def _channel(self, action: Action) -> tuple[str, bool]:
-        """Messages of one direction: its kind, and whether it goes round the end of the ring of processes."""
-        edge = action.stage if action.kind == "F" else action.stage + 1
-        return action.kind, edge % self.world.size == 0
-
-    def _channels(self) -> dict[tuple[str, bool], dist.ProcessGroup | None]:
-        """A group for each direction on nccl, which matches by order alone; gloo needs only tags."""
-        channels = [(kind, wraps) for kind in "FB" for wraps in (False, True)]
-        if self.world.backend != "nccl" or self.world.size == 1:
-            return dict.fromkeys(channels)
-        return {channel: cast(dist.ProcessGroup, dist.new_group(timeout=self.world.timeout)) for channel in channels}
-
-    def _connect(self) -> None:
-        """Send a first message on every channel, one after the other in one order on all processes.
-
-        nccl connects a pair at its first message and both sides must be at it; within a step they are not.
-        """
-        token, size = torch.zeros(1, device=self.world.device), self.world.size
-        for (kind, wraps), group in self.groups.items():
-            pairs = [(size - 1, 0)] if wraps else [(low, low + 1) for low in range(size - 1)]
-            for low, high in pairs if size > 1 else []:
-                source, target = (low, high) if kind == "F" else (high, low)
-                if self.world.rank == source:
-                    dist.send(token, target, group)
-                elif self.world.rank == target:
-                    dist.recv(token, source, group)
-
-    def _buffer(self, action: Action, size: int) -> Tensor:
-        shape = self.shapes[action.stage - 1 if action.kind == "F" else action.stage]
-        return torch.empty(size, *shape, dtype=self.dtype, device=self.world.device)
-
-    def _buffers(self) -> list[tuple[Action, Tensor]]:
-        """What this process receives in a step, in the order in which each sender sends it, with its memory."""
-        found = []
-        for sender, actions in enumerate(self.plan):
-            for kind, stage, m in actions:
-                consumer = Action(kind, stage + 1 if kind == "F" else stage - 1, m)
-                inside = 0 <= consumer.stage < self.count
-                if inside and sender != self.world.rank == self._home(consumer.stage):
-                    found.append((consumer, self._buffer(consumer, self.size)))
-        return found
 
     def spans(self) -> list[list[Span]]:
         """The kept steps of this process, oldest first, with times in seconds."""
@@ -264,4 +179,4 @@ class Pipeline:
     @property
     def last_rank(self) -> int:
         """The process with the last stage: it knows the loss."""
-        return self._home(self.count - 1)
+        return (self.count - 1) % self.world.size

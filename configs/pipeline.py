@@ -15,6 +15,8 @@ TORCH = (*OWN, "interleaved_1f1b", "zero_bubble")
 class Pipeline:
     engine: Literal["own", "torch"] = "own"
     """own is the executor of common/pipeline.py; torch is torch.distributed.pipelining."""
+    transport: Literal["auto", "network"] = "auto"
+    """How the own engine's training messages travel: auto takes shared memory between processes of one host (CPU)."""
     schedule: str = "gpipe"
     """naive, gpipe, 1f1b (both engines), interleaved_1f1b, zero_bubble (torch), or FILE.py:function (own)."""
     stages: int = between(1, 64, 2)

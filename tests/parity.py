@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common import config, data, launch, optim, prepare, processes, splits
 from common.config import to_yaml
@@ -65,11 +66,11 @@ def sabotage(pipe: Pipeline, mistake: str) -> None:
     if mistake == "lose_microbatch":
         backward = pipe._backward
 
-        def forgetful(action: Action) -> Any:
+        def forgetful(action: Action, gradient: Tensor | None) -> Any:
             if action.microbatch == 5 and pipe.has_last:
                 x, out = pipe.saved[action.stage, action.microbatch]
                 pipe.saved[action.stage, action.microbatch] = x, out * 0
-            return backward(action)
+            return backward(action, gradient)
 
         pipe._backward = forgetful  # type: ignore[method-assign]
 
