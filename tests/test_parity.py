@@ -29,7 +29,8 @@ def case(engine: str, schedule: str, processes: int, each: int) -> str:
 
 
 def cases(processes: int) -> list[str]:
-    return [case(e, s, processes, each) for (e, s), each in itertools.product(OWN + LIBRARY, (1, 2))]
+    network = [f"{case('own', s, processes, 2)},transport=network" for s in ("gpipe", "1f1b")]
+    return network + [case(e, s, processes, each) for (e, s), each in itertools.product(OWN + LIBRARY, (1, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_pipelines_equal_the_unsplit_model(
     trained = train(tmp_path, cache, processes, cases(processes))
     wrong = {name: differences(result, reference) for name, result in trained.items()}
     assert not {name: found for name, found in wrong.items() if found}
-    assert len(trained) == 16 and len(reference["losses"]) == 30
+    assert len(trained) == 18 and len(reference["losses"]) == 30
     assert reference["losses"][-1] < 0.9 * reference["losses"][0], "a model that learns nothing proves nothing"
 
 

@@ -28,7 +28,7 @@ from configs.shared import Launch
 NOISY = 0.1  # share of the machine used by others during a turn, above which its round is left out
 SLACK = 0.03  # seconds: what /proc cannot resolve
 ENOUGH = 3  # undisturbed rounds
-PATIENCE = 60.0  # seconds for one turn
+PATIENCE = 600.0  # seconds for one turn; a busy machine is no reason to fail
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "lightning", "accelerate", "wandb")
 ALLOCATOR = ("MALLOC_", "OMP_", "MKL_", "GOMP_", "KMP_", "LD_PRELOAD")
 Side = Callable[[], float]
