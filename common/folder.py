@@ -5,10 +5,12 @@ runs/<name>-<time>-<4 hex>/
   meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
   code/                the source that this run executes, untracked files included
   attempts/0001/       one folder a start; ranks write only here
+    attempt.json       the attempt and step that it continues; parent null for a fresh start
     world.json         processes, hosts, device, backend
     logs/rank-0.log    one file a rank
     heartbeat-0.json   one file a rank: step and time
     metrics.jsonl      one JSON object per logged step
+    checkpoints/       see common/snapshots.py
   wandb/               the W&B directory
   result.json          final numbers and the reason for the end
 """
@@ -52,15 +54,34 @@ def disk_errors(what: Path) -> Iterator[None]:
         raise UserError(f"cannot write {what}: {remedy}") from error
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new text and nothing between."""
+def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a small file so that a reader sees the old or the new text and nothing between.
+
+    A durable one is on the disk, and stays there when the power fails, once this returns.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with disk_errors(path):
             beside.write_text(text)
+            if durable:
+                sync(beside)
             beside.replace(path)
+            if durable:
+                sync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network disks have no such thing for folders
+            raise
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -99,19 +120,64 @@ class Folder:
             raise
 
     def claim(self) -> Folder:
-        """Claim the next attempt by an exclusive mkdir."""
+        """Claim the next attempt by an exclusive mkdir: of two starts at once, each gets its own."""
         number = max((a.number for a in self.attempts()), default=0) + 1
         with disk_errors(self.path):
             (self.path / "attempts").mkdir(exist_ok=True)
-            (self.path / "attempts" / f"{number:04d}").mkdir()
-            claimed = Folder(self.path, number)
+            while True:
+                claimed = Folder(self.path, number)
+                try:
+                    claimed.attempt.mkdir()
+                    break
+                except FileExistsError:
+                    number += 1
             (claimed.attempt / "logs").mkdir()
         return claimed
 
     def attempts(self) -> list[Folder]:
         """All attempts, oldest first."""
-        found = sorted(self.path.glob("attempts/[0-9]*"))
-        return [Folder(self.path, int(path.name)) for path in found]
+        names = [path.name for path in self.path.glob("attempts/[0-9]*")]
+        return [Folder(self.path, number) for number in sorted(int(name) for name in names if name.isdecimal())]
+
+    @property
+    def superseded(self) -> bool:
+        """Whether the run was started again since: then this attempt no longer counts."""
+        return any(attempt.number > self.number for attempt in self.attempts())
+
+    def set_parent(self, parent: int | None, step: int) -> None:
+        """Note which attempt, up to which step, this one continues; None and 0 for a fresh start.
+
+        Until then it has not begun to train, and nobody continues it.
+        """
+        text = json.dumps({"parent": parent, "step": step}) + "\n"
+        write_atomic(self.attempt / "attempt.json", text, durable=True)
+        with disk_errors(self.attempt):
+            sync(self.attempt.parent)
+
+    def chain(self) -> list[tuple[Folder, int | None]]:
+        """The attempts that count, newest first, each with its last step that counts (None: all of them).
+
+        An attempt counts up to the step at which the next one continued it; one that none continued, not at all.
+        """
+        begun = [attempt for attempt in self.attempts() if attempt.origin is not None]
+        if not begun:  # nothing was noted: the newest start that trained stands alone
+            begun = [attempt for attempt in self.attempts() if attempt.metrics_file.exists()]
+        link: tuple[Folder, int | None] | None = (begun[-1], None) if begun else None
+        found: list[tuple[Folder, int | None]] = []
+        while link is not None:
+            found.append(link)
+            attempt, bound = link
+            parent, step = attempt.origin or (None, 0)
+            older = parent is not None and parent < attempt.number  # a damaged file must not lead in a circle
+            link = (Folder(self.path, parent), step if bound is None else min(step, bound)) if older else None  # type: ignore[arg-type]
+        return found
+
+    @property
+    def origin(self) -> tuple[int | None, int] | None:
+        """What `set_parent` noted; None where it has not."""
+        note = read_json(self.attempt / "attempt.json")
+        parent, step = note.get("parent", ""), note.get("step")
+        return (parent, step) if isinstance(parent, int | None) and isinstance(step, int) else None
 
     @property
     def experiment(self) -> str:
@@ -133,16 +199,23 @@ class Folder:
         write_json(self.attempt / f"heartbeat-{rank}.json", {"step": step, "time": time})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of the newest attempt; a line cut off by a crash is left out."""
-        newest = self.attempts()[-1:]
+        """All complete rows of the run, oldest first, over all attempts that count; each step is there once.
+
+        A line cut off by a crash is left out.
+        """
         rows: list[dict[str, Any]] = []
-        for attempt in newest:
-            if not attempt.metrics_file.exists():
-                continue
-            for line in attempt.metrics_file.read_text().splitlines():
+        for attempt, bound in reversed(self.chain()):
+            rows += [row for row in attempt.own_metrics() if bound is None or row.get("global_step", 0) <= bound]
+        return rows
+
+    def own_metrics(self) -> list[dict[str, Any]]:
+        """All complete rows of this attempt alone."""
+        rows = []
+        with contextlib.suppress(FileNotFoundError), open(self.metrics_file, errors="replace") as file:
+            for line in file:
                 with contextlib.suppress(ValueError):
                     rows.append(json.loads(line))
-        return rows
+        return [row for row in rows if isinstance(row, dict)]
 
     @property
     def result(self) -> dict[str, Any]:

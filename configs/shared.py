@@ -127,6 +127,20 @@ class Wandb:
 
 
 @dataclass
+class Checkpoint:
+    every_seconds: float = between(0, 86_400, 300)
+    """Save whenever so many seconds have passed; 0 goes by steps alone. That much work is lost at worst."""
+    every_steps: int = at_least(0, 0)
+    """Save after every so many optimizer steps; 0 goes by seconds alone. With both at 0 only a notice of
+    preemption saves."""
+    keep: int = at_least(2, 2)
+    """Checkpoints of a start that stay on disk, beside the best one. At least 2: should the newest be damaged, the
+    one before it is used."""
+    retries: int = between(0, 10, 1)
+    """How often writing is tried again after an error of the disk, before training goes on without."""
+
+
+@dataclass
 class Experiment:
     """What every experiment can set."""
 
@@ -151,6 +165,7 @@ class Experiment:
     optim: Optim = field(default_factory=Optim)
     log: Log = field(default_factory=Log)
     wandb: Wandb = field(default_factory=Wandb)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     @property
     def processes(self) -> int:
