@@ -1,0 +1,117 @@
+"""Attempts: each start has its own, and the run is read along the chain of those that count."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.folder import Folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder.create(tmp_path, "mnist_pipeline", "")
+
+
+def begin(folder: Folder, parent: int | None, step: int, steps: range, tail: str = "") -> Folder:
+    """A start that trained `steps`, with an evaluation of two rows after every second one."""
+    attempt = folder.claim()
+    attempt.set_parent(parent, step)
+    rows: list[dict[str, Any]] = []
+    for number in steps:
+        rows.append({"global_step": number, "loss": number + attempt.number / 10})
+        if number % 2 == 0:
+            rows += [{"global_step": number, "part": part, "by": attempt.number} for part in ("a", "b")]
+    attempt.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return attempt
+
+
+def losses(folder: Folder) -> list[float]:
+    return [row["loss"] for row in folder.metrics() if "loss" in row]
+
+
+def chain(folder: Folder) -> list[tuple[int, int | None]]:
+    return [(attempt.number, bound) for attempt, bound in folder.chain()]
+
+
+def test_two_starts_at_once_get_an_attempt_each(folder: Folder) -> None:
+    gate, claimed = threading.Barrier(8), []
+
+    def claim() -> None:
+        gate.wait()
+        for _ in range(10):
+            claimed.append(folder.claim().number)
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == list(range(1, 81))
+
+
+def test_metrics_follow_the_chain_without_gap_or_repeat(folder: Folder) -> None:
+    begin(folder, None, 0, range(1, 8), tail='{"global_step": 8, "lo')  # saved at 4, cut off in the row of 8
+    begin(folder, 1, 4, range(5, 10))  # saved at 6 and 8
+    begin(folder, 2, 8, range(9, 12))  # never saved: cut off
+    begin(folder, 2, 6, range(7, 10))  # the one of 8 was damaged
+    assert chain(folder) == [(4, None), (2, 6), (1, 4)]
+    assert losses(folder) == [1.1, 2.1, 3.1, 4.1, 5.2, 6.2, 7.4, 8.4, 9.4]
+    evaluations = [(row["global_step"], row["part"], row["by"]) for row in folder.metrics() if "part" in row]
+    assert evaluations == [(s, p, by) for s, by in ((2, 1), (4, 1), (6, 2), (8, 4)) for p in "ab"]
+
+
+def test_rows_of_a_start_that_was_cut_off_do_not_count(folder: Folder) -> None:
+    old = begin(folder, None, 0, range(1, 5))
+    new = begin(folder, 1, 2, range(3, 5))
+    assert old.superseded and not new.superseded
+    before = folder.metrics()
+    with open(old.metrics_file, "a") as file:  # it lives on behind a cut cable
+        file.write('{"global_step": 5, "loss": 666}\n')
+    assert folder.metrics() == before and losses(folder) == [1.1, 2.1, 3.2, 4.2]
+
+
+def test_a_start_that_did_not_come_to_training_is_skipped(folder: Folder) -> None:
+    begin(folder, None, 0, range(1, 4))
+    folder.claim()
+    assert chain(folder) == [(1, None)] and losses(folder) == [1.1, 2.1, 3.1]
+    begin(folder, 1, 2, range(3, 4))
+    assert chain(folder) == [(3, None), (1, 2)] and losses(folder) == [1.1, 2.1, 3.3]
+
+
+def test_a_fresh_start_counts_alone(folder: Folder) -> None:
+    begin(folder, None, 0, range(1, 9))
+    begin(folder, None, 0, range(1, 3))
+    assert chain(folder) == [(2, None)] and losses(folder) == [1.2, 2.2]
+
+
+def test_a_lone_start_that_noted_nothing_is_read(folder: Folder) -> None:
+    assert folder.chain() == [] and folder.metrics() == []
+    attempt = begin(folder, None, 0, range(1, 3))
+    (attempt.attempt / "attempt.json").unlink()
+    folder.claim()
+    assert chain(folder) == [(1, None)] and losses(folder) == [1.1, 2.1]
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", '{"parent": "1", "step": 2}', '{"parent": 1}', "\x00" * 30])
+def test_a_damaged_note_counts_as_none(folder: Folder, note: str) -> None:
+    begin(folder, None, 0, range(1, 4))
+    (begin(folder, 1, 2, range(3, 5)).attempt / "attempt.json").write_text(note)
+    assert chain(folder) == [(1, None)]
+
+
+def test_no_note_leads_in_a_circle(folder: Folder) -> None:
+    begin(folder, 2, 5, range(1, 4))
+    begin(folder, 1, 2, range(3, 5))
+    assert chain(folder) == [(2, None), (1, 2)]
+
+
+def test_damaged_rows_are_left_out(folder: Folder) -> None:
+    attempt = begin(folder, None, 0, range(1, 2))
+    with open(attempt.metrics_file, "ab") as file:
+        file.write(b'\xff\xfe\x00\x00\n12\n{"global_step": 2, {"global_step": 3}\n{"global_step": 4, "loss": 4.0}\n')
+    assert losses(folder) == [1.1, 4.0]
