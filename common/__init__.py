@@ -1,1 +1,15 @@
 """What the experiments share: configuration, data, models, splits, pipeline, launch, run, tracking."""
+
+import sys
+from types import TracebackType
+
+
+def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C before a command has begun, while it still imports, is answered in one line like any later one."""
+    if not issubclass(kind, KeyboardInterrupt):
+        return sys.__excepthook__(kind, error, trace)
+    print("\nstopped by Ctrl-C", file=sys.stderr)
+    raise SystemExit(130)
+
+
+sys.excepthook = _told

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from common.launch import Place
 
 GRACE = 2.0  # seconds between asking the other processes to end and ending them
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NEW = 60.0  # seconds in which a folder may not have its lock yet
 PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -42,7 +44,7 @@ def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Ca
     `meanwhile` runs here while they start. The first process that fails ends all others: its
     message or traceback is shown once, those of its peers are only in their logs.
     """
-    private = Path(tempfile.mkdtemp(prefix="rendezvous-"))
+    private, lock = meeting_place()
     children: list[Child] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -57,8 +59,31 @@ def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Ca
     finally:
         end_all(children)
         shutil.rmtree(private, ignore_errors=True)
+        os.close(lock)
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a progress bar that was ended has hidden the cursor
+
+
+def meeting_place() -> tuple[Path, int]:
+    """A private folder for the processes to meet in, and its lock, which we and our children hold as long as we live.
+
+    Folders whose lock nobody holds any more are swept away: a launcher that was killed left them.
+    """
+    for path in Path(tempfile.gettempdir()).glob("rendezvous-*-*"):
+        with contextlib.suppress(OSError):  # locked, somebody else's, or gone
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.fstat(handle)
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > NEW:
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
+    private = Path(tempfile.mkdtemp(prefix=f"rendezvous-{os.getpid()}-"))
+    lock = os.open(private, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a network disk may know no locks; then nothing is ever swept
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return private, lock
 
 
 def fork(body: Callable[[Place], None], place: Place, private: Path) -> int:

@@ -100,7 +100,8 @@ def begin(folder: Folder) -> None:
     """Note in meta.json that an attempt starts here and now."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
     entry = {"attempt": folder.number, "start": now(), "end": None, "state": "running"}
-    entry |= {"host": socket.gethostname(), "pid": os.getpid(), "slurm": slurm or None}
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # tells it from a later such pid
+    entry |= {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": ticks, "slurm": slurm or None}
     meta = read_json(folder.path / "meta.json")
     meta.setdefault("history", []).append(entry)
     write_json(folder.path / "meta.json", meta)

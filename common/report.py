@@ -60,7 +60,9 @@ class PipelineReport:
         rows = [[span for mine in self.step for span in mine if span.action.stage == stage] for stage in stages]
         lines = [f"stage {stage} |{line}|" for stage, line in zip(stages, schedules.draw(rows), strict=True)]
         seconds = schedules.length(self.step)
-        words = f"{seconds * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward, dot: waiting"
+        split = any(span.action.kind == "W" for mine in self.step for span in mine)
+        capitals = " (capital: of the weights)" if split else ""
+        words = f"{seconds * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward{capitals}, dot: waiting"
         return {
             "ideal bubble": f"{self.ideal:.1%}  (equal stages, messages that take no time)",
             "idle share": "  ".join(f"process {process}: {share:.1%}" for process, share in enumerate(self.idle)),

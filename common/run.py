@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 import sys
 import time
 from typing import Any
@@ -185,11 +186,12 @@ class Run:
     def places(self) -> dict[str, str]:
         """Rows of the final table: where everything lies, and how to see and repeat it."""
         path, name = self.folder.path, config.name_of(type(self.settings))
+        result, values = (shlex.quote(str(path / file)) for file in ("result.json", "config.yaml"))
         return {
             "run folder": str(path),
             "metrics": str(self.folder.metrics_file),
-            "show": f"cat {path}/result.json",
-            "repeat": f"python experiments/{name}.py --config {path}/config.yaml",
+            "show": f"cat {result}",
+            "repeat": f"python experiments/{name}.py --config {values}",
         }
 
     # ---- profile

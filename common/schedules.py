@@ -203,15 +203,17 @@ def from_file(name: str) -> Maker:
 def draw(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
     """One line of text a process: a digit is a forward of that microbatch, a letter a backward, a dot is waiting.
 
-    Microbatch 0 shows as 0 and a, 1 as 1 and b, and so on, from the start again after ten.
+    Microbatch 0 shows as 0 and a, 1 as 1 and b, and so on, from the start again after ten. Of a backward in two
+    parts, the input's gradient is the small letter and the weights' gradient the capital.
     """
+    marks = {"F": "0123456789", "W": "ABCDEFGHIJ"}
     start = min(span.start for mine in spans for span in mine)
     scale = width / length(spans)
     lines = []
     for mine in spans:
         line = ["."] * width
         for action, begin, end in mine:
-            mark = "0123456789"[action.microbatch % 10] if action.kind == "F" else "abcdefghij"[action.microbatch % 10]
+            mark = marks.get(action.kind, "abcdefghij")[action.microbatch % 10]
             first = round((begin - start) * scale)
             for column in range(first, max(first + 1, round((end - start) * scale))):
                 if column < width:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,8 @@ def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, sett
         if not folder.result:
             steps = [row["global_step"] for row in folder.metrics()]
             ended = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
+            if status == 128 + signal.SIGINT:
+                ended |= {"state": "cancelled", "reason": "stopped by Ctrl-C"}
             with contextlib.suppress(UserError):  # the full disk that ended the run has been told of
                 write_json(folder.path / "result.json", ended)
             if steps:

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ class Tracker:
         rest = "" if whole else f"; not complete after {timeout:g} s, see {log}"
         if status["mode"] == "online":
             return f"W&B: {status['url']}{rest}"
-        return f"W&B: offline{reason}; upload with: wandb sync {status['dir']}{rest}"
+        return f"W&B: offline{reason}; upload with: wandb sync {shlex.quote(status['dir'])}{rest}"
 
 
 def command(folder: Folder, mode: str, reason: str = "") -> list[str]:

@@ -179,6 +179,9 @@ class Experiment:
                 f"{self.processes} processes cannot be shared evenly by launch.nodes={self.launch.nodes}; "
                 f"valid node counts are {divisors(self.processes)}"
             )
+        for name, folder in (("runs", self.runs), ("data.cache", self.data.cache)):
+            if not folder:
+                raise ValueError(f"{name}= is empty; name a folder, or leave it out")
         held = self.data.train_samples
         if 0 < self.data.train_limit < self.batch:
             raise ValueError(

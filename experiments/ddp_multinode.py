@@ -21,6 +21,7 @@ BatchNorm sees only a process's own share, unless it is synchronised.
 
 from __future__ import annotations
 
+import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
 import time
 
 import torch

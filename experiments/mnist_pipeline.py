@@ -18,6 +18,7 @@ equal cost, each process waits (p - 1) / (m + p - 1) of the time: the bubble.
 
 from __future__ import annotations
 
+import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
 from typing import Any
 
 import torch

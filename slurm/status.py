@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ from common import config, provenance
 from common.config import UserError
 from common.folder import Folder, read_json, write_json
 from slurm import cluster
+from slurm.cluster_net import Process
 from slurm.scheduler import LOCAL, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "LOST")
@@ -62,6 +64,10 @@ def find(name: str, runs: Path) -> Folder:
     for path in (Path(name), runs / name):
         if name and (path / "config.yaml").is_file():
             return Folder(path.absolute())
+    if not name:
+        newest = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
+        names = ", ".join(path.parent.name for path in newest) or "none"
+        raise UserError(f"RUN is missing; write RUN=<id> (newest in {runs}: {names})")
     raise UserError(f"RUN={name!r}: no such run folder in {runs}; make status lists them")
 
 
@@ -111,7 +117,8 @@ def state_of(folder: Folder) -> tuple[str, str]:
             return "LOST", "the local cluster that it was given to is down"
         return job_state(scheduler, meta["job"]["id"])
     start = (meta.get("history") or [{}])[-1]
-    if start.get("host") == socket.gethostname() and not Path(f"/proc/{start.get('pid')}").exists():
+    process = Process(start.get("pid", 0), start.get("pid_started", 0))
+    if start.get("host") == socket.gethostname() and not process.alive():
         return "LOST", "its process is gone and left no result"
     return "RUNNING", ""
 
@@ -169,7 +176,8 @@ def follow(folder: Folder, log: Path) -> int:
     try:
         return follow_to_the_end(folder, log)
     except KeyboardInterrupt:
-        print(f"\nno longer following; the run goes on, and is ended by: make cancel RUN={folder.path}")
+        run = shlex.quote(str(folder.path))
+        print(f"\nno longer following; the run goes on, and is ended by: make cancel RUN={run}")
         return 128 + signal.SIGINT
 
 

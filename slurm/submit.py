@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> int:
         settings.processes_per_node = profile.per_node  # type: ignore[attr-defined]
     folder, job = give(name, settings, profile, scheduler)
     print(f"{name}: job {job} on {scheduler.name}, {settings.launch.nodes} nodes, {settings.processes} processes")
-    run = folder.path.name if folder.path.parent == Path("runs").absolute() else folder.path
+    run = shlex.quote(folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path))
     print(
         f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1\n  cancel      make cancel RUN={run}",
         flush=True,

@@ -1,7 +1,8 @@
 """Mistakes and misfortunes, each met through the real way in: one clear message, the right status, nothing left.
 
-Every case is a process of its own and most of them import torch, so the cases of this file run a few at a
-time, once, before the first test looks at its own.
+Mistakes in settings and in files are all made within this process, and a few of each kind at the real command. Every
+other case is a process of its own and most of them import torch, so these run a few at a time, once, before the
+first test looks at its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from pathlib import Path
 
 import pytest
 
+from common.config import UserError
 from common.prepare import RAW
+from slurm import submit
 from tests.helpers import ROOT, Done, environment, processes_of
 
 TOGETHER = 4  # cases at a time: many of them wait more than they compute
@@ -73,6 +76,7 @@ SETTINGS = [
     settings("microbatches that do not divide", "microbatches=5", parts=("batch=64", "microbatches=4 or 8")),
     settings("more microbatches than samples", "batch=4", "microbatches=8", parts=("microbatches=4",)),
     settings("batch above the set", "batch=60001", "microbatches=1", parts=("60000 training samples",)),
+    *(settings(f"no {key}", f"{key}=", parts=(f"{key}= is empty",)) for key in ("runs", "data.cache")),
     settings("huge batch", f"batch={10**12}", parts=("60000 training samples",)),
     settings("no word", "--frobnicate", parts=("'--frobnicate'", "usage")),
     settings("control characters", "'runs=a\nb'", parts=("runs=", "control characters")),
@@ -264,7 +268,8 @@ TRACKING = [
     tracked("W&B: silent host", "W&B: offline (", "does not answer", WANDB_API_KEY=KEY, WANDB_BASE_URL="SILENT"),
 ]
 
-CASES = [*SETTINGS, *FILES, *DATA, *DISKS, *TRACKING]
+TYPED = ("unknown key", "WANDB_MODE unknown", "--config is no YAML", "schedule: leaves", "schedule: deadlock")
+CASES = [*(case for case in SETTINGS + FILES if case.name in TYPED), *DATA, *DISKS, *TRACKING]
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -351,6 +356,19 @@ def answers(
                 place = tmp_path_factory.mktemp("case")
                 found[case.name] = (place, pool.submit(perform, case, place, cache, hosts))
         yield found
+
+
+@pytest.mark.parametrize("case", SETTINGS + FILES, ids=lambda case: case.name)
+def test_bad_settings(case: Case, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.setup(tmp_path, cache)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    for name, value in case.env:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:  # --dry-run, so that nothing would start if it were not refused
+        submit.main(["--dry-run=1", f"--args={' '.join(case.words)}", "--", "mnist_pipeline"])
+    assert all(part in str(caught.value) for part in case.parts), caught.value
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import json
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +28,8 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for entry in EXPERIMENTS:
         common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
         pairs[entry.name] = tuple(
-            run(entry.name, *common, *entry.smallest, runs=tmp_path_factory.mktemp(entry.name)) for _ in range(2)
+            run(entry.name, *common, *entry.smallest, runs=tmp_path_factory.mktemp(entry.name) / "my runs")
+            for _ in range(2)
         )
     return pairs  # type: ignore[return-value]
 
@@ -91,6 +97,9 @@ def test_the_screen_tells_the_essentials(entry: Entry, finished: dict[str, tuple
     for words in ("data digits", "test accuracy", "samples/s", str(done.folder.path), "--config"):
         assert words in done.out
     assert not done.err
+    shown, again = (shlex.split(line)[1:] for line in done.out.splitlines() if line.split()[0] in ("show", "repeat"))
+    assert shown == ["cat", str(done.folder.path / "result.json")]
+    assert again[-1] == str(done.folder.path / "config.yaml")
 
 
 @every
@@ -138,6 +147,24 @@ def test_the_script_answers_questions_without_training(entry: Entry, tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
+@every
+def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(entry: Entry, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(entry.name, "--help", runs=tmp_path),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (a shell's & ignores it)
+    )
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "\nstopped by Ctrl-C\n")
+    assert process.returncode == 128 + signal.SIGINT
+
+
 def test_no_room_below_knows_one_above() -> None:
     """experiments -> common -> configs; slurm -> common, configs; no experiment imports another."""
     allowed = {
@@ -153,6 +180,23 @@ def test_no_room_below_knows_one_above() -> None:
             rooms = imported & {"experiments", "common", "configs", "slurm", "tests"}
             assert rooms <= others | {room}, file
             assert not (room == "experiments" and "experiments" in rooms), file
+
+
+def test_common_imports_in_no_circle() -> None:
+    """Imports inside functions count: they, too, say who knows whom."""
+    rooms = {f"common.{file.stem}": file for file in (ROOT / "common").glob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for room, file in rooms.items():
+        known: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                known |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{file}: relative imports are not followed here"
+                known |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        graph[room] = known & rooms.keys()
+    assert graph["common.start"] > {"common.run", "common.processes"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_answers_need_no_torch() -> None:

@@ -8,13 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from common import processes
+from common.folder import Folder
 from common.launch import Place, first_host, outside
+from slurm import status
 from tests.helpers import ROOT, command, environment, processes_of, run
 
 TORCHRUN = {
@@ -129,6 +133,26 @@ def test_rank_that_ignores_being_asked_is_ended(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+def test_only_meeting_places_of_killed_launchers_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if not (launcher := os.fork()):
+        try:
+            processes.meeting_place()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    (killed,) = tmp_path.iterdir()
+    living, lock = processes.meeting_place()
+    for path in (killed, living):
+        os.utime(path, (0, 0))
+    unlocked = tmp_path / "rendezvous-1-new"  # about to be locked
+    unlocked.mkdir()
+    mine, other = processes.meeting_place()
+    assert set(tmp_path.iterdir()) == {living, unlocked, mine}
+    os.close(lock)
+    os.close(other)
+
+
 def listening(pids: list[int]) -> set[str]:
     """Local addresses on which the processes accept TCP connections."""
     inodes = set()
@@ -192,6 +216,9 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, s
     _, err = first.communicate(timeout=10)
     assert first.returncode == 128 + signal.SIGINT
     assert "stopped by Ctrl-C" in err and "metrics up to step" in err and "Traceback" not in err
+    (folder,) = (Folder(path) for path in (tmp_path / "a").iterdir())
+    assert folder.result["exit_status"] == first.returncode and folder.result["last_step"] > 0
+    assert status.state_of(folder) == ("CANCELLED", "stopped by Ctrl-C")
     assert not processes_of(str(tmp_path / "a"))
     assert second.poll() is None
     second.send_signal(signal.SIGTERM)

@@ -191,6 +191,23 @@ def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, .
     assert not processes_of(str(place))
 
 
+def test_numbers_of_hosts_are_handed_over_as_they_are(place: Path) -> None:
+    text = "$(shell touch pwned)'\"`"
+    assert f"--nodes={text}: write a number" in refused(make(place, "cluster-up", f"NODES={text}"), place)
+
+
+@pytest.mark.parametrize("verb", ["logs", "cancel"])
+def test_a_missing_run_is_answered_with_the_newest(place: Path, verb: str) -> None:
+    assert "RUN is missing; write RUN=<id> (newest in runs: none)" in refused(make(place, verb), place)
+    for age, name in enumerate(("d", "c", "b", "a")):
+        file = place / "runs" / name / "config.yaml"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (1000 - age, 1000 - age))
+    done = make(place, verb)
+    assert done.status == 2 and done.err.startswith("error: RUN is missing; write RUN=<id> (newest in runs: d, c, b)")
+
+
 # ---- setting up
 
 

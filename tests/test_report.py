@@ -32,5 +32,12 @@ def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
     }  # fmt: skip
 
 
+def test_the_legend_tells_of_capitals_where_there_are_some() -> None:
+    for kinds, told in (("FB", False), ("FIW", True)):
+        plan = [[Action(kind, 0, 0) for kind in kinds]]
+        found = report.PipelineReport(0.0, [0.0], play(plan, 1))
+        assert ("(capital: of the weights)" in found.rows()["one step"]) is told
+
+
 def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:
     assert report.table({"a": "1", "long name": "2\n3"}) == "  a          1\n  long name  2\n             3"

@@ -52,6 +52,11 @@ def test_diagram_shows_who_works_on_what_when() -> None:
     assert lines == ["01...aabb", ".01aabb.."]
 
 
+def test_diagram_tells_the_two_parts_of_a_backward_apart() -> None:
+    plan = [[Action(kind, 0, 1) for kind in "FIW"]]
+    assert draw(play(plan, 1), width=3) == ["1bB"]
+
+
 def custom(tmp_path: Path, body: str, function: str = "mine") -> Pipeline:
     file = tmp_path / "custom.py"
     file.write_text("def mine(processes, stages, microbatches):\n" + body)

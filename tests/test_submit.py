@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -12,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from common import provenance
 from common.config import UserError
-from common.folder import Folder
+from common.folder import Folder, write_json
 from configs.profile import Profile
-from slurm import sbatch, scheduler
+from slurm import sbatch, scheduler, status
+from slurm.cluster_net import Process
 from tests.helpers import ROOT, environment
 
 GOLDEN = """#!/bin/bash
@@ -282,9 +286,28 @@ def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake, cac
     assert "is CANCELLED already" in call(fake, "slurm.status", "cancel", folder).stdout
 
 
-@pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", ""]])
+@pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", "x"]])
 def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
     done = call(fake, "slurm.status", *words)
-    if words == ["cancel", ""]:
-        words = ["cancel", "''"]
     assert done.returncode == 2 and "no such run folder" in done.stderr
+
+
+def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
+    """A pid that has passed to another process is not signalled."""
+    folder = Folder(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as sleep:
+        process = Process.of(sleep.pid)
+        for started, state in ((process.start - 1, "LOST"), (process.start, "RUNNING")):
+            entry = {"host": socket.gethostname(), "pid": sleep.pid, "pid_started": started}
+            write_json(tmp_path / "meta.json", {"history": [entry]})
+            assert status.state_of(folder)[0] == state
+            answer = status.cancel(folder)
+            if state == "LOST":
+                assert "is LOST already" in answer and sleep.poll() is None
+        assert sleep.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:
+    provenance.begin(Folder(tmp_path, 1))
+    (entry,) = json.loads((tmp_path / "meta.json").read_text())["history"]
+    assert Process(entry["pid"], entry["pid_started"]) == Process.of(os.getpid())

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -93,7 +94,7 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
     """A short run with a key in its environment."""
     place = tmp_path_factory.mktemp("offline")
     words = ["data.name=digits", f"data.cache={cache}", "data.test_limit=1000", "epochs=1", "steps=30"]
-    full = command("mnist_pipeline", *words, "wandb.tags=[mine]", runs=place / "runs")
+    full = command("mnist_pipeline", *words, "wandb.tags=[mine]", runs=place / "my runs")
     env = environment(WANDB_MODE="offline", WANDB_API_KEY=SECRET, HOME=str(place / "home"))
     with open(place / "out", "w+") as out:
         process = subprocess.Popen(full, cwd=ROOT, env=env, stdout=out, stderr=out)
@@ -102,14 +103,14 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
             seen += arguments()
             time.sleep(0.02)
         out.seek(0)
-        return Offline(Done(process.returncode, out.read(), "", place / "runs"), seen)
+        return Offline(Done(process.returncode, out.read(), "", place / "my runs"), seen)
 
 
 def test_offline_run_says_how_to_upload(offline: Offline) -> None:
     assert offline.done.status == 0, offline.done.out
     place = status(offline.done.folder)
     assert place["mode"] == "offline"
-    assert f"W&B: offline; upload with: wandb sync {place['dir']}" in offline.done.out
+    assert f"W&B: offline; upload with: wandb sync {shlex.quote(place['dir'])}" in offline.done.out
     assert Path(place["dir"]).is_relative_to(offline.done.folder.path / "wandb")
 
 
