@@ -22,7 +22,9 @@ BatchNorm sees only a process's own share, unless it is synchronised.
 from __future__ import annotations
 
 import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
+import inspect
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,11 @@ from configs.ddp_multinode import Config
 
 ALONE = 20  # steps of one process that `compare` times, if they take no longer than
 PATIENCE = 10.0  # seconds
+# training does not read buffers, and before an evaluation they are averaged; torch before 2.15 knows only the
+# second name, and later ones warn of it
+ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
+BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
 
 
 def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
@@ -64,11 +71,11 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     ddp = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        broadcast_buffers=False,  # training does not read them; before an evaluation they are averaged
         bucket_cap_mb=hooks.bucket_mb(cfg.communication, cfg.bucket_mb, world.backend),
         gradient_as_bucket_view=cfg.gradient_as_bucket_view,
         static_graph=cfg.static_graph,
         find_unused_parameters=cfg.find_unused_parameters,
+        **BUFFERS_STAY,
     )
     hooks.register(ddp, cfg.communication, cfg.powersgd_rank)
     return ddp

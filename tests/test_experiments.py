@@ -56,7 +56,7 @@ def test_run_folder_holds_everything(entry: Entry, finished: dict[str, tuple[Don
     assert [row["global_step"] for row in rows if "loss" in row] == list(range(1, 41))
     assert rows[-1]["test_samples"] == 333
     for rank in range(entry.processes):
-        assert (folder.attempts()[0].log_file(rank)).exists()
+        assert "Warning" not in folder.attempts()[0].log_file(rank).read_text()
         assert (folder.attempts()[0].attempt / f"heartbeat-{rank}.json").exists()
 
 
