@@ -41,7 +41,7 @@ class Checked(Protocol):
 T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=Checked)
 ROOT = Path(__file__).resolve().parent.parent
-USAGE = "[--help] [--print-config] [--config FILE] [key=value ...]"
+USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +198,7 @@ class CommandLine:
     help: bool
     print_config: bool
     file: Path | None
+    resume: Path | None
     values: dict[str, str]
 
 
@@ -205,18 +206,22 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     """Split a command line into options and key=value pairs."""
     rest, values = list(arguments), dict[str, str]()
     show_help = print_config = False
-    file: Path | None = None
+    paths: dict[str, Path] = {}
     while rest:
         word = rest.pop(0)
         if word in ("--help", "-h"):
             show_help = True
         elif word == "--print-config":
             print_config = True
-        elif word == "--config" or word.startswith("--config="):
-            value = word.partition("=")[2] or (rest.pop(0) if rest else "")
+        elif word.partition("=")[0] in ("--config", "--resume"):
+            option, _, value = word.partition("=")
+            value = value or (rest.pop(0) if rest else "")
             if not value:
-                raise UserError("--config needs a file, such as runs/<id>/config.yaml")
-            file = Path(value)
+                what = (
+                    "file, such as runs/<id>/config.yaml" if option == "--config" else "run folder, such as runs/<id>"
+                )
+                raise UserError(f"{option} needs a {what}")
+            paths[option] = Path(value)
         elif word.startswith("-") or "=" not in word:
             raise UserError(f"argument {word!r} not understood; usage: {USAGE}")
         else:
@@ -224,7 +229,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
             if not text.isprintable():
                 raise UserError(f"{name}={text!r}: line breaks and control characters are not allowed")
             values[name] = text
-    return CommandLine(show_help, print_config, file, values)
+    return CommandLine(show_help, print_config, paths.get("--config"), paths.get("--resume"), values)
 
 
 def schema_of(name: str) -> type[Experiment]:
@@ -254,6 +259,10 @@ def load(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] =
         print(help_text(schema))
         sys.exit(0)
     file = line.file or ROOT / "configs" / f"{name}.yaml"
+    if line.resume:
+        file = line.resume / "config.yaml"
+        if not file.is_file():
+            raise UserError(f"--resume {line.resume}: no run folder, it has no config.yaml; make status lists the runs")
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
     layers = [surroundings, read_file(file), line.values]
     settings = resolve(schema, layers)

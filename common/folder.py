@@ -144,12 +144,13 @@ class Folder:
         """Whether the run was started again since: then this attempt no longer counts."""
         return any(attempt.number > self.number for attempt in self.attempts())
 
-    def set_parent(self, parent: int | None, step: int) -> None:
+    def set_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
         """Note which attempt, up to which step, this one continues; None and 0 for a fresh start.
 
-        Until then it has not begun to train, and nobody continues it.
+        `rows` are the rows of metrics that the parent had written by then. Until this is noted the attempt has not
+        begun to train, and nobody continues it.
         """
-        text = json.dumps({"parent": parent, "step": step}) + "\n"
+        text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
         write_atomic(self.attempt / "attempt.json", text, durable=True)
         with disk_errors(self.attempt):
             sync(self.attempt.parent)
@@ -203,10 +204,13 @@ class Folder:
 
         A line cut off by a crash is left out.
         """
-        rows: list[dict[str, Any]] = []
-        for attempt, bound in reversed(self.chain()):
-            rows += [row for row in attempt.own_metrics() if bound is None or row.get("global_step", 0) <= bound]
-        return rows
+        found: list[dict[str, Any]] = []
+        count: int | None = None  # an evaluation after the last step that counts comes again, so steps do not tell
+        for attempt, bound in self.chain():
+            rows = [row for row in attempt.own_metrics() if bound is None or row.get("global_step", 0) <= bound]
+            found[:0] = rows[:count]
+            count = read_json(attempt.attempt / "attempt.json").get("rows")
+        return found
 
     def own_metrics(self) -> list[dict[str, Any]]:
         """All complete rows of this attempt alone."""

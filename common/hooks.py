@@ -1,16 +1,24 @@
-"""Communication hooks of DistributedDataParallel: what is sent of a gradient.
+"""DistributedDataParallel: what is sent of a gradient, and in which buckets.
 
 No postponed annotations here: DistributedDataParallel looks at those of a hook.
 """
 
+import inspect
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 BYTES = {"fp16": 2, "bf16": 2}  # of one number on the way
 WHOLE = 1 << 20  # MB: more than any model, so that there is one bucket
+# training does not read buffers, and before an evaluation they are averaged; torch before 2.15 knows only the
+# second name, and later ones warn of it
+ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
+BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
 
 
 def bucket_mb(communication: str, asked: float, backend: str) -> float:
@@ -37,3 +45,22 @@ def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def settle(model: nn.Module, x: Tensor) -> None:
+    """One forward and backward for nothing, so that every step of every start adds gradients in the same order.
+
+    DDP regroups its buckets before its second forward, by the order in which gradients came in the first backward.
+    Without this the first step after a resume is summed in other pieces than the same step of an undisturbed run:
+    with three processes or more, other rounding. `x` is a process's share of some batch. Models without DDP stay.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    before = [buffer.clone() for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        model(x).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)

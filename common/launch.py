@@ -60,6 +60,8 @@ class World:
     """How long one message may take; groups made later need it, too."""
     seconds: float = 0.0
     """How long it took to meet the others."""
+    store: dist.Store | None = None
+    """Where the processes met; it works when messages no longer do."""
 
     @property
     def is_main(self) -> bool:
@@ -154,6 +156,7 @@ def join(place: Place, settings: Launch) -> World:
         threads=threads,
         timeout=step,
         seconds=time.perf_counter() - start,
+        store=store,
     )
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from common.config import UserError
 from common.launch import Place
 
-GRACE = 2.0  # seconds between asking the other processes to end and ending them
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+LEFT = 75  # exit status of a process that was told to stop, and has saved
 NEW = 60.0  # seconds in which a folder may not have its lock yet
 PDEATHSIG = 1  # from linux/prctl.h
 
@@ -37,6 +37,14 @@ class Child:
     status: int | None = None
     """The wait status once the process has ended."""
 
+    @property
+    def exit_status(self) -> int | None:
+        return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
+
+    @property
+    def signal(self) -> int | None:
+        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else None
+
 
 def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Callable[[], None]) -> int:
     """Run `body` in `size` forked processes; returns the exit status of the run.
@@ -46,22 +54,59 @@ def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Ca
     """
     private, lock = meeting_place()
     children: list[Child] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    asked = Asked(children)
     try:
         for rank in range(size):
             place = Place(rank, size, rank, size, rank // (size // nodes), nodes, "local", str(private / "store"))
             children.append(Child(rank, fork(body, place, private)))
+        if asked.number:
+            asked.tell()  # those that were not there yet
         meanwhile()
-        return wait_all(children, private)
-    except KeyboardInterrupt:
-        print("\nstopped by Ctrl-C", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return wait_all(children, private, asked)
+    except Stopped as stopped:
+        print(f"\nstopped by {stopped}", file=sys.stderr)
+        return 128 + stopped.number
     finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         end_all(children)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         shutil.rmtree(private, ignore_errors=True)
         os.close(lock)
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a progress bar that was ended has hidden the cursor
+
+
+class Stopped(Exception):
+    """Told a second time to stop, or before there was anything to save."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+
+class Asked:
+    """Whether we were told to stop: the first time all processes are, and they save and leave; then it ends at once."""
+
+    def __init__(self, children: list[Child]) -> None:
+        self.children, self.number = children, 0
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.hear)
+
+    def hear(self, number: int, frame: object) -> None:
+        if self.number:
+            raise Stopped(number)
+        self.number = number
+        if number == signal.SIGINT:
+            print("\nsaving after the next step; Ctrl-C once more ends at once", file=sys.stderr)
+        self.tell()
+
+    def tell(self) -> None:
+        for child in self.children:
+            if child.status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGUSR2)
 
 
 def meeting_place() -> tuple[Path, int]:
@@ -107,13 +152,14 @@ def run_child(body: Callable[[Place], None], place: Place, private: Path, parent
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)  # dies with the parent, however that dies
         if os.getppid() != parent:
             os._exit(1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and it ends us
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and it tells us
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         body(place)
         status = 0
     except BaseException as error:  # noqa: BLE001 (every end is told to the parent)
-        status = 2 if isinstance(error, UserError) else 1
+        status = LEFT if is_leaving(error) else 2 if isinstance(error, UserError) else 1
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         note = {"user": isinstance(error, UserError), "text": text}
         with contextlib.suppress(OSError):
@@ -125,15 +171,23 @@ def run_child(body: Callable[[Place], None], place: Place, private: Path, parent
         os._exit(status)
 
 
-def wait_all(children: list[Child], private: Path) -> int:
+def is_leaving(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code == LEFT
+
+
+def wait_all(children: list[Child], private: Path, asked: Asked) -> int:
     """Wait until all have ended well, or the first one badly; tells what happened and returns the exit status."""
     while any(child.status is None for child in children):
         ended = [child for child in children if child.status is None and reap(child)]
-        failed = [child for child in ended if child.status]
+        failed = [child for child in ended if child.status and child.exit_status != LEFT]
+        if failed and asked.number and all(child.signal == signal.SIGUSR2 for child in failed):
+            raise Stopped(asked.number)  # it had not begun to listen
         if failed:
             return tell(first_cause(failed, private), len(children), private)
         if not ended:
             time.sleep(0.01)
+    if any(child.exit_status == LEFT for child in children):
+        return 128 + asked.number if asked.number == signal.SIGINT else LEFT
     return 0
 
 
@@ -176,12 +230,10 @@ def tell(child: Child, size: int, private: Path) -> int:
 
 
 def end_all(children: list[Child]) -> None:
-    """Ask all that still run to end, then end them."""
-    for signal_number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
-        alive = [child for child in children if child.status is None and not reap(child)]
-        for child in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal_number)
-        deadline = time.monotonic() + patience
-        while any(child.status is None and not reap(child) for child in alive) and time.monotonic() < deadline:
-            time.sleep(0.01)
+    """End all that still run."""
+    alive = [child for child in children if child.status is None and not reap(child)]
+    for child in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+    for child in alive:
+        _, child.status = os.waitpid(child.pid, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -15,10 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import config
+from common.checkpoint import Checkpoints
+from common.config import UserError
 from common.folder import Folder, disk_errors, write_json
 from common.launch import World
+from common.preemption import Left, Notice, SafePoints
 from common.prepare import Prepared
 from common.screen import Screen
+from common.training import Training
 from configs.shared import Experiment
 
 WARM_UP = 10  # steps left out of the throughput
@@ -39,7 +44,9 @@ class Run:
     loss of its share of the batch). The experiment sets these, and `total`, before the first step.
     """
 
-    def __init__(self, settings: Experiment, folder: Folder, world: World, prepared: Prepared) -> None:
+    def __init__(
+        self, settings: Experiment, folder: Folder, world: World, prepared: Prepared, notice: Notice | None = None
+    ) -> None:
         self.settings, self.folder, self.world, self.prepared = settings, folder, world, prepared
         self.source, self.averaged, self.total = 0, False, 0
         self.screen = Screen(settings.log, silent=not world.is_main)
@@ -51,6 +58,12 @@ class Run:
         self.began = self.flushed = time.perf_counter()
         self.beat = 0.0
         self.profiler = self._profiler()
+        self.notice = notice or Notice(settings.checkpoint.grace, sys.stderr)
+        self.points = SafePoints(world, settings.checkpoint, self.notice)
+        self.checkpoints = Checkpoints(folder, world, settings.checkpoint, self.say)
+        self.training: Training | None = None
+        self.diverged = ""
+        self.written = 0  # rows of metrics
         if world.is_main:
             write_json(folder.attempt / "world.json", self._world())
 
@@ -84,6 +97,53 @@ class Run:
         self.logger.log(level, text)
         if level >= logging.getLevelName(self.settings.log.level.upper()):
             self.screen.line(text)
+
+    # ---- going on where an earlier start of this run ended
+
+    def resume(self, training: Training) -> int:
+        """Load the newest checkpoint of the run, if there is one; returns the steps done. All ranks call it."""
+        self.training = training
+        loaded = self.checkpoints.load()
+        step, parent, rows = 0, None, 0
+        if loaded is not None:
+            training.load(loaded)
+            step, parent, rows = loaded.step, loaded.attempt, int(loaded.common["rows"])
+            self.began -= loaded.common["seconds"]
+            self.say(f"goes on after step {step}, saved by attempt {parent}")
+        if self.world.is_main:
+            self.folder.set_parent(parent, step, rows)
+        self.points.begin(step)
+        self._watch()
+        return step
+
+    def safe_point(self, step: int) -> None:
+        """Between two steps: save if it is time; if any rank was told to stop, save and leave. All ranks call it.
+
+        Raises Left after saving, and UserError when the loss is no number any more.
+        """
+        if not self.points.reached(step):
+            return
+        self.flush()
+        wanted = self.points.agree(step, bool(self.diverged))
+        self._watch()
+        if wanted.diverged:
+            raise UserError(self.diverged or "the loss is no finite number; rank 0 tells where")
+        if wanted.save:
+            self._save(step)
+            self.mark = time.perf_counter()  # the time since the last step was no training
+        if wanted.leave:
+            self.say(f"told to stop: saved after step {step}, to be continued")
+            raise Left
+
+    def _save(self, step: int) -> None:
+        assert self.training is not None, "resume comes before the first step"
+        state = self.training.state()
+        state.common |= {"rows": self.written, "seconds": time.perf_counter() - self.began}
+        self.checkpoints.save(step, state)
+
+    def _watch(self) -> None:
+        """A step that takes nearly as long as it may leaves its stacks in the log."""
+        self.notice.watch(0.9 * self.settings.launch.step_timeout)
 
     # ---- numbers
 
@@ -132,6 +192,7 @@ class Run:
         if not self.world.is_main:
             return
         columns, batch = table.tolist(), self.settings.batch
+        self._look_for_divergence([row[0] for row in rows], dict(zip(names, columns, strict=False)))
         self._write(
             {"global_step": s, "samples": s * batch, "time": round(t - self.began, 6)}
             | {name: columns[i][at] for i, name in enumerate(names)}
@@ -140,12 +201,25 @@ class Run:
         shown = "  ".join(f"{name} {columns[i][-1]:.4g}" for i, name in enumerate(names))
         self.screen.progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
 
+    def _look_for_divergence(self, steps: list[int], columns: dict[str, list[float]]) -> None:
+        """Note the first step whose loss is no finite number, and which samples it was given."""
+        at = next((i for i, loss in enumerate(columns.get("loss", ())) if not math.isfinite(loss)), None)
+        if at is None or self.diverged or self.training is None:
+            return
+        epoch, number = divmod(steps[at] - 1, self.training.loader.steps)
+        first = number * self.settings.batch
+        self.diverged = (
+            f"the loss of step {steps[at]} is {columns['loss'][at]} (epoch {epoch}, positions {first} to "
+            f"{first + self.settings.batch - 1} of its order); lower optim.lr, or set clip where there is one"
+        )
+
     def _mean(self, table: Tensor) -> Tensor:
-        """The means over all ranks, and `source`'s own last row."""
+        """The means over all ranks, added in their order whatever the number of rows, and `source`'s own last row."""
         table[:-1] /= self.world.size
         table = table.to(self.world.device)
-        dist.all_reduce(table)
-        return table.cpu()
+        tables = [torch.empty_like(table) for _ in range(self.world.size)]
+        dist.all_gather(tables, table)
+        return functools.reduce(torch.add, tables).cpu()
 
     def _to_main(self, table: Tensor) -> Tensor:
         if self.source == 0:
@@ -164,10 +238,13 @@ class Run:
             now = time.perf_counter() - self.began
             self._write([{"global_step": step, "samples": step * self.settings.batch, "time": round(now, 6)} | values])
         self.mark = time.perf_counter()  # the time since the last step was no training
+        self._watch()
 
     def _write(self, rows: Any) -> None:
+        lines = [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
         with disk_errors(self.folder.metrics_file), open(self.folder.metrics_file, "a") as file:
-            file.write("".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows))
+            file.write("".join(lines))
+        self.written += len(lines)
 
     def step_seconds(self) -> float:
         """The mean training step, evaluation and the first steps left out; 0 before there is one."""
@@ -179,7 +256,9 @@ class Run:
         return self.settings.batch / seconds if seconds else 0.0
 
     def finish(self, **result: Any) -> None:
-        """Write the final numbers; rank 0 calls it."""
+        """Write the final numbers; rank 0 calls it. A start that was cut off and overtaken by a newer one does not."""
+        if self.folder.superseded:
+            return
         result = {"state": "finished", "exit_status": 0} | finite(result)
         write_json(self.folder.path / "result.json", result)
 
@@ -212,6 +291,7 @@ class Run:
         return profiler
 
     def close(self) -> None:
+        self.notice.close()
         for handler in self.logger.handlers[:]:
             self.logger.removeHandler(handler)
             handler.close()

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from common import checkup, config, launch, prepare, processes, provenance, schedules, seeds, tracking
+from common import checkup, config, launch, prepare, processes, provenance, schedules, seeds, snapshots, tracking
 from common.config import UserError
 from common.folder import Folder, disk_errors, read_json, write_json
 from common.launch import Place, World
+from common.preemption import LEFT, Left, Notice, name_the_silent
 from common.prepare import Prepared
 from common.run import Run
 from configs.shared import Experiment
@@ -36,7 +38,20 @@ def start(main: Main[T], schema: type[T]) -> None:
         schedules.preflight(settings)
         tracking.asked_mode(settings)
         place = launch.outside(os.environ)
-        sys.exit(start_here(main, settings) if place is None else join_there(main, settings, place))
+        resume = config.parse(sys.argv[1:]).resume
+        given = Folder(resume.absolute()) if resume else None
+        if given and given.experiment != config.name_of(schema):
+            raise UserError(f"{given.path} is a run of {given.experiment}, not of {config.name_of(schema)}")
+        sys.exit(start_here(main, settings, given) if place is None else join_there(main, settings, place, given))
+
+
+def is_finished(folder: Folder | None, speaks: bool = True) -> bool:
+    """Whether there is nothing left to do, which is then said."""
+    if folder is None or folder.result.get("state") != "finished":
+        return False
+    if speaks:
+        print(f"{folder.path} is finished; see {folder.path / 'result.json'}", flush=True)
+    return True
 
 
 def set_up(settings: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
@@ -56,24 +71,49 @@ def set_up(settings: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     return folder, prepared
 
 
+def go_on(settings: Experiment, given: Folder) -> tuple[Folder, Prepared]:
+    """The data and the next attempt of a run that was started before."""
+    prepared = prepare.prepare(settings.data, fallback=False)
+    known = read_json(given.path / "meta.json").get("data") or {}
+    if known.get("sha256", prepared.facts()["sha256"]) != prepared.facts()["sha256"]:
+        raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
+    folder = given.claim()
+    (given.path / "result.json").unlink(missing_ok=True)  # how an earlier start failed
+    return folder, prepared
+
+
 def document(folder: Folder, prepared: Prepared) -> None:
     """What can be written while the processes start."""
-    provenance.snapshot(folder)
-    provenance.describe(folder, sys.argv, prepared.facts())
+    if not (folder.path / "meta.json").exists():
+        provenance.snapshot(folder)
+        provenance.describe(folder, sys.argv, prepared.facts())
     provenance.begin(folder)
     prepared.verify()
 
 
-def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Prepared) -> None:
+def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Prepared, notice: Notice) -> None:
     """One process's part of a run."""
     if world.nodes > 1 and world.how != "local":
         look_around(world, folder)
     torch.manual_seed(seeds.derive(settings.seed, "init"))
-    run = Run(settings, folder, world, prepared)
+    run = Run(settings, folder, world, prepared, notice)
     try:
         main(settings, world, run)
+    except (RuntimeError, TimeoutError) as error:
+        silent = name_the_silent(world) if "timed out" in str(error).lower() else ""
+        if silent:
+            raise TimeoutError(silent) from error
+        raise
     finally:
         run.close()
+
+
+def listening(settings: Experiment, folder: Folder | None, rank: int) -> Notice:
+    """From here on a notice to stop is heard; stacks go to the rank's log, or to stderr where there is none yet."""
+    log = open(folder.log_file(rank), "a") if folder else sys.stderr  # noqa: SIM115 (open as long as the process lives)
+    notice = Notice(settings.checkpoint.grace, log)
+    notice.listen()
+    return notice
 
 
 def look_around(world: World, folder: Folder) -> None:
@@ -84,14 +124,19 @@ def look_around(world: World, folder: Folder) -> None:
         raise UserError("; ".join(wrong) if world.is_main else "another host is not sound; rank 0 names it")
 
 
-def start_here(main: Main[T], settings: T) -> int:
-    """Start the processes on this machine; returns the exit status."""
-    folder, prepared = set_up(settings, fallback=True)
+def start_here(main: Main[T], settings: T, given: Folder | None = None) -> int:
+    """Start the processes on this machine; returns the exit status. `given` is the folder of a run to go on with."""
+    if is_finished(given):
+        return 0
+    folder, prepared = go_on(settings, given) if given else set_up(settings, fallback=True)
+    if given:
+        print(f"{given.experiment}: {settings.processes} processes, goes on in run folder {given.path}", flush=True)
 
     def body(place: Place) -> None:
+        notice = listening(settings, folder, place.rank)
         redirect(folder.log_file(place.rank), keep_stdout=place.rank == 0)
         with launch.group(place, settings.launch) as world:
-            train(main, settings, world, folder, prepared)
+            train(main, settings, world, folder, prepared, notice)
 
     tracker: tracking.Tracker | None = None
 
@@ -104,7 +149,8 @@ def start_here(main: Main[T], settings: T) -> int:
     try:
         status = processes.fork_all(body, settings.processes, settings.launch.nodes, meanwhile)
     except UserError:  # the set is damaged or the disk is full, found here and not by a rank
-        shutil.rmtree(folder.path, ignore_errors=True)
+        if given is None:
+            shutil.rmtree(folder.path, ignore_errors=True)
         raise
     finally:
         if folder.path.exists():
@@ -112,13 +158,19 @@ def start_here(main: Main[T], settings: T) -> int:
     return status
 
 
-def join_there(main: Main[T], settings: T, place: Place, given: Folder | None = None) -> int:
+def join_there(
+    main: Main[T], settings: T, place: Place, given: Folder | None = None, *, submitted: bool = False
+) -> int:
     """Be one of the processes that torchrun or SLURM started; returns the exit status.
 
-    `given` is the folder of a submitted run; without one, rank 0 makes a new folder.
+    `given` is the folder of a run that was submitted or is to go on; without one, rank 0 makes a new folder. Of a
+    `submitted` run the job decides what becomes of it, not a process of it.
     """
     if place.size != settings.processes:
         raise UserError(f"{place.how} started {place.size} processes, the settings need {settings.processes}")
+    if is_finished(given, place.rank == 0):
+        return 0
+    notice = listening(settings, None, place.rank)
     with launch.group(place, settings.launch) as world:
         answer = world.broadcast(begin(settings, world, given) if world.is_main else None)
         if isinstance(answer, UserError):
@@ -127,14 +179,21 @@ def join_there(main: Main[T], settings: T, place: Place, given: Folder | None = 
             return 2
         folder, prepared = answer
         settings.data.name = prepared.name
+        notice.log = open(folder.log_file(place.rank), "a")  # noqa: SIM115 (open as long as the process lives)
         tracker = tracking.Tracker.start(settings, folder) if world.is_main else None
         status = 1
         try:
-            train(main, settings, world, folder, prepared)
+            train(main, settings, world, folder, prepared, notice)
             status = 0
+        except Left as left:
+            status = int(str(left.code))
+        except UserError as error:
+            status = 2
+            write_json(folder.attempt / "error.json", {"rank": place.rank, "text": str(error)})
+            raise
         finally:
             if world.is_main:
-                conclude(folder, status, tracker, settings)
+                conclude(folder, status, tracker, settings, submitted)
     return status
 
 
@@ -144,11 +203,9 @@ def begin(settings: Experiment, world: World, given: Folder | None) -> tuple[Fol
     try:
         if given is None:
             folder, prepared = set_up(settings, fallback=world.nodes == 1)
-            document(folder, prepared)
         else:
-            prepared = prepare.prepare(settings.data, fallback=False)
-            folder = given.claim()
-            provenance.begin(folder)
+            folder, prepared = go_on(settings, given)
+        document(folder, prepared)
     except UserError as error:
         if given is None and folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -156,24 +213,37 @@ def begin(settings: Experiment, world: World, given: Folder | None) -> tuple[Fol
     return folder, prepared
 
 
-def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, settings: Experiment) -> None:
-    """Write how the run ended and let W&B finish."""
+def conclude(
+    folder: Folder, status: int, tracker: tracking.Tracker | None, settings: Experiment, submitted: bool = False
+) -> None:
+    """Write how the run ended, or how it goes on, and let W&B finish."""
     try:
-        if not folder.result:
-            steps = [row["global_step"] for row in folder.metrics()]
-            ended = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
-            if status == 128 + signal.SIGINT:
-                ended |= {"state": "cancelled", "reason": "stopped by Ctrl-C"}
+        ended = how_it_ended(folder, status)
+        if not folder.result and not submitted and not folder.superseded:
             with contextlib.suppress(UserError):  # the full disk that ended the run has been told of
                 write_json(folder.path / "result.json", ended)
-            if steps:
+            if ended["last_step"]:
                 print(f"metrics up to step {ended['last_step']} are in {folder.metrics_file}", file=sys.stderr)
+            if snapshots.candidates(folder):
+                print(f"go on with: make exp RESUME={shlex.quote(str(folder.path))}", file=sys.stderr)
+        state = folder.result.get("state", ended["state"])
         facts = {"world": read_json(folder.attempt / "world.json") or None}
         with contextlib.suppress(UserError):
-            provenance.amend(folder, state=folder.result.get("state", "failed"), end=provenance.now(), **facts)
+            provenance.amend(folder, state=state, end=provenance.now(), **facts)
     finally:
         if tracker is not None:
             print(tracker.finish(settings.wandb.finish_timeout), flush=True)
+
+
+def how_it_ended(folder: Folder, status: int) -> dict[str, Any]:
+    """The result of a start that did not finish the run."""
+    steps = [row["global_step"] for row in folder.metrics()]
+    ended: dict[str, Any] = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
+    if status == 128 + signal.SIGINT:
+        ended |= {"state": "cancelled", "reason": "stopped by Ctrl-C"}
+    elif status == LEFT:
+        ended |= {"state": "preempted", "reason": "told to stop, saved"}
+    return ended
 
 
 def redirect(log: Path, *, keep_stdout: bool) -> None:

@@ -22,9 +22,8 @@ BatchNorm sees only a process's own share, unless it is synchronised.
 from __future__ import annotations
 
 import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
-import inspect
+
 import time
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +37,11 @@ from common.evaluate import classify
 from common.launch import World
 from common.run import Run
 from common.start import start
+from common.training import Training
 from configs.ddp_multinode import Config
 
 ALONE = 20  # steps of one process that `compare` times, if they take no longer than
 PATIENCE = 10.0  # seconds
-# training does not read buffers, and before an evaluation they are averaged; torch before 2.15 knows only the
-# second name, and later ones warn of it
-ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
-BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
-BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
 
 
 def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
@@ -75,7 +70,7 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
         gradient_as_bucket_view=cfg.gradient_as_bucket_view,
         static_graph=cfg.static_graph,
         find_unused_parameters=cfg.find_unused_parameters,
-        **BUFFERS_STAY,
+        **hooks.BUFFERS_STAY,
     )
     hooks.register(ddp, cfg.communication, cfg.powersgd_rank)
     return ddp
@@ -105,6 +100,7 @@ def train_epoch(
         optimizer.step()
         step += 1
         run.log(step, loss=loss.detach())
+        run.safe_point(step)  # saves now and then, and leaves if it was told to
         if step == total:
             break
     return step
@@ -153,7 +149,9 @@ def main(cfg: Config, world: World, run: Run) -> None:
     total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
     run.averaged, run.total = True, total  # the loss of a step is the mean over the processes
 
-    step = 0
+    hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
+    whole = [model.module if isinstance(model, DistributedDataParallel) else model]
+    step = run.resume(Training(whole, optimizer, loader, world, replicated=True))
     while step < total:
         step = train_epoch(cfg, model, optimizer, loader, run, times, step, total)
         scores = evaluate(cfg, model, test, world)

@@ -34,6 +34,7 @@ from common.models import SimpleNN
 from common.pipeline import Pipeline
 from common.run import Run
 from common.start import start
+from common.training import Training
 from configs.mnist_pipeline import Config
 
 
@@ -72,6 +73,7 @@ def train_epoch(
         optimizer.step()  # each process updates its own stages
         step += 1
         run.log(step, loss=loss)
+        run.safe_point(step)  # saves now and then, and leaves if it was told to
         if step == total:
             break
     return step
@@ -87,7 +89,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
     run.source, run.total = pipe.last_rank, total
 
-    step = 0
+    step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
     while step < total:
         step = train_epoch(cfg, pipe, optimizer, loader, run, step, total)
         pipe.train(False)

@@ -1,0 +1,136 @@
+"""A notice to stop: signals set a flag, all processes agree on it between two steps, save, and leave together.
+
+A notice is SIGUSR2 (a time limit is near, or SLURM preempts), SIGTERM (a requeue, or a site that preempts without
+more) or Ctrl-C. Whoever has not left within the grace time, or is told again, ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from types import FrameType
+from typing import IO, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from common.launch import World
+from configs.shared import Checkpoint
+
+LEFT = 75  # exit status: saved, and to be continued (EX_TEMPFAIL of sysexits.h)
+SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+ECHO = 5.0  # seconds in which another signal belongs to the same notice: SLURM sends several, and srun repeats them
+LOOK = 0.5  # seconds between two looks at the flag: a message each
+
+
+class Left(SystemExit):
+    """All processes have saved and leave; the run goes on with its next start."""
+
+    def __init__(self) -> None:
+        super().__init__(LEFT)
+
+
+class Notice:
+    """Whether this process was told to stop. `log` receives the stacks of all its threads if it has to be ended."""
+
+    def __init__(self, grace: float, log: IO[str]) -> None:
+        self.grace, self.log = grace, log
+        self.number = 0
+        self.heard = 0.0
+
+    def listen(self) -> None:
+        """From now on signals only set the flag. A SIGINT that is ignored stays so: a launcher hears it for us."""
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.number:
+            self.number, self.heard = number, now
+            faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
+        elif number == signal.SIGINT or now - self.heard > ECHO:
+            os._exit(128 + number)
+
+    def watch(self, seconds: float) -> None:
+        """Unless this is called again within so many seconds, write down where all threads stand."""
+        if not self.number:
+            faulthandler.dump_traceback_later(seconds, file=self.log)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def shield() -> None:
+    """For a data worker: SLURM signals every process, and a worker that heeds it takes its rank along."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class Decision(NamedTuple):
+    """What all processes do after a step."""
+
+    leave: bool
+    save: bool
+    diverged: bool
+
+
+class SafePoints:
+    """The steps after which all processes look up from training: to save when it is time, to leave when one was told.
+
+    Seldom enough for the message that it takes not to matter: by steps that are set, and about every LOOK seconds.
+    """
+
+    def __init__(self, world: World, settings: Checkpoint, notice: Notice) -> None:
+        self.world, self.settings, self.notice = world, settings, notice
+        self.next = self.last = 0
+        self.looked = self.saved = time.perf_counter()
+
+    def begin(self, step: int) -> None:
+        self.next = self.last = step
+        self.looked = self.saved = time.perf_counter()
+
+    def reached(self, step: int) -> bool:
+        """Whether to look up now; the same in all processes."""
+        return step >= self.next or self._by_steps(step)
+
+    def _by_steps(self, step: int) -> bool:
+        return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
+
+    def agree(self, step: int, diverged: bool) -> Decision:
+        """All processes call it at the same step. Rank 0's clock and its knowledge of the loss count."""
+        now, done = time.perf_counter(), max(1, step - self.last)
+        count = int(done * LOOK / max(now - self.looked, 1e-6))
+        following = step + min(max(1, count), 4 * done)
+        late = 0 < self.settings.every_seconds <= now - self.saved
+        main = self.world.is_main
+        asked = [bool(self.notice.number), main and late, main and diverged, main * following]
+        table = torch.tensor(asked, dtype=torch.int64, device=self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(table, dist.ReduceOp.MAX)
+        *answers, self.next = table.tolist()
+        leave, by_time, stop = (bool(answer) for answer in answers)
+        self.looked, self.last = now, step
+        save = leave or by_time or self._by_steps(step)
+        if save:
+            self.saved = now
+        return Decision(leave, save, stop)
+
+
+def name_the_silent(world: World, seconds: float = 2.0) -> str:
+    """After a message that did not come in time: the ranks that do not find the same, in words. No collective."""
+    store = world.store
+    if store is None:
+        return ""
+    with contextlib.suppress(Exception):
+        store.set(f"waited/{world.rank}", "")
+        time.sleep(seconds)  # the others' time runs out about now
+        silent = [rank for rank in range(world.size) if not store.check([f"waited/{rank}"])]
+        if silent:
+            who = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in silent)
+            return f"{who} did not answer within {world.timeout.total_seconds():g} s; its log shows where it stands"
+        return ""
+    return f"rank 0 on {world.hosts[0]}, through which the others meet, does not answer"

@@ -1,0 +1,62 @@
+"""What a training consists of in one process, as a checkpoint keeps it: its parts of the model, optimizer, place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from common import state
+from common.checkpoint import Loaded, State
+from common.data import Loader
+from common.launch import World
+
+
+class Training:
+    """`parts` are this process's parts of the model; their parameters have the names of the whole model.
+
+    With `replicated` every process holds the whole model, as in data parallelism: rank 0's is kept. BatchNorm's
+    statistics differ between such processes, so each keeps its own, too.
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], optimizer: Optimizer, loader: Loader, world: World, *, replicated: bool
+    ) -> None:
+        self.optimizer, self.loader, self.world, self.replicated = optimizer, loader, world, replicated
+        self.parameters = [pair for part in parts for pair in part.named_parameters()]
+        kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
+        self.buffers = [(name, value) for part in parts for name, value in part.named_buffers() if name in kept]
+
+    def state(self) -> State:
+        """All processes call it."""
+        keep = self.world.is_main or not self.replicated
+        model = state.tensors(self.parameters, keep)
+        means = {name: self._mean(value) for name, value in self.buffers}
+        return State(
+            model=model | means if keep else {},
+            optimizer=state.optimizer_state(self.optimizer, self.parameters, keep),
+            common=self.loader.state_dict(),
+            local={"random": state.random_state(), "buffers": dict(self.buffers) if self.replicated else {}},
+        )
+
+    def _mean(self, buffer: Tensor) -> Tensor:
+        """The mean over all processes that hold the same buffer; counters are equal."""
+        if not self.replicated or self.world.size == 1 or not buffer.is_floating_point():
+            return buffer
+        total = buffer.clone()
+        dist.all_reduce(total)
+        return total / self.world.size
+
+    @torch.no_grad()
+    def load(self, loaded: Loaded) -> None:
+        """Raises UserError where the checkpoint is of another model."""
+        state.load_tensors(self.parameters, loaded.model)
+        own = loaded.local["buffers"] if loaded.local else {}
+        state.load_tensors(self.buffers, loaded.model | own)
+        state.load_optimizer(self.optimizer, self.parameters, loaded.optimizer)
+        self.loader.load_state_dict({name: loaded.common[name] for name in self.loader.state_dict()})
+        if loaded.local:
+            state.set_random_state(loaded.local["random"])
