@@ -10,12 +10,13 @@ override FOLLOW := $(value FOLLOW)
 override DRY_RUN := $(value DRY_RUN)
 override STRICT := $(value STRICT)
 override RUN := $(value RUN)
+override RESUME := $(value RESUME)
 override WAIT := $(value WAIT)
 override DB := $(value DB)
 override TESTS := $(value TESTS)
 PYTHON ?= python3
 override PYTHON := $(value PYTHON)
-export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN WAIT DB TESTS PYTHON
+export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB TESTS PYTHON
 override PY := .venv/bin/python
 override READY := .venv/.ready
 
@@ -34,9 +35,9 @@ $(READY): requirements.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $(READY)
 
-exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1]
+exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1] or RESUME=<id>
 	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
-	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" --strict="$$STRICT" -- "$$NAME"
+	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" --strict="$$STRICT" --resume="$$RESUME" -- "$$NAME"
 
 doctor: $(READY)  ## look at every host before a long job [NODES=2] [LAUNCH= CLUSTER=]
 	@$(PY) -m slurm.doctor --nodes="$$NODES" --launch="$$LAUNCH" --cluster="$$CLUSTER"

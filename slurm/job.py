@@ -14,6 +14,8 @@ from pathlib import Path
 
 from submitit.helpers import DelayedSubmission
 
+from slurm.after import refusal_file
+
 
 class Job:
     """One process of a submitted run."""
@@ -23,20 +25,31 @@ class Job:
 
     def __call__(self) -> None:
         from common import config, launch, start
-        from common.folder import Folder
+        from common.folder import Folder, write_json
 
+        folder = Folder(Path(self.folder))
+        remove_result(folder.path / "submit")
         with config.user_errors():
-            folder = Folder(Path(self.folder))
             name = folder.experiment
             schema = config.schema_of(name)
-            settings = config.resolve(schema, [config.read_file(folder.path / "config.yaml")])
+            settings = config.resolve(schema, [config.read_file(folder.path / "submit" / "config.yaml")])
             place = launch.outside(os.environ)
             assert place is not None, "srun starts this"
             main = importlib.import_module(f"experiments.{name}").main
-            status = start.join_there(main, settings, place, folder)
+            try:
+                status = start.join_there(main, settings, place, folder, submitted=True)
+            except config.UserError as error:
+                write_json(refusal_file(folder), {"rank": place.rank, "reason": str(error)})
+                raise
         if status:
             sys.exit(status)
 
     def checkpoint(self) -> DelayedSubmission:
         """For Submitit's requeue: the same again; what was reached is in the run folder."""
         return DelayedSubmission(self)
+
+
+def remove_result(folder: Path) -> None:
+    """Submitit keeps a process's result, also a failure; after a requeue that is not this start's."""
+    name = f"{os.environ['SLURM_JOB_ID']}_{os.environ['SLURM_PROCID']}_result.pkl"
+    (folder / name).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from common import config
 from common.config import ROOT, UserError
-from common.folder import Folder, write_atomic
+from common.folder import Folder, disk_errors, write_atomic
 from configs.profile import Profile
 from slurm.job import Job
 from slurm.scheduler import Scheduler, scrubbed
@@ -55,6 +56,8 @@ def parameters(profile: Profile, name: str, nodes: int, per_node: int, folder: P
         # the job runs the source as it was submitted, and `python -m` must not look into the folder it is called in;
         # srun does not take over sbatch's processors by itself
         "setup": [f"export PYTHONPATH={code} PYTHONSAFEPATH=1", *profile.setup],
+        # outside the step, where no rank's death reaches it
+        "teardown": [f"{shlex.quote(sys.executable)} -m slurm.after {shlex.quote(str(folder))} $?"],
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={profile.cpus}", *profile.container],
         "additional_parameters": {"requeue" if profile.requeue else "no-requeue": True},
     }
@@ -75,8 +78,8 @@ class Executor(SlurmExecutor):
     """Submitit's executor, on a chosen SLURM, keeping the text of a job before it is submitted."""
 
     def __init__(self, folder: Folder, scheduler: Scheduler | None) -> None:
-        self.run_folder, self.scheduler = folder, scheduler
-        super().__init__(folder.path / "submit")
+        self.run_folder, self.scheduler, self.room = folder, scheduler, folder.path / "submit"
+        super().__init__(self.room)
 
     @classmethod
     def affinity(cls) -> int:
@@ -88,8 +91,7 @@ class Executor(SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text: str = super()._make_submission_file_text(command, uid)
-        (self.run_folder.path / "submit").mkdir(exist_ok=True)
-        write_atomic(self.run_folder.path / "submit" / "job.sh", text)
+        write_atomic(self.room / "job.sh", text)
         return text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
@@ -104,6 +106,8 @@ def executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any])
             f"a job script cannot hold the path {str(folder.path)!r}; set runs=<path of letters and digits>"
         )
     made = Executor(folder, scheduler)
+    with disk_errors(made.room):
+        made.room.mkdir(exist_ok=True)
     made.update_parameters(**asked)
     return made
 

@@ -30,7 +30,7 @@ from slurm import cluster
 from slurm.cluster_net import Process
 from slurm.scheduler import LOCAL, Scheduler
 
-OVER = ("FINISHED", "FAILED", "CANCELLED", "LOST")
+OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
 DOWN = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}  # ended without a result: completed is no excuse
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
 ALIVE = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
@@ -218,8 +218,10 @@ def cancel(folder: Folder) -> str:
     if "job" in meta:
         scheduler = scheduler_of(meta)
         assert scheduler is not None, "it would be LOST"
+        write_json(
+            folder.path / "result.json", {"state": "cancelled", "exit_status": 130}
+        )  # first: it is not queued again
         scheduler.call("scancel", meta["job"]["id"])
-        write_json(folder.path / "result.json", {"state": "cancelled", "exit_status": 130})
         provenance.amend(folder, state="cancelled", end=provenance.now())
         return f"cancelled job {meta['job']['id']}"
     start = meta["history"][-1]

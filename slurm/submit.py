@@ -1,6 +1,7 @@
 """`make exp`: check a name and its settings, then start the experiment here or give it to SLURM. Imports no torch.
 
     python -m slurm.submit [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] -- NAME
+    python -m slurm.submit --resume=RUN [...]       go on with a run where it was saved
 
 Everything that can be refused is refused here, at once, also on a login node where importing torch
 from a network disk takes half a minute. Words of --args that begin with `cluster.` go to the profile.
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from common import config, prepare, provenance, schedules, tracking
 from common.config import ROOT, UserError
-from common.folder import Folder
+from common.folder import Folder, write_atomic
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm import sbatch, status
@@ -63,11 +64,15 @@ def checked_switch(name: str, text: str) -> bool:
     return text == "1"
 
 
-def here(name: str, settings: Experiment, words: list[str]) -> None:
-    """Become the experiment's script; never returns."""
+def here(name: str, settings: Experiment, words: list[str], resumed: Folder | None) -> None:
+    """Become the experiment's script, for a resumed run the one it was started with; never returns."""
+    root, environ = ROOT, dict(os.environ)
+    if resumed:
+        root = resumed.path / "code"
+        environ |= {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
     if settings.launch.nodes > 1:
         print(f"no SLURM is used: {settings.launch.nodes} nodes are laid out as processes on this machine", flush=True)
-    os.execv(sys.executable, [sys.executable, str(ROOT / "experiments" / f"{name}.py"), *words])
+    os.execve(sys.executable, [sys.executable, str(root / "experiments" / f"{name}.py"), *words], environ)
 
 
 def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler) -> Folder:
@@ -89,15 +94,32 @@ def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler) -> Fo
     return folder
 
 
-def give(name: str, settings: Experiment, profile: Profile, scheduler: Scheduler) -> tuple[Folder, str]:
-    """Submit a run; returns its folder and its job id. Leaves no folder behind if it is refused."""
-    folder = prepared_folder(name, settings, scheduler)
+def checked_run(run: str, name: str) -> Folder:
+    """The folder of a run that can go on. Raises UserError."""
+    folder = status.find(run, Path("runs"))
+    state, _ = status.state_of(folder)
+    if name and name != folder.experiment:
+        raise UserError(f"RESUME={run} is a run of {folder.experiment}, not of {name}; leave NAME out")
+    if state in ("RUNNING", "PENDING"):
+        raise UserError(f"{folder.path.name} is {state}; to go on with it elsewhere, first make cancel RUN={run}")
+    return folder
+
+
+def give(
+    name: str, settings: Experiment, profile: Profile, scheduler: Scheduler, resumed: Folder | None
+) -> tuple[Folder, str]:
+    """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
+    folder = resumed or prepared_folder(name, settings, scheduler)
     nodes = settings.launch.nodes
     try:
         asked = sbatch.parameters(profile, name, nodes, settings.processes // nodes, folder.path)
-        job = sbatch.submit(sbatch.executor(folder, scheduler, asked))
+        made = sbatch.executor(folder, scheduler, asked)
+        write_atomic(made.room / "config.yaml", config.to_yaml(settings))
+        (folder.path / "result.json").unlink(missing_ok=True)  # how an earlier start failed
+        job = sbatch.submit(made)
     except BaseException:
-        shutil.rmtree(folder.path, ignore_errors=True)
+        if not resumed:
+            shutil.rmtree(folder.path, ignore_errors=True)
         raise
     provenance.amend(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return folder, job
@@ -116,15 +138,18 @@ def show(name: str, settings: Experiment, profile: Profile) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make exp", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name", nargs="?", default="")
-    for option in ("nodes", "args", "launch", "cluster", "follow", "dry-run", "strict"):
+    for option in ("nodes", "args", "launch", "cluster", "follow", "dry-run", "strict", "resume"):
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
-    name = checked_name(given.name)
+    resumed = checked_run(given.resume, given.name) if given.resume else None
+    name = checked_name(resumed.experiment if resumed else given.name)
     words = split_arguments(given.args)
     for_profile = [word for word in words if re.match(r"cluster\.\w+=", word)]
     words = [word for word in words if word not in for_profile]
     if given.nodes:
         words.append(f"launch.nodes={checked_nodes(given.nodes)}")
+    if resumed:
+        words = ["--resume", str(resumed.path), *words]
     follow, dry, strict = (checked_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load(config.schema_of(name), words)
     schedules.preflight(settings)
@@ -137,14 +162,17 @@ def main(arguments: list[str]) -> int:
     if dry:
         show(name, settings, profile)
         return 0
+    if resumed and resumed.result.get("state") == "finished":
+        print(f"{resumed.path} is finished; see {resumed.path / 'result.json'}")
+        return 0
     scheduler = choose(given.launch or "auto")
     if scheduler is None:
-        here(name, settings, words)
+        here(name, settings, words, resumed)
         return 0
     scheduler.check(settings.launch.nodes, profile.partition)
     if getattr(settings, "processes_per_node", None) == 0:  # not set: one for each GPU that the profile asks for
         settings.processes_per_node = profile.per_node  # type: ignore[attr-defined]
-    folder, job = give(name, settings, profile, scheduler)
+    folder, job = give(name, settings, profile, scheduler, resumed)
     print(f"{name}: job {job} on {scheduler.name}, {settings.launch.nodes} nodes, {settings.processes} processes")
     run = shlex.quote(folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path))
     print(
