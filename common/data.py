@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common import seeds
 from common.prepare import Prepared
+from common.processes import die_with_parent, shield
 from configs.shared import Data
 
 # mean and standard deviation of the training pixels, scaled to [0, 1]; of each colour, where there are colours
@@ -98,6 +99,7 @@ class Loader:
         inputs: bool = True,
         targets: bool = True,
         share: tuple[int, int] = (0, 1),
+        workers: int = 0,
     ) -> None:
         if len(data) < batch:
             raise ValueError(f"{len(data)} training samples hold no full batch of {batch}; lower batch")
@@ -105,7 +107,7 @@ class Loader:
             raise ValueError(f"batch={batch} cannot be shared evenly by {share[1]} processes")
         self.data, self.batch, self.seed, self.block = data, batch, seed, block
         self.device, self.dtype = device, dtype
-        self.wants_inputs, self.wants_targets, self.share = inputs, targets, share
+        self.wants_inputs, self.wants_targets, self.share, self.workers = inputs, targets, share, workers
         self.epoch = self.position = 0
 
     @property
@@ -121,18 +123,50 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """The rest of the current epoch; at its end the next epoch begins."""
-        index = torch.from_numpy(order(len(self.data), self.seed, self.epoch))
-        end = self.steps * self.batch
-        rank, ranks = self.share
-        own = self.batch // ranks
-        while self.position < end:
-            start = self.position
-            rows = index[start : min(start + self.block * self.batch, end)]
-            rows = rows.view(-1, ranks, own)[:, rank].reshape(-1)
-            x = self.data.inputs(rows, self.device, self.dtype) if self.wants_inputs else None
-            y = self.data.targets(rows, self.device) if self.wants_targets else None
-            for number in range(len(rows) // own):
-                self.position = start + (number + 1) * self.batch
+        for x, y, count in self._blocks():
+            own = self.batch // self.share[1]
+            for number in range(count):
+                self.position += self.batch
                 piece = slice(number * own, (number + 1) * own)
                 yield (None if x is None else x[piece]), (None if y is None else y[piece])
         self.epoch, self.position = self.epoch + 1, 0
+
+    def _blocks(self) -> Iterator[tuple[Tensor | None, Tensor | None, int]]:
+        """Inputs, targets and number of batches, several batches at a time, from the current position on."""
+        index = torch.from_numpy(order(len(self.data), self.seed, self.epoch))
+        end, (rank, ranks) = self.steps * self.batch, self.share
+        pieces = [
+            index[start : min(start + self.block * self.batch, end)].view(-1, ranks, self.batch // ranks)[:, rank]
+            for start in range(self.position, end, self.block * self.batch)
+        ]
+        if not self.workers:
+            return map(self._block, pieces)
+        ahead: Any = torch.utils.data.DataLoader(
+            Blocks(self), batch_size=None, sampler=pieces, num_workers=self.workers, worker_init_fn=shielded
+        )
+        return ((self._move(x), self._move(y), count) for x, y, count in ahead)
+
+    def _block(self, rows: Tensor, device: torch.device | None = None) -> tuple[Tensor | None, Tensor | None, int]:
+        place, flat = device or self.device, rows.reshape(-1)
+        x = self.data.inputs(flat, place, self.dtype) if self.wants_inputs else None
+        y = self.data.targets(flat, place) if self.wants_targets else None
+        return x, y, len(rows)
+
+    def _move(self, value: Tensor | None) -> Tensor | None:
+        return value if value is None else value.to(self.device)
+
+
+class Blocks(torch.utils.data.Dataset[Any]):
+    """A loader's blocks as its workers make them, on the CPU."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def __getitem__(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+        return self.loader._block(rows, torch.device("cpu"))
+
+
+def shielded(worker: int) -> None:
+    """A worker ends with its rank and not before: signals to stop are for the rank."""
+    shield()
+    die_with_parent()

@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+LEFT = 75  # exit status: told to stop, saved, to be continued (EX_TEMPFAIL of sysexits.h)
+
 
 class UserError(Exception):
     """A mistake of the user or of the machine: one message that names the remedy, no traceback."""

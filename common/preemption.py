@@ -17,11 +17,11 @@ from typing import IO, NamedTuple
 import torch
 import torch.distributed as dist
 
+from common.errors import LEFT
 from common.launch import World
+from common.processes import SIGNALS
 from configs.shared import Checkpoint
 
-LEFT = 75  # exit status: saved, and to be continued (EX_TEMPFAIL of sysexits.h)
-SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 ECHO = 5.0  # seconds in which another signal belongs to the same notice: SLURM sends several, and srun repeats them
 LOOK = 0.5  # seconds between two looks at the flag: a message each
 
@@ -62,12 +62,6 @@ class Notice:
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()
-
-
-def shield() -> None:
-    """For a data worker: SLURM signals every process, and a worker that heeds it takes its rank along."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 class Decision(NamedTuple):

@@ -21,11 +21,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from common.config import UserError
+from common.errors import LEFT, UserError
 from common.launch import Place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-LEFT = 75  # exit status of a process that was told to stop, and has saved
 NEW = 60.0  # seconds in which a folder may not have its lock yet
 PDEATHSIG = 1  # from linux/prctl.h
 
@@ -145,11 +144,22 @@ def fork(body: Callable[[Place], None], place: Place, private: Path) -> int:
     return pid
 
 
+def die_with_parent() -> None:
+    """However the parent ends."""
+    ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+
+
+def shield() -> None:
+    """For a process that only its parent ends: SLURM signals every process of a job."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def run_child(body: Callable[[Place], None], place: Place, private: Path, parent: int) -> None:
     """The life of a forked process; never returns."""
     status = 1
     try:
-        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)  # dies with the parent, however that dies
+        die_with_parent()
         if os.getppid() != parent:
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and it tells us

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 
 from common import checkup, config, launch, prepare, processes, provenance, schedules, seeds, snapshots, tracking
-from common.config import UserError
+from common.errors import LEFT, UserError
 from common.folder import Folder, disk_errors, read_json, write_json
 from common.launch import Place, World
-from common.preemption import LEFT, Left, Notice, name_the_silent
+from common.preemption import Left, Notice, name_the_silent
 from common.prepare import Prepared
 from common.run import Run
 from configs.shared import Experiment

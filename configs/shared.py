@@ -44,6 +44,8 @@ class Data:
     """Seconds to wait for a download server; 0 never downloads."""
     block: int = between(1, 100_000, 8)
     """Batches that are gathered and normalised in one vectorised step."""
+    workers: int = between(0, 64, 0)
+    """Processes beside each rank that gather and normalise batches ahead; 0 does it in the rank."""
     train_limit: int = at_least(0, 0)
     """Use only the first so many training samples; 0 uses all."""
     test_limit: int = at_least(0, 0)

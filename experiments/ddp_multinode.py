@@ -24,6 +24,7 @@ from __future__ import annotations
 import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
 
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -138,9 +139,10 @@ def seconds_alone(cfg: Config, train: data.Images, world: World) -> float:
 
 def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
-    dtype, share = getattr(torch, cfg.dtype), (world.rank, world.size)
+    dtype = getattr(torch, cfg.dtype)
+    ahead: Any = {"share": (world.rank, world.size), "block": cfg.data.block, "workers": cfg.data.workers}
     try:
-        loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, block=cfg.data.block, share=share)
+        loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, **ahead)
     except ValueError as error:
         raise UserError(str(error)) from None
     model = wrap(cfg, build(cfg, train, world), world)

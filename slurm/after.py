@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from common import config, provenance, snapshots, tracking
-from common.config import UserError
+from common.errors import LEFT, UserError
 from common.folder import Folder, read_json, write_json
 from slurm.scheduler import Scheduler
-
-LEFT = 75  # exit status of processes that were told to stop, and have saved
 
 
 def refusal(folder: Folder) -> dict[str, Any]:

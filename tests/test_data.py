@@ -24,9 +24,9 @@ def images(cache: Path) -> data.Images:
 
 
 def loader(images: data.Images, **settings: int) -> data.Loader:
-    keywords = {"batch": 64, "seed": 0, "block": 4} | settings
-    batch, seed, block = (keywords[name] for name in ("batch", "seed", "block"))
-    return data.Loader(images, batch, seed, torch.device("cpu"), torch.float32, block=block)
+    keywords = {"batch": 64, "seed": 0, "block": 4, "workers": 0} | settings
+    batch, seed = keywords.pop("batch"), keywords.pop("seed")
+    return data.Loader(images, batch, seed, torch.device("cpu"), torch.float32, **keywords)  # type: ignore[arg-type]
 
 
 def batches(source: data.Loader) -> list[tuple[bytes, list[int]]]:
@@ -169,3 +169,11 @@ def test_checksums_are_those_of_the_files(cache: Path) -> None:
     file = found.path / "test_labels.npy"
     assert found.sha256["test_labels"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert os.access(found.path, os.R_OK)
+
+
+def test_workers_hand_out_the_same_batches_from_any_position(images: data.Images) -> None:
+    alone, helped = loader(images), loader(images, workers=2)
+    for source in (alone, helped):
+        source.load_state_dict({"epoch": 3, "position": 5 * 64})
+    assert batches(helped) == batches(alone) and len(batches(loader(images))) == 15
+    assert helped.state_dict() == alone.state_dict() == {"epoch": 4, "position": 0}

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from common import processes
+from common.errors import LEFT
 from common.folder import Folder
 from common.launch import Place, first_host, outside
 from slurm import status
@@ -215,7 +216,7 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, s
     os.killpg(first.pid, signal.SIGINT)  # what Ctrl-C on a terminal does
     _, err = first.communicate(timeout=10)
     assert first.returncode == 128 + signal.SIGINT
-    assert "stopped by Ctrl-C" in err and "metrics up to step" in err and "Traceback" not in err
+    assert "saving after the next step" in err and "metrics up to step" in err and "Traceback" not in err
     (folder,) = (Folder(path) for path in (tmp_path / "a").iterdir())
     assert folder.result["exit_status"] == first.returncode and folder.result["last_step"] > 0
     assert status.state_of(folder) == ("CANCELLED", "stopped by Ctrl-C")
@@ -223,7 +224,7 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, s
     assert second.poll() is None
     second.send_signal(signal.SIGTERM)
     second.communicate(timeout=10)
-    assert second.returncode == 128 + signal.SIGTERM
+    assert second.returncode == LEFT
     assert not processes_of(str(tmp_path / "b"))
 
 

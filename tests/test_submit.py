@@ -47,7 +47,10 @@ module load cuda
 export SUBMITIT_EXECUTOR=slurm
 srun --unbuffered --output /runs/x-1-2-3/submit/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=4 \
 --container-image=a.sqsh PYTHON -u -m submitit.core._submit /runs/x-1-2-3/submit
-"""
+
+
+# teardown
+PYTHON -m slurm.after /runs/x-1-2-3 $?"""
 
 
 def text_of(profile: Profile, folder: Path) -> str:
