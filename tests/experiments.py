@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -13,6 +14,8 @@ class Entry:
     smallest: tuple[str, ...]
     processes: int
     produces: tuple[str, ...]
+    spread: Callable[[int], tuple[str, ...]]
+    """The settings that give a run so many processes; they take a batch of 24."""
 
 
 EXPERIMENTS = [
@@ -21,11 +24,13 @@ EXPERIMENTS = [
         smallest=("batch=16", "microbatches=2"),
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second"),
+        spread=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
     ),
     Entry(
         name="ddp_multinode",
         smallest=("batch=16", "optim.base_batch=16", "optim.warmup=0"),
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "ranks", "communication_exposed"),
+        spread=lambda count: (f"processes_per_node={count}",),
     ),
 ]

@@ -1,0 +1,239 @@
+"""A run that is started again goes on to the bit as if nothing had happened; in another world, to 1e-9."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common import snapshots
+from common.errors import LEFT
+from common.folder import Folder
+from tests.experiments import EXPERIMENTS, Entry
+from tests.helpers import ROOT, command, environment, processes_of, run
+
+STEPS, EVERY = 30, 3
+every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+
+
+@pytest.fixture
+def quick(cache: Path) -> tuple[str, ...]:
+    """13 steps an epoch, a checkpoint every third step, all kept."""
+    data = ("data.name=digits", f"data.cache={cache}", "data.train_limit=320", "data.test_limit=100")
+    saving = (f"checkpoint.every_steps={EVERY}", "checkpoint.every_seconds=0", "checkpoint.keep=100")
+    return (*data, *saving, "batch=24", f"steps={STEPS}", "epochs=3", "log.progress=none", "optim.warmup=0")
+
+
+def interrupted(folder: Folder, step: int, place: Path) -> Folder:
+    """A copy of a run as it would lie there had it been killed a little after `step`, the last one that was saved."""
+    shutil.copytree(folder.path, place / folder.path.name)
+    copy = Folder(place / folder.path.name)
+    (copy.path / "result.json").unlink()
+    (attempt,) = copy.attempts()
+    for snapshot in snapshots.of_attempt(attempt):
+        if snapshot.step > step:
+            shutil.rmtree(snapshot.path)
+    rows = attempt.metrics_file.read_text().splitlines(keepends=True)
+    attempt.metrics_file.write_text("".join(rows[: step + 2]) + '{"global_step": 99, "lo')
+    return copy
+
+
+def resume(entry: Entry, folder: Folder, *words: str, script: str = "", timeout: float = 120) -> Any:
+    path = [str(ROOT / "experiments" / f"{entry.name}.py")]
+    begin = [sys.executable, *(["-c", script, *path] if script else path)]
+    return subprocess.run(
+        [*begin, "--resume", str(folder.path), *words],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def numbers(folder: Folder) -> list[tuple[Any, ...]]:
+    """All rows but the clock."""
+    names = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
+    return [tuple(row.get(name) for name in names) for row in folder.metrics()]
+
+
+def final_state(folder: Folder) -> dict[str, torch.Tensor]:
+    """Parameters and the optimizer's memory after the last step, over all ranks."""
+    (attempt, _), *_ = folder.chain()
+    path = snapshots.of_attempt(attempt)[-1].path
+    assert path.name == f"step-{STEPS:08d}"
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("rank-*.pt")):
+        part = torch.load(file, weights_only=True)
+        found |= part["model"]
+        memory = {f"{name}/{key}": value for name, of in part["optimizer"].items() for key, value in of.items()}
+        found |= {name: value for name, value in memory.items() if isinstance(value, torch.Tensor)}
+    return found
+
+
+def same(one: Folder, other: Folder) -> bool:
+    a, b = final_state(one), final_state(other)
+    return numbers(one) == numbers(other) and a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@every
+def test_resume_is_equal_to_the_bit(entry: Entry, processes: int, tmp_path: Path, quick: tuple[str, ...]) -> None:
+    whole = run(entry.name, *quick, *entry.spread(processes), "data.block=2", runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    step = random.randrange(EVERY, STEPS, EVERY)
+    folder = interrupted(whole.folder, step, tmp_path / "cut")
+    done = resume(entry, folder)
+    assert done.returncode == 0, done.stderr
+    assert f"goes on after step {step}" in done.stdout
+    assert same(folder, whole.folder), f"resumed after step {step}"
+    assert folder.result["test_loss"] == whole.folder.result["test_loss"]
+    assert [row[0] for row in numbers(folder) if row[2] is not None] == list(range(1, STEPS + 1))
+
+
+def test_without_settled_buckets_it_is_not(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """DDP's regrouping of buckets is what the care is for: without it, four processes round otherwise."""
+    entry = next(entry for entry in EXPERIMENTS if entry.name == "ddp_multinode")
+    careless = (
+        "import runpy, sys; from common import hooks; hooks.settle = lambda *_: None; "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    words = [*quick, *entry.spread(4), f"runs={tmp_path / 'whole'}"]
+    path = str(ROOT / "experiments" / f"{entry.name}.py")
+    start = [sys.executable, "-c", careless, path, *words]
+    subprocess.run(start, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), check=True, capture_output=True)
+    (whole,) = (Folder(path) for path in (tmp_path / "whole").iterdir())
+    folder = interrupted(whole, 9, tmp_path / "cut")
+    done = resume(entry, folder, script=careless)
+    assert done.returncode == 0, done.stderr
+    assert not same(folder, whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@every
+def test_another_number_of_processes(
+    entry: Entry, before: int, after: int, tmp_path: Path, quick: tuple[str, ...]
+) -> None:
+    words = [*quick, "dtype=float64"]
+    whole = run(entry.name, *words, *entry.spread(before), runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    folder = interrupted(whole.folder, 15, tmp_path / "cut")
+    done = resume(entry, folder, *entry.spread(after))
+    assert done.returncode == 0, done.stderr
+    assert f"{before} processes saved this, {after} go on" in done.stdout
+    losses = [row["loss"] for row in folder.metrics() if "loss" in row]
+    assert losses == pytest.approx(whole.losses, abs=1e-9, rel=0) and len(losses) == STEPS
+
+
+def test_a_finished_run_says_so(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    done = run("mnist_pipeline", *quick, "steps=4", runs=tmp_path)
+    again = resume(EXPERIMENTS[0], done.folder)
+    assert again.returncode == 0 and "is finished" in again.stdout
+    other = resume(EXPERIMENTS[1], done.folder)
+    assert other.returncode == 2 and "is a run of mnist_pipeline, not of ddp_multinode" in other.stderr
+    assert len(done.folder.attempts()) == 1
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    done = run("mnist_pipeline", *quick, "optim.lr=100", "epochs=100", "steps=0", runs=tmp_path)
+    assert done.status == 2 and "Traceback" not in done.err
+    assert "the loss of step" in done.err and "positions" in done.err and "lower optim.lr" in done.err
+    for attempt in done.folder.attempts():
+        for snapshot in snapshots.of_attempt(attempt):
+            part = torch.load(snapshot.path / "rank-0.pt", weights_only=True)
+            assert all(value.isfinite().all() for value in part["model"].values()), snapshot
+
+
+@pytest.fixture
+def start(quick: tuple[str, ...]) -> Iterator[Any]:
+    """Starts a run that would take minutes, and catches it in training; none outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(entry: Entry, runs: Path, *words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command(entry.name, *quick, "steps=0", "epochs=5000", "checkpoint.every_steps=0", *words, runs=runs),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        )
+        started.append(process)
+        while not any(file.stat().st_size for file in runs.glob("*/attempts/0001/metrics.jsonl")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
+@every
+def test_a_notice_saves_and_leaves(entry: Entry, number: signal.Signals, tmp_path: Path, start: Any) -> None:
+    process = start(entry, tmp_path)
+    time.sleep(random.random())
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == (128 + number if number == signal.SIGINT else LEFT), out + err
+    assert "Traceback" not in err and "go on with: make exp RESUME=" in err
+    (folder,) = (Folder(path) for path in tmp_path.iterdir())
+    (snapshot,) = snapshots.candidates(folder)
+    assert snapshot.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
+    assert folder.result["state"] == ("cancelled" if number == signal.SIGINT else "preempted")
+    assert not processes_of(str(tmp_path))
+
+
+def test_told_twice_it_ends_at_once(tmp_path: Path, start: Any) -> None:
+    process = start(EXPERIMENTS[0], tmp_path)
+    os.kill(rank(process, 1), signal.SIGSTOP)  # so that nobody can save
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=5)
+    assert process.returncode == 128 + signal.SIGINT and "stopped by Ctrl-C" in err and "Traceback" not in err
+    assert not processes_of(str(tmp_path))
+
+
+def test_nobody_waits_longer_than_the_grace_time(tmp_path: Path, start: Any) -> None:
+    process = start(EXPERIMENTS[1], tmp_path, "checkpoint.grace=2", "launch.step_timeout=60")
+    os.kill(rank(process, 1), signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode not in (0, LEFT)
+    (log,) = tmp_path.glob("*/attempts/0001/logs/rank-0.log")
+    assert "Timeout (0:00:02)" in log.read_text(), "the stacks of all threads"
+    assert not processes_of(str(tmp_path))
+
+
+@every
+def test_a_rank_that_hangs_is_named(entry: Entry, tmp_path: Path, start: Any) -> None:
+    process = start(entry, tmp_path, "launch.step_timeout=3")
+    os.kill(rank(process, 1), signal.SIGSTOP)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "rank 1 on" in err and "did not answer within 3 s" in err
+    (log,) = tmp_path.glob("*/attempts/0001/logs/rank-0.log")
+    assert "most recent call first" in log.read_text()
+    assert not processes_of(str(tmp_path))
+
+
+def rank(process: subprocess.Popen[str], number: int) -> int:
+    """The pid of a rank."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(children[number])
