@@ -26,7 +26,7 @@ MISTAKES = ("lose_relu", "lose_microbatch")
 
 def case(engine: str, schedule: str, processes: int, each: int) -> str:
     stages = f"stages={processes * each},stages_per_process={each}"
-    return f"engine={engine},schedule={schedule},{stages},microbatches={8 if processes == 4 else 6}"
+    return f"engine={engine},schedule={schedule},{stages},microbatches={4 if processes == 4 else 6}"
 
 
 def cases(processes: int) -> list[str]:
