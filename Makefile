@@ -64,7 +64,7 @@ cluster-shell: $(READY)  ## a shell on its controller: sbatch, srun, squeue, sin
 	@$(PY) -m slurm.cluster shell --name="$$NAME"
 
 test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/test_config.py -k name"]
-	@$(PY) -m pytest $${TESTS:-tests} -m "not slurm"
+	@$(PY) -m pytest $${TESTS:-tests} -m "not slurm" --numprocesses 2 --dist loadfile
 
 test-slurm: $(READY)  ## the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests -m slurm

@@ -170,9 +170,11 @@ def open_run(folder: Folder, mode: str) -> Any:
     return run
 
 
-def watch(closed: threading.Event, seconds: float) -> None:
+def watch(folder: Folder, closed: threading.Event, seconds: float) -> None:
     """Tell when stdin closes, however the owner ended, and end this process `seconds` later, whatever it is at."""
     sys.stdin.read()
+    if not folder.result:  # the owner was killed: its ranks end a moment after it, and may still write
+        time.sleep(POLL)
     closed.set()
     time.sleep(seconds)
     end_children()
@@ -212,7 +214,7 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     ctypes.CDLL(None).prctl(SUBREAPER, 1)  # what W&B's helpers leave behind becomes our child
     folder = Folder(Path(path), int(attempt))
     closed = threading.Event()
-    threading.Thread(target=watch, args=(closed, settings_of(folder).wandb.finish_timeout), daemon=True).start()
+    threading.Thread(target=watch, args=(folder, closed, settings_of(folder).wandb.finish_timeout), daemon=True).start()
     run: Any = None
     for row in follow(folder.metrics_file, closed):
         if row is None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.prepare import prepare_digits
+
+torch.set_num_threads(1)  # tests run two at a time, and threads that wait for each other burn the other's core
 
 
 @pytest.fixture(scope="session")

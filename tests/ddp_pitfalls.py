@@ -1,6 +1,6 @@
 """Mistakes of data parallelism, made by two real processes with short time-outs, for test_pitfalls.py.
 
-python -m tests.ddp_pitfalls NAME      prints what each process found, as JSON
+python -m tests.ddp_pitfalls NAME ...      prints what each process found, as JSON, by name
 """
 
 from __future__ import annotations
@@ -114,4 +114,4 @@ def torchs_norm() -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()))
+    print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

@@ -35,7 +35,7 @@ SETTINGS = {
     "width": "32",
     "depth": "8",
     "batch": "24",
-    "microbatches": "12",
+    "microbatches": "6",
     "eval_batch": "32",  # three full batches and one of 4
     "optim.lr": "0.02",  # SGD: Adam would not notice a wrong factor
     "epochs": "2",

@@ -28,7 +28,7 @@ from common.prepare import RAW
 from slurm import submit
 from tests.helpers import ROOT, Done, environment, processes_of
 
-TOGETHER = 4  # cases at a time: many of them wait more than they compute
+TOGETHER = 2  # cases at a time: some of them wait more than they compute
 MNIST = ("data.name=mnist", "data.root=raw", "data.download_timeout=0")
 KEY = "0123456789abcdef" * 2 + "01234567"
 

@@ -34,6 +34,27 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return pairs  # type: ignore[return-value]
 
 
+@pytest.fixture(scope="module")
+def repeated(finished: dict[str, tuple[Done, Done]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """Each first run again, from its configuration, now with a profile."""
+    return {
+        name: run(
+            name, "--config", str(first.folder.path / "config.yaml"), "profile=2", runs=tmp_path_factory.mktemp(name)
+        )
+        for name, (first, _) in finished.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def other(finished: dict[str, tuple[Done, Done]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """Each first run again, with another seed and a quiet screen."""
+    words = ("seed=1", "log.level=error")
+    return {
+        name: run(name, "--config", str(first.folder.path / "config.yaml"), *words, runs=tmp_path_factory.mktemp(name))
+        for name, (first, _) in finished.items()
+    }
+
+
 def test_the_list_is_complete() -> None:
     assert sorted(entry.name for entry in EXPERIMENTS) == config.names()
 
@@ -77,18 +98,16 @@ def test_same_command_gives_the_same_bits(entry: Entry, finished: dict[str, tupl
 
 @every
 def test_the_run_is_repeated_from_its_config(
-    entry: Entry, finished: dict[str, tuple[Done, Done]], tmp_path: Path
+    entry: Entry, finished: dict[str, tuple[Done, Done]], repeated: dict[str, Done]
 ) -> None:
-    first = finished[entry.name][0]
-    again = run(entry.name, "--config", str(first.folder.path / "config.yaml"), runs=tmp_path)
-    assert again.losses == first.losses
+    assert repeated[entry.name].losses == finished[entry.name][0].losses
 
 
 @every
-def test_another_seed_gives_another_run(entry: Entry, finished: dict[str, tuple[Done, Done]], tmp_path: Path) -> None:
-    first = finished[entry.name][0]
-    other = run(entry.name, "--config", str(first.folder.path / "config.yaml"), "seed=1", runs=tmp_path)
-    assert len(other.losses) == 40 and other.losses != first.losses
+def test_another_seed_gives_another_run(
+    entry: Entry, finished: dict[str, tuple[Done, Done]], other: dict[str, Done]
+) -> None:
+    assert len(other[entry.name].losses) == 40 and other[entry.name].losses != finished[entry.name][0].losses
 
 
 @every
@@ -103,9 +122,8 @@ def test_the_screen_tells_the_essentials(entry: Entry, finished: dict[str, tuple
 
 
 @every
-def test_profile_writes_a_trace_per_rank(entry: Entry, cache: Path, tmp_path: Path) -> None:
-    common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=100", "steps=10", "profile=2")
-    done = run(entry.name, *common, *entry.smallest, runs=tmp_path)
+def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: dict[str, Done]) -> None:
+    done = repeated[entry.name]
     assert done.status == 0, done.err
     for rank in range(entry.processes):
         trace = json.loads((done.folder.attempts()[0].attempt / f"trace-{rank}.json").read_text())
@@ -114,9 +132,8 @@ def test_profile_writes_a_trace_per_rank(entry: Entry, cache: Path, tmp_path: Pa
 
 
 @every
-def test_log_level_quietens_the_screen_and_not_the_file(entry: Entry, cache: Path, tmp_path: Path) -> None:
-    common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=100", "steps=3", "log.level=error")
-    done = run(entry.name, *common, *entry.smallest, runs=tmp_path)
+def test_log_level_quietens_the_screen_and_not_the_file(entry: Entry, other: dict[str, Done]) -> None:
+    done = other[entry.name]
     assert "test accuracy" not in done.out
     assert "test accuracy" in done.folder.attempts()[0].log_file(0).read_text()
 

@@ -25,7 +25,8 @@ MISTAKES = ("lose_relu", "lose_microbatch")
 
 
 def case(engine: str, schedule: str, processes: int, each: int) -> str:
-    return f"engine={engine},schedule={schedule},stages={processes * each},stages_per_process={each}"
+    stages = f"stages={processes * each},stages_per_process={each}"
+    return f"engine={engine},schedule={schedule},{stages},microbatches={4 if processes == 4 else 6}"
 
 
 def cases(processes: int) -> list[str]:

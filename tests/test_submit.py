@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,11 +147,11 @@ def fake(tmp_path: Path) -> Fake:
     return Fake(tmp_path)
 
 
-def call(fake: Fake, module: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def call(fake: Fake, module: str, *words: str, source: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", module, *words],
-        cwd=ROOT,
-        env=fake.environment(**env),
+        cwd=source,
+        env=fake.environment(PYTHONPATH=str(source), **env),
         capture_output=True,
         text=True,
         timeout=60,
@@ -158,9 +159,9 @@ def call(fake: Fake, module: str, *words: str, **env: str) -> subprocess.Complet
     )
 
 
-def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
     args = f"data.name=digits data.cache={cache} runs={fake.bin.parent}/runs {settings}"
-    return call(fake, "slurm.submit", f"--args={args}", *options, "--", "mnist_pipeline", **env)
+    return call(fake, "slurm.submit", f"--args={args}", *options, "--", "mnist_pipeline", **more)
 
 
 def the_folder(fake: Fake) -> Folder:
@@ -183,13 +184,14 @@ def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
 
 
 def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> None:
-    new = ROOT / "common" / "brand_new_file.py"
-    new.write_text("x = 1\n")
-    try:
-        assert submit(fake, cache).returncode == 0
-        strict = submit(fake, cache, "--strict=1")
-    finally:
-        new.unlink()
+    provenance.snapshot(Folder(fake.bin.parent))  # a checkout of its own: other tests copy ROOT at the same time
+    checkout = fake.bin.parent / "code"
+    for words in ("init -q", "add -A", "-c user.name=x -c user.email=x@x commit -qm x"):
+        subprocess.run(["git", "-C", str(checkout), *words.split()], check=True)
+    assert submit(fake, cache, "--strict=1", "--dry-run=1", source=checkout).returncode == 0
+    (checkout / "common" / "brand_new_file.py").write_text("x = 1\n")
+    assert submit(fake, cache, source=checkout).returncode == 0
+    strict = submit(fake, cache, "--strict=1", source=checkout)
     assert (the_folder(fake).path / "code" / "common" / "brand_new_file.py").exists()
     assert strict.returncode == 2 and "STRICT=1" in strict.stderr
 
