@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from common import checkup, config, launch, prepare, processes, provenance, schedules, seeds, tracking
 from common.config import UserError
@@ -80,7 +82,17 @@ def look_around(world: World, folder: Folder) -> None:
     facts = world.gather(checkup.short(world, folder.path))
     wrong = world.broadcast(checkup.problems(facts, len(set(world.hosts))) if world.is_main else None)
     if wrong:
+        leave_together()
         raise UserError("; ".join(wrong) if world.is_main else "another host is not sound; rank 0 names it")
+
+
+def leave_together() -> None:
+    """Let every process leave with its own exit status. All processes call it.
+
+    srun and torchrun end the others as soon as one has left, and then tell of a signal.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.barrier()
 
 
 def start_here(main: Main[T], settings: T) -> int:
@@ -121,6 +133,7 @@ def join_there(main: Main[T], settings: T, place: Place, given: Folder | None = 
     with launch.group(place, settings.launch) as world:
         answer = world.broadcast(begin(settings, world, given) if world.is_main else None)
         if isinstance(answer, UserError):
+            leave_together()
             if world.is_main:
                 raise answer
             return 2
@@ -171,6 +184,15 @@ def conclude(folder: Folder, status: int, tracker: tracking.Tracker | None, sett
     finally:
         if tracker is not None:
             print(tracker.finish(settings.wandb.finish_timeout), flush=True)
+
+
+def blame(folder: Folder, rank: int, reason: str) -> None:
+    """Keep why a run failed where `make status` finds it: it may stand in any rank's log. Rank 0's word goes first."""
+    result = folder.result
+    if result.get("state", "failed") != "failed" or (rank and result):
+        return
+    with contextlib.suppress(UserError):  # on a full disk
+        write_json(folder.path / "result.json", result | {"state": "failed", "exit_status": 2, "reason": reason})
 
 
 def redirect(log: Path, *, keep_stdout: bool) -> None:

@@ -33,7 +33,11 @@ class Job:
             place = launch.outside(os.environ)
             assert place is not None, "srun starts this"
             main = importlib.import_module(f"experiments.{name}").main
-            status = start.join_there(main, settings, place, folder)
+            try:
+                status = start.join_there(main, settings, place, folder)
+            except config.UserError as error:
+                start.blame(folder, place.rank, str(error))
+                raise
         if status:
             sys.exit(status)
 
