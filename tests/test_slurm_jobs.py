@@ -90,16 +90,19 @@ def settings_words(site: Site, runs: str) -> list[str]:
     return site.settings(runs, "steps=10").removeprefix("--args=").split()
 
 
-def test_srun_starts_the_script(site: Site) -> None:
-    script = [sys.executable, "experiments/mnist_pipeline.py", *settings_words(site, "srun")]
+@every
+def test_srun_starts_the_script(site: Site, entry: Entry) -> None:
+    words = [*settings_words(site, f"srun-{entry.name}"), *entry.smallest, "launch.nodes=2"]
+    script = [sys.executable, f"experiments/{entry.name}.py", *words]
     done = site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((site.run_of("srun").path / "meta.json").read_text())["world"]["hosts"] == ["node1", "node2"]
+    meta = json.loads((site.run_of(f"srun-{entry.name}").path / "meta.json").read_text())
+    assert meta["world"]["hosts"] == ["node1", "node2"]
 
 
 def test_torchrun_inside_an_allocation_goes_first(site: Site) -> None:
     script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    script += ["--master-port=29511", "experiments/mnist_pipeline.py", *settings_words(site, "torchrun")]
+    script += ["--master-port=29511", "experiments/ddp_multinode.py", *settings_words(site, "torchrun")]
     done = site.inside("srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=2", *script)
     assert done.returncode == 0, done.stdout + done.stderr
     world = json.loads((site.run_of("torchrun").path / "meta.json").read_text())["world"]
