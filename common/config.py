@@ -263,6 +263,9 @@ def load(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] =
         file = line.resume / "config.yaml"
         if not file.is_file():
             raise UserError(f"--resume {line.resume}: no run folder, it has no config.yaml; make status lists the runs")
+        other = line.resume.absolute().name.rsplit("-", 3)[0]
+        if other != name:
+            raise UserError(f"--resume {line.resume} is a run of {other}, not of {name}")
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
     layers = [surroundings, read_file(file), line.values]
     settings = resolve(schema, layers)

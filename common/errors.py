@@ -13,6 +13,10 @@ class UserError(Exception):
     """A mistake of the user or of the machine: one message that names the remedy, no traceback."""
 
 
+class Absent(UserError):
+    """A process or host that does not answer. On a cluster it may be a fault that a later start does not meet."""
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turn a UserError into one line on stderr and exit status 2."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common import network
-from common.config import UserError
+from common.errors import Absent, UserError
 from configs.shared import Launch
 
 
@@ -180,7 +180,7 @@ def meet_at_port(place: Place, settings: Launch) -> dist.Store:
     try:
         return dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
     except (RuntimeError, dist.DistError) as error:
-        raise UserError(f"rank {place.rank} cannot reach rank 0 at {place.master}: {first_line(error)}") from None
+        raise Absent(f"rank {place.rank} cannot reach rank 0 at {place.master}: {first_line(error)}") from None
 
 
 def meet_by_token(place: Place, settings: Launch) -> dist.Store:
@@ -251,14 +251,14 @@ def choose_device(place: Place, settings: Launch) -> tuple[torch.device, str]:
 
 
 def roll_call(store: dist.Store, place: Place, timeout: datetime.timedelta) -> tuple[str, ...]:
-    """Wait until every rank has signed in; returns their hosts. Raises UserError naming the missing ones."""
+    """Wait until every rank has signed in; returns their hosts. Raises Absent naming the missing ones."""
     names = [f"here/{rank}" for rank in range(place.size)]
     store.set(names[place.rank], socket.gethostname())
     try:
         store.wait(names, timeout)
     except (RuntimeError, dist.DistError):
         absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-        raise UserError(
+        raise Absent(
             f"rank {', '.join(absent)} did not arrive within {timeout.total_seconds():.0f} s; "
             "see its log, or raise launch.setup_timeout"
         ) from None

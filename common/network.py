@@ -13,10 +13,10 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from common.config import UserError
+from common.errors import Absent, UserError
 
 T = TypeVar("T")
-UNREACHABLE = 15.0  # seconds until a first rank that cannot be reached is given up
+UNREACHABLE = 10.0  # seconds until a first rank that cannot be reached is given up, told within 15 s of a job's start
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 PORTS = range(20_000, 60_000)
 
@@ -102,8 +102,8 @@ def first_free(candidates: Sequence[int], serve: Callable[[int], T]) -> T:
 def find_first_rank(host: str, candidates: Sequence[int], connect: Callable[[int], T | None], patience: float) -> T:
     """What `connect(port)` returns for the port on which the first rank answers; None means somebody else did.
 
-    A host that cannot be found or reached is given up after 15 s; one that refuses is up, and may take
-    `patience` seconds until the first rank serves. Raises UserError with host, address, interface, ports.
+    A host that cannot be found or reached is given up after 10 s; one that refuses is up, and may take
+    `patience` seconds until the first rank serves. Raises Absent with host, address, interface, ports.
     """
     start = time.monotonic()
     address = "?"
@@ -124,7 +124,7 @@ def find_first_rank(host: str, candidates: Sequence[int], connect: Callable[[int
         except OSError as error:
             problem = str(error)
         if time.monotonic() - start > min(limit, patience):
-            raise UserError(unreachable(host, address, candidates, problem))
+            raise Absent(unreachable(host, address, candidates, problem))
         time.sleep(0.05)
 
 

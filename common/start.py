@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from common import checkup, config, launch, prepare, processes, provenance, schedules, seeds, snapshots, tracking
 from common.errors import LEFT, UserError
@@ -40,8 +41,6 @@ def start(main: Main[T], schema: type[T]) -> None:
         place = launch.outside(os.environ)
         resume = config.parse(sys.argv[1:]).resume
         given = Folder(resume.absolute()) if resume else None
-        if given and given.experiment != config.name_of(schema):
-            raise UserError(f"{given.path} is a run of {given.experiment}, not of {config.name_of(schema)}")
         sys.exit(start_here(main, settings, given) if place is None else join_there(main, settings, place, given))
 
 
@@ -100,7 +99,8 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
     try:
         main(settings, world, run)
     except (RuntimeError, TimeoutError) as error:
-        silent = name_the_silent(world) if "timed out" in str(error).lower() else ""
+        late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+        silent = name_the_silent(world) if late else ""
         if silent:
             raise TimeoutError(silent) from error
         raise
@@ -121,7 +121,17 @@ def look_around(world: World, folder: Folder) -> None:
     facts = world.gather(checkup.short(world, folder.path))
     wrong = world.broadcast(checkup.problems(facts, len(set(world.hosts))) if world.is_main else None)
     if wrong:
+        leave_together()
         raise UserError("; ".join(wrong) if world.is_main else "another host is not sound; rank 0 names it")
+
+
+def leave_together() -> None:
+    """Let every process leave with its own exit status. All processes call it.
+
+    srun and torchrun end the others as soon as one has left, and then tell of a signal.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.barrier()
 
 
 def start_here(main: Main[T], settings: T, given: Folder | None = None) -> int:
@@ -174,6 +184,7 @@ def join_there(
     with launch.group(place, settings.launch) as world:
         answer = world.broadcast(begin(settings, world, given) if world.is_main else None)
         if isinstance(answer, UserError):
+            leave_together()
             if world.is_main:
                 raise answer
             return 2
@@ -187,13 +198,11 @@ def join_there(
             status = 0
         except Left as left:
             status = int(str(left.code))
-        except UserError as error:
-            status = 2
-            write_json(folder.attempt / "error.json", {"rank": place.rank, "text": str(error)})
-            raise
         finally:
             if world.is_main:
                 conclude(folder, status, tracker, settings, submitted)
+        if status == LEFT:
+            leave_together()
     return status
 
 
@@ -244,6 +253,15 @@ def how_it_ended(folder: Folder, status: int) -> dict[str, Any]:
     elif status == LEFT:
         ended |= {"state": "preempted", "reason": "told to stop, saved"}
     return ended
+
+
+def blame(folder: Folder, rank: int, reason: str) -> None:
+    """Keep why a run failed where `make status` finds it: it may stand in any rank's log. Rank 0's word goes first."""
+    result = folder.result
+    if result.get("state", "failed") != "failed" or (rank and result):
+        return
+    with contextlib.suppress(UserError):  # on a full disk
+        write_json(folder.path / "result.json", result | {"state": "failed", "exit_status": 2, "reason": reason})
 
 
 def redirect(log: Path, *, keep_stdout: bool) -> None:

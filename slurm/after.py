@@ -12,22 +12,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from common import config, provenance, snapshots, tracking
 from common.errors import LEFT, UserError
 from common.folder import Folder, read_json, write_json
 from slurm.scheduler import Scheduler
-
-
-def refusal(folder: Folder) -> dict[str, Any]:
-    """Where a process of this start of the job notes what a person must mend."""
-    return read_json(refusal_file(folder))
-
-
-def refusal_file(folder: Folder) -> Path:
-    start = f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    return folder.path / "submit" / f"refused-{start}.json"
 
 
 def in_vain(folder: Folder) -> int:
@@ -42,9 +31,6 @@ def in_vain(folder: Folder) -> int:
 
 def why_not_again(folder: Folder, status: int) -> str:
     """Why the job is not started again; empty if it is."""
-    refused = refusal(folder)
-    if refused:
-        return str(refused.get("reason"))
     if status == 2:
         return "a process refused to start; see the log"
     job = read_json(folder.path / "meta.json").get("job") or {}

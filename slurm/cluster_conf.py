@@ -135,8 +135,10 @@ def checked_settings(lines: list[str]) -> dict[str, str]:
     return found
 
 
-def checked_folder(folder: Path, longest: int = 80) -> Path:
-    """A folder whose path slurm.conf can hold, with room for the names of sockets (at most 107 bytes)."""
+def checked_folder(folder: Path, longest: int = 67) -> Path:
+    """A folder whose path slurm.conf can hold, with room for a socket (at most 107 bytes) named
+    /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
+    """
     if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > longest:
         raise UserError(f"{folder}: slurm.conf needs a short path without blanks; set CLUSTER_DIR, as in /tmp/mine")
     return folder

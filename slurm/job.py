@@ -14,8 +14,6 @@ from pathlib import Path
 
 from submitit.helpers import DelayedSubmission
 
-from slurm.after import refusal_file
-
 
 class Job:
     """One process of a submitted run."""
@@ -25,7 +23,8 @@ class Job:
 
     def __call__(self) -> None:
         from common import config, launch, start
-        from common.folder import Folder, write_json
+        from common.errors import Absent, UserError
+        from common.folder import Folder
 
         folder = Folder(Path(self.folder))
         remove_result(folder.path / "submit")
@@ -38,8 +37,13 @@ class Job:
             main = importlib.import_module(f"experiments.{name}").main
             try:
                 status = start.join_there(main, settings, place, folder, submitted=True)
-            except config.UserError as error:
-                write_json(refusal_file(folder), {"rank": place.rank, "reason": str(error)})
+            except Absent as error:
+                if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+                    raise RuntimeError(str(error)) from None  # a host that is down may be replaced by the next start
+                start.blame(folder, place.rank, str(error))
+                raise
+            except UserError as error:
+                start.blame(folder, place.rank, str(error))
                 raise
         if status:
             sys.exit(status)

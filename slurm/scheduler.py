@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -39,21 +40,22 @@ class Scheduler:
         """The argv that runs a command of SLURM from here."""
         return self.local.command(words) if self.local else list(words)
 
-    def call(self, *words: str) -> str:
+    def call(self, *words: str, patience: float | None = None) -> str:
         """The output of a command. Raises UserError, with SLURM's own words, if it fails or hangs."""
+        patience = patience or PATIENCE
         try:
             done = subprocess.run(
                 self.command(*words),
                 env=scrubbed(os.environ),
                 capture_output=True,
                 text=True,
-                timeout=PATIENCE,
+                timeout=patience,
                 check=False,
             )
         except FileNotFoundError:
             raise UserError(f"{words[0]} is not installed here; go to a login node, or use LAUNCH=local") from None
         except subprocess.TimeoutExpired:
-            raise UserError(f"{self.name}: {words[0]} gave no answer within {PATIENCE:.0f} s; is it up?") from None
+            raise UserError(f"{self.name}: {words[0]} gave no answer within {patience:.0f} s; is it up?") from None
         if done.returncode:
             problem = " ".join((done.stderr or done.stdout).split()) or f"exit status {done.returncode}"
             raise UserError(f"{self.name}: {words[0]} failed: {problem}")
@@ -64,9 +66,14 @@ class Scheduler:
 
         sbatch takes a job for more hosts than there are, and it then waits for ever.
         """
-        answer = self.call("scontrol", "ping")
+        try:
+            answer = self.call("scontrol", "ping")
+        except UserError as error:
+            answer = str(error)
+            if "is DOWN" not in answer:
+                raise
         if "is UP" not in answer:
-            problem = " ".join(answer.split())
+            problem = " ".join(re.sub(r"\*\*.*", "", answer, flags=re.DOTALL).rpartition("failed: ")[2].split())
             raise UserError(f"{self.name}: the controller does not answer ({problem}); try later, or LAUNCH=local")
         chosen = [f"--partition={partition}"] if partition else []
         hosts = sum(int(line) for line in self.call("sinfo", "-h", "-o", "%D", *chosen).split())

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -28,12 +29,14 @@ from common.config import UserError
 from common.folder import Folder, read_json, write_json
 from slurm import cluster
 from slurm.cluster_net import Process
-from slurm.scheduler import LOCAL, Scheduler
+from slurm.scheduler import LOCAL, PATIENCE, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
 DOWN = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}  # ended without a result: completed is no excuse
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
 ALIVE = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
+LEAST = 1 << 16  # bytes free on a disk that is not full
+EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +118,8 @@ def state_of(folder: Folder) -> tuple[str, str]:
         scheduler = scheduler_of(meta)
         if scheduler is None:
             return "LOST", "the local cluster that it was given to is down"
-        return job_state(scheduler, meta["job"]["id"])
+        state, word = job_state(scheduler, meta["job"]["id"])
+        return state, word + (disk_trouble(folder) if state == "FAILED" else "")
     start = (meta.get("history") or [{}])[-1]
     process = Process(start.get("pid", 0), start.get("pid_started", 0))
     if start.get("host") == socket.gethostname() and not process.alive():
@@ -131,30 +135,47 @@ def scheduler_of(meta: dict[str, Any]) -> Scheduler | None:
     return Scheduler(LOCAL, own) if own else None
 
 
+def disk_trouble(folder: Folder) -> str:
+    """Why a job could say nothing in its log, if its disk can tell."""
+    try:
+        disk = os.statvfs(folder.path)
+    except OSError:
+        return ""
+    if disk.f_flag & os.ST_RDONLY:
+        return f"; cannot write {folder.path}: the disk is read-only; choose another folder"
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < LEAST:
+        return f"; cannot write {folder.path}: the disk is full; free space"
+    return ""
+
+
 def job_state(scheduler: Scheduler, job: str) -> tuple[str, str]:
     """What SLURM says of a job, asked in three ways; a job that none knows is LOST."""
     asked = (
-        ("squeue", "-h", "-j", job, "-o", "%T"),
+        ("squeue", "-h", "-j", job, "-o", "%T|%r"),
         ("scontrol", "-o", "show", "job", job),
         ("sacct", "-n", "-X", "-P", "-j", job, "-o", "State"),
     )
     problems = []
     for words in asked:
         try:
-            answer = scheduler.call(*words).strip()
+            answer = scheduler.call(*words, patience=PATIENCE / len(asked)).strip()
         except UserError as error:
             problems.append(str(error))
             continue
+        note = ""
         if words[0] == "scontrol":
             fields = dict(word.partition("=")[::2] for word in answer.split())
             answer = fields.get("JobState", "")
-        found = answer.splitlines()[-1].split("|")[0].split()[0].rstrip("+") if answer.split() else ""
+            if fields.get("Reason") == "JobLaunchFailure":
+                note = f": {fields.get('BatchHost', 'its host')} could not start it; can it write the run folder?"
+        first, _, reason = answer.rpartition("\n")[2].partition("|")
+        found = (first.split() or [""])[0].rstrip("+")
         if found in WAITING:
-            return "PENDING", f"job {job}"
+            return "PENDING", f"job {job} {reason}".strip()
         if found in ALIVE:
             return "RUNNING", f"job {job}"
         if found:
-            return DOWN.get(found, "FAILED"), f"job {job} {found}"
+            return DOWN.get(found, "FAILED"), f"job {job} {found}{note}"
     silent = [problem for problem in problems if "Invalid job id" not in problem]
     if len(silent) == len(asked):
         return "UNKNOWN", silent[0]
@@ -195,7 +216,25 @@ def follow_to_the_end(folder: Folder, log: Path) -> int:
             state, looked = status_of(folder).state, time.monotonic()
         time.sleep(0.2)
     print(status_of(folder).line(), flush=True)
-    return int(folder.result.get("exit_status", 1))
+    return exit_status(folder)
+
+
+def exit_status(folder: Folder) -> int:
+    """The exit status of a run that is over: its own, else what SLURM saw, else 1."""
+    meta, result = read_json(folder.path / "meta.json"), folder.result
+    if "exit_status" in result:
+        return int(result["exit_status"])
+    scheduler = scheduler_of(meta) if "job" in meta else None
+    if scheduler is None:
+        return 1
+    job = meta["job"]["id"]
+    for words in (("scontrol", "-o", "show", "job", job), ("sacct", "-n", "-X", "-P", "-j", job, "-o", "ExitCode")):
+        with contextlib.suppress(UserError):
+            found = EXIT_CODE.search(scheduler.call(*words))
+            if found:
+                code, signalled = int(found[1]), int(found[2])
+                return code or (128 + signalled if 0 < signalled < 32 else 1)
+    return 1
 
 
 def rank_0_log(folder: Folder) -> Path:

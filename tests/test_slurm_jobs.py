@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,84 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from common import provenance
-from common.folder import Folder
 from tests.experiments import EXPERIMENTS, Entry
-from tests.helpers import ROOT, environment, processes_of, run
+from tests.helpers import processes_of, run
+from tests.site import Site, up
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 SECRET = "0123456789abcdef" * 2 + "01234567"  # in one piece it would stand in the snapshot of this file
 
 
-class Site:
-    """The cluster and a checkout on it."""
-
-    def __init__(self, folder: Path, cache: Path, checkout: Path) -> None:
-        self.folder, self.cache, self.checkout = folder, cache, checkout
-        self.runs = folder / "runs"
-        self.env = environment(CLUSTER_DIR=str(folder), PYTHONPATH=str(checkout))
-
-    def call(self, module: str, *words: str, status: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", module, *words],
-            cwd=self.checkout,
-            env=self.env | env,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert status is None or done.returncode == status, done.stdout + done.stderr
-        return done
-
-    def settings(self, runs: str, *more: str) -> str:
-        words = ["data.name=digits", f"data.cache={self.cache}", f"runs={self.runs / runs}", "data.test_limit=500"]
-        return "--args=" + " ".join([*words, *more])
-
-    def submit(
-        self, name: str, runs: str, *more: str, options: tuple[str, ...] = ("--nodes=2",), **env: str
-    ) -> subprocess.CompletedProcess[str]:
-        return self.call("slurm.submit", self.settings(runs, *more), *options, "--", name, status=None, **env)
-
-    def run_of(self, runs: str) -> Folder:
-        (path,) = (self.runs / runs).iterdir()
-        return Folder(path)
-
-    def inside(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.call("slurm.cluster", "exec", *words, status=None, **env)
-
-    def wait_for_job(self, job: str, state: str) -> None:
-        for _ in range(100):
-            if state in self.inside("squeue", "-h", "-j", job, "-o", "%T").stdout:
-                return
-            time.sleep(0.1)
-        raise AssertionError(self.inside("scontrol", "show", "job", job).stdout)
-
-    def wait(self, folder: Folder, state: str, seconds: float = 60) -> str:
-        """Wait until `make status` shows a state; returns its last words."""
-        deadline = time.monotonic() + seconds
-        while True:
-            shown = self.call("slurm.status", "status", str(folder.path), status=None).stdout
-            if f"  {state}  " in shown or time.monotonic() > deadline:
-                assert f"  {state}  " in shown, shown
-                return shown
-            time.sleep(0.3)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
-    """Two hosts, and a copy of the checkout, which tests may edit."""
-    folder = tmp_path_factory.mktemp("site")
-    checkout = folder / "checkout"
-    for name in provenance.source_files():
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, checkout / name)
-    found = Site(folder, cache, checkout)
-    found.call("slurm.cluster", "up", "--nodes", "2")
-    yield found
-    found.call("slurm.cluster", "down")
-    assert not processes_of(str(folder))
+    with up(Site(tmp_path_factory.mktemp("site"), cache)) as found:
+        yield found
 
 
 @every
@@ -123,25 +56,20 @@ def test_two_jobs_at_once_and_cancel(site: Site) -> None:
     for folder in folders:
         assert "cancelled job" in site.call("slurm.status", "cancel", str(folder.path)).stdout
         assert "CANCELLED" in site.call("slurm.status", "status", str(folder.path)).stdout
-    deadline = time.monotonic() + 30
-    while any(processes_of(str(folder.path)) for folder in folders):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+        site.gone(folder)
 
 
 def test_what_was_submitted_runs_whatever_is_edited_later(site: Site) -> None:
-    blocker = site.inside("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
-    site.wait_for_job(blocker.stdout.strip(), "RUNNING")
-    done = site.submit("mnist_pipeline", "edited", "steps=10")
-    assert done.returncode == 0, done.stderr
     files = [site.checkout / "experiments" / "mnist_pipeline.py", site.checkout / "common" / "evaluate.py"]
     texts = [file.read_text() for file in files]
     try:
-        for file in files:
-            file.write_text("raise RuntimeError('edited after submission')\n")
-        folder = site.run_of("edited")
-        assert not folder.attempts(), "it waits for the hosts"
-        site.inside("scancel", blocker.stdout.strip())
+        with site.busy():
+            done = site.submit("mnist_pipeline", "edited", "steps=10")
+            assert done.returncode == 0, done.stderr
+            for file in files:
+                file.write_text("raise RuntimeError('edited after submission')\n")
+            folder = site.run_of("edited")
+            assert not folder.attempts(), "it waits for the hosts"
         deadline = time.monotonic() + 60
         while not folder.result and time.monotonic() < deadline:
             time.sleep(0.3)
@@ -162,16 +90,19 @@ def settings_words(site: Site, runs: str) -> list[str]:
     return site.settings(runs, "steps=10").removeprefix("--args=").split()
 
 
-def test_srun_starts_the_script(site: Site) -> None:
-    script = [sys.executable, "experiments/mnist_pipeline.py", *settings_words(site, "srun")]
+@every
+def test_srun_starts_the_script(site: Site, entry: Entry) -> None:
+    words = [*settings_words(site, f"srun-{entry.name}"), *entry.smallest, "launch.nodes=2"]
+    script = [sys.executable, f"experiments/{entry.name}.py", *words]
     done = site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((site.run_of("srun").path / "meta.json").read_text())["world"]["hosts"] == ["node1", "node2"]
+    meta = json.loads((site.run_of(f"srun-{entry.name}").path / "meta.json").read_text())
+    assert meta["world"]["hosts"] == ["node1", "node2"]
 
 
 def test_torchrun_inside_an_allocation_goes_first(site: Site) -> None:
     script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    script += ["--master-port=29511", "experiments/mnist_pipeline.py", *settings_words(site, "torchrun")]
+    script += ["--master-port=29511", "experiments/ddp_multinode.py", *settings_words(site, "torchrun")]
     done = site.inside("srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=2", *script)
     assert done.returncode == 0, done.stdout + done.stderr
     world = json.loads((site.run_of("torchrun").path / "meta.json").read_text())["world"]
@@ -192,10 +123,7 @@ def test_killed_rank_ends_the_job(site: Site) -> None:
     os.kill(min(int(pid) for pid in processes_of(str(folder.path)) if is_rank(pid)), 9)
     shown = site.wait(folder, "FAILED", seconds=30)
     assert time.monotonic() - start < 30 and "restarts" in shown
-    deadline = time.monotonic() + 20
-    while processes_of(str(folder.path)):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    site.gone(folder)
 
 
 def is_rank(pid: int) -> bool:

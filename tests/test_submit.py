@@ -207,6 +207,11 @@ def test_dry_run_leaves_no_trace(fake: Fake, cache: Path) -> None:
     ("name", "body", "message"),
     [
         ("scontrol", "echo 'Slurmctld(primary) at ctl is DOWN'", "the controller does not answer"),
+        (
+            "scontrol",
+            "printf 'Slurmctld(primary) at ctl is DOWN\\n*****\\n** RESTORE IT **\\n*****\\n'; exit 1",
+            "SLURM: the controller does not answer (Slurmctld(primary) at ctl is DOWN); try later",
+        ),
         ("scontrol", "echo 'slurm_load: Unable to contact controller' >&2; exit 1", "Unable to contact"),
         (
             "sbatch",
@@ -261,7 +266,7 @@ def test_without_a_configuration_the_run_is_local(fake: Fake, cache: Path) -> No
 @pytest.mark.parametrize(
     ("answers", "state", "exit_status"),
     [
-        ({"squeue": "echo PENDING"}, "PENDING", 0),
+        ({"squeue": "echo 'PENDING|Resources'"}, "PENDING", 0),
         ({"squeue": "echo RUNNING"}, "RUNNING", 0),
         ({"squeue": "exit 1", "scontrol": "echo JobId=1 JobState=RUNNING"}, "RUNNING", 0),
         ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo FAILED"}, "FAILED", 1),
@@ -277,6 +282,7 @@ def test_status_asks_in_turn(fake: Fake, cache: Path, answers: dict[str, str], s
         fake.answer(name, body)
     done = call(fake, "slurm.status", "status", str(the_folder(fake).path))
     assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
+    assert state != "PENDING" or done.stdout.endswith("  job 4711 Resources\n")
     assert done.returncode == exit_status
 
 
