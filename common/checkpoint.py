@@ -153,7 +153,7 @@ class Checkpoints:
             for name, step in (("latest", self.saved), ("best", self.best)):
                 if step is not None:
                     place = Snapshot(self.folder, step)
-                    write_atomic(place.path.with_name(name), place.name + "\n", durable=True)
+                    write_atomic(place.path.with_name(name), place.name + "\n")
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
