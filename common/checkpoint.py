@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ class Checkpoints:
         self.folder, self.world, self.settings, self.say = folder, world, settings, say
         self.saved: int | None = None
         self.best: int | None = None
+        self.sweeper: threading.Thread | None = None
 
     # ---- saving
 
@@ -114,6 +116,7 @@ class Checkpoints:
 
     def _write(self, step: int, state: State, content: dict[str, Any]) -> str | None:
         """One try by all processes; returns what went wrong, the same everywhere."""
+        self.close()
         draft = Draft(self.folder, step)
         problem = self._on_main(draft.begin)
         if problem is not None:
@@ -157,7 +160,15 @@ class Checkpoints:
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
-            snapshots.prune(self.folder, self.settings.keep, self.best)
+            old = snapshots.prune(self.folder, self.settings.keep, self.best)
+            if old:  # nobody waits while the disk frees their blocks
+                self.sweeper = threading.Thread(target=snapshots.sweep, args=(old,))
+                self.sweeper.start()
+
+    def close(self) -> None:
+        """Wait until old checkpoints are gone."""
+        if self.sweeper is not None:
+            self.sweeper.join()
 
     def _on_main(self, work: Callable[[], None]) -> str | None:
         """Rank 0 does it; all learn what went wrong."""

@@ -224,7 +224,7 @@ class Draft:
             os.fsync(file.fileno())
         sync(self.path)
         if self.target.path.exists():  # renamed before, but then the disk failed
-            remove(self.target)
+            shutil.rmtree(set_aside(self.target))
         self.path.rename(self.target.path)
         sync(self.room)
 
@@ -232,18 +232,21 @@ class Draft:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def remove(snapshot: Snapshot) -> None:
-    """Remove a checkpoint so that no half of it is ever taken for one. Raises OSError."""
-    aside = snapshot.path.with_name(f".{snapshot.name}.old")
-    snapshot.path.rename(aside)
-    shutil.rmtree(aside)
+def set_aside(snapshot: Snapshot) -> Path:
+    """Give a checkpoint a name that is never read: no half of it can be taken for one. Raises OSError."""
+    return snapshot.path.rename(snapshot.path.with_name(f".{snapshot.name}.old"))
 
 
-def prune(attempt: Folder, keep: int, best: int | None) -> None:
-    """Remove all but the newest `keep` checkpoints, at least 2, and the one of step `best`. Raises OSError.
+def prune(attempt: Folder, keep: int, best: int | None) -> list[Path]:
+    """Set aside all but the newest `keep` checkpoints, at least 2, and the one of step `best`. Raises OSError.
 
-    Once a newer attempt exists nothing is removed: it may have started from any of these.
+    Once a newer attempt exists all are kept: it may have started from any of these.
     """
-    for snapshot in of_attempt(attempt)[: -max(2, keep)]:
-        if snapshot.step != best and not attempt.superseded:
-            remove(snapshot)
+    old = [snapshot for snapshot in of_attempt(attempt)[: -max(2, keep)] if snapshot.step != best]
+    return [set_aside(snapshot) for snapshot in old if not attempt.superseded]
+
+
+def sweep(paths: list[Path]) -> None:
+    """Remove what was set aside, as far as the disk lets us."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)

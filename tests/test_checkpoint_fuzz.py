@@ -87,7 +87,7 @@ class Vandal:
         name, other_name = (self.chance.choice(["rank-0.pt", "rank-1.pt", "manifest.json"]) for _ in range(2))
         try:
             getattr(self, kind)(one, other, one / name, self.chance.choice([one, other]) / other_name)
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
             kind += " (in vain)"  # an earlier damage was in the way
         self.done.append(f"{kind}: {'/'.join(one.parts[-3:])} {name}, {'/'.join(other.parts[-3:])} {other_name}")
 
