@@ -105,7 +105,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 def test_everything_comes_back(disk: Disk) -> None:
-    base = torch.arange(1000.0)
+    base = torch.arange(100_000.0)
     model = {"view": base[10:14], "half": torch.ones(3, dtype=torch.bfloat16), "count": torch.tensor(7), "no": base[:0]}
     model["parameter"] = nn.Parameter(torch.tensor([[float("nan"), -0.0], [float("inf"), 1e-45]]))
     common = {"text": "é", "deep": {"list": [1, (2.5, None, True)], 3: b"\x00"}, "huge": 2**70, "nan": float("inf")}
@@ -118,7 +118,7 @@ def test_everything_comes_back(disk: Disk) -> None:
         assert bits(back) == bits(value), name
     assert loaded.common == common and loaded.optimizer["view"]["m"].tolist() == [0, 1, 2, 3]
     assert loaded.local is not None and loaded.local["mine"].tolist() == [0, 1]
-    assert disk.at(5, "rank-0.pt").stat().st_size < 3000 + 5 * 64 + 4 * 1000, "not all of what a view is cut from"
+    assert disk.at(5, "rank-0.pt").stat().st_size < 20_000, "not all of what a view is cut from"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,10 @@ DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_named_and_the_older_one_used(disk: Disk, damage: str) -> None:
+def test_a_damaged_one_is_named_and_the_older_one_used(
+    disk: Disk, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     disk.save(1, 2)
     work, reason = DAMAGES[damage]
     work(disk)

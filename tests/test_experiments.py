@@ -217,7 +217,7 @@ def test_common_imports_in_no_circle() -> None:
 
 
 def test_answers_need_no_torch() -> None:
-    program = "import sys, slurm.submit, common.folder, common.prepare, common.tracking\n"
+    program = "import sys, slurm.submit, common.folder, common.prepare, common.snapshots, common.tracking\n"
     program += "print('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
