@@ -22,6 +22,8 @@ BY_CI = {"make lint", "make test", "make test-slurm"}  # .ci/run calls them as t
 ELSEWHERE = {
     "make requirements": "needs the package index",
     "make bench": "takes minutes",
+    "make exp 'RESUME=<id>'": "tests/test_resume.py",
+    "make exp 'RESUME=<id>' ARGS=stages=1": "tests/test_resume.py",
     "make cluster-up NODES=2": "tests/test_cluster.py",
     "make cluster-status": "tests/test_cluster.py",
     "make cluster-down": "tests/test_cluster.py",

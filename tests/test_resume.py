@@ -145,6 +145,29 @@ def test_a_finished_run_says_so(tmp_path: Path, quick: tuple[str, ...]) -> None:
     assert len(done.folder.attempts()) == 1
 
 
+def test_make_exp_goes_on_with_the_code_of_the_run(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    whole = run("mnist_pipeline", *quick, runs=tmp_path / "whole")
+    folder = interrupted(whole.folder, 9, tmp_path / "cut")
+    script = folder.path / "code" / "experiments" / "mnist_pipeline.py"
+    script.write_text(script.read_text() + "# as it was then\n")
+    words = [
+        sys.executable,
+        "-m",
+        "slurm.submit",
+        f"--resume={folder.path}",
+        "--launch=local",
+        "--args=stages=1",
+        "--",
+        "",
+    ]
+    told = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 0, told.stderr
+    assert "goes on after step 9" in told.stdout and "2 processes saved this, 1 go on" in told.stdout
+    assert [row[0] for row in numbers(folder) if row[2] is not None] == list(range(1, STEPS + 1))
+    again = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 0 and "is finished" in again.stdout
+
+
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, quick: tuple[str, ...]) -> None:
     done = run("mnist_pipeline", *quick, "optim.lr=100", "epochs=100", "steps=0", runs=tmp_path)
     assert done.status == 2 and "Traceback" not in done.err
