@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from common import checkup, config, launch, prepare, processes, provenance, schedules, seeds, snapshots, tracking
@@ -95,7 +97,7 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
     """One process's part of a run."""
     if world.nodes > 1 and world.how != "local":
         look_around(world, folder)
-    torch.manual_seed(seeds.derive(settings.seed, "init"))
+    seed_all(seeds.derive(settings.seed, "init"))
     run = Run(settings, folder, world, prepared, notice)
     try:
         main(settings, world, run)
@@ -106,6 +108,13 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
         raise
     finally:
         run.close()
+
+
+def seed_all(seed: int) -> None:
+    """The global streams of torch, numpy and python, the same in all processes."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def listening(settings: Experiment, folder: Folder | None, rank: int) -> Notice:
@@ -228,8 +237,9 @@ def conclude(
                 print(f"go on with: make exp RESUME={shlex.quote(str(folder.path))}", file=sys.stderr)
         state = folder.result.get("state", ended["state"])
         facts = {"world": read_json(folder.attempt / "world.json") or None}
-        with contextlib.suppress(UserError):
-            provenance.amend(folder, state=state, end=provenance.now(), **facts)
+        if not folder.superseded:  # else the newest entry of the history is another start's
+            with contextlib.suppress(UserError):
+                provenance.amend(folder, state=state, end=provenance.now(), **facts)
     finally:
         if tracker is not None:
             print(tracker.finish(settings.wandb.finish_timeout), flush=True)
