@@ -13,6 +13,10 @@ class UserError(Exception):
     """A mistake of the user or of the machine: one message that names the remedy, no traceback."""
 
 
+class Absent(UserError):
+    """Other processes did not come. On a cluster their host may have failed, and another try is worth while."""
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turn a UserError into one line on stderr and exit status 2."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common import network
-from common.config import UserError
+from common.errors import Absent, UserError
 from configs.shared import Launch
 
 
@@ -258,7 +258,7 @@ def roll_call(store: dist.Store, place: Place, timeout: datetime.timedelta) -> t
         store.wait(names, timeout)
     except (RuntimeError, dist.DistError):
         absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-        raise UserError(
+        raise Absent(
             f"rank {', '.join(absent)} did not arrive within {timeout.total_seconds():.0f} s; "
             "see its log, or raise launch.setup_timeout"
         ) from None

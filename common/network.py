@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from common.config import UserError
+from common.errors import Absent, UserError
 
 T = TypeVar("T")
 UNREACHABLE = 15.0  # seconds until a first rank that cannot be reached is given up
@@ -124,7 +124,7 @@ def find_first_rank(host: str, candidates: Sequence[int], connect: Callable[[int
         except OSError as error:
             problem = str(error)
         if time.monotonic() - start > min(limit, patience):
-            raise UserError(unreachable(host, address, candidates, problem))
+            raise Absent(unreachable(host, address, candidates, problem))
         time.sleep(0.05)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from submitit.helpers import DelayedSubmission
 
-from slurm.after import refusal_file
+from slurm.after import note_refusal
 
 
 class Job:
@@ -25,10 +25,13 @@ class Job:
 
     def __call__(self) -> None:
         from common import config, launch, start
-        from common.folder import Folder, write_json
+        from common.errors import Absent
+        from common.folder import Folder
 
         folder = Folder(Path(self.folder))
         remove_result(folder.path / "submit")
+        if folder.result.get("state") == "cancelled":
+            sys.exit(int(folder.result["exit_status"]))
         with config.user_errors():
             name = folder.experiment
             schema = config.schema_of(name)
@@ -38,8 +41,11 @@ class Job:
             main = importlib.import_module(f"experiments.{name}").main
             try:
                 status = start.join_there(main, settings, place, folder, submitted=True)
+            except Absent as error:
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(1)
             except config.UserError as error:
-                write_json(refusal_file(folder), {"rank": place.rank, "reason": str(error)})
+                note_refusal(folder, place.rank, str(error))
                 raise
         if status:
             sys.exit(status)
