@@ -142,7 +142,12 @@ class Loader:
         if not self.workers:
             return map(self._block, pieces)
         ahead: Any = torch.utils.data.DataLoader(
-            Blocks(self), batch_size=None, sampler=pieces, num_workers=self.workers, worker_init_fn=shielded
+            Blocks(self),
+            batch_size=None,
+            sampler=pieces,
+            num_workers=self.workers,
+            worker_init_fn=shielded,
+            generator=torch.Generator(),  # else a resumed epoch draws once more from the stream that dropout uses
         )
         return ((self._move(x), self._move(y), count) for x, y, count in ahead)
 

@@ -292,6 +292,7 @@ class Run:
 
     def close(self) -> None:
         self.notice.close()
+        self.checkpoints.close()
         for handler in self.logger.handlers[:]:
             self.logger.removeHandler(handler)
             handler.close()

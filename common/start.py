@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -94,7 +96,7 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
     """One process's part of a run."""
     if world.nodes > 1 and world.how != "local":
         look_around(world, folder)
-    torch.manual_seed(seeds.derive(settings.seed, "init"))
+    seed_all(seeds.derive(settings.seed, "init"))
     run = Run(settings, folder, world, prepared, notice)
     try:
         main(settings, world, run)
@@ -106,6 +108,13 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
         raise
     finally:
         run.close()
+
+
+def seed_all(seed: int) -> None:
+    """The global streams of torch, numpy and python, the same in all processes."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def listening(settings: Experiment, folder: Folder | None, rank: int) -> Notice:
@@ -237,8 +246,9 @@ def conclude(
                 print(f"go on with: make exp RESUME={shlex.quote(str(folder.path))}", file=sys.stderr)
         state = folder.result.get("state", ended["state"])
         facts = {"world": read_json(folder.attempt / "world.json") or None}
-        with contextlib.suppress(UserError):
-            provenance.amend(folder, state=state, end=provenance.now(), **facts)
+        if not folder.superseded:  # else the newest entry of the history is another start's
+            with contextlib.suppress(UserError):
+                provenance.amend(folder, state=state, end=provenance.now(), **facts)
     finally:
         if tracker is not None:
             print(tracker.finish(settings.wandb.finish_timeout), flush=True)
@@ -253,15 +263,6 @@ def how_it_ended(folder: Folder, status: int) -> dict[str, Any]:
     elif status == LEFT:
         ended |= {"state": "preempted", "reason": "told to stop, saved"}
     return ended
-
-
-def blame(folder: Folder, rank: int, reason: str) -> None:
-    """Keep why a run failed where `make status` finds it: it may stand in any rank's log. Rank 0's word goes first."""
-    result = folder.result
-    if result.get("state", "failed") != "failed" or (rank and result):
-        return
-    with contextlib.suppress(UserError):  # on a full disk
-        write_json(folder.path / "result.json", result | {"state": "failed", "exit_status": 2, "reason": reason})
 
 
 def redirect(log: Path, *, keep_stdout: bool) -> None:

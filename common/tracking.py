@@ -209,7 +209,8 @@ def flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(path: str, attempt: str, mode: str, reason: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's end signals every process of it; our end is stdin's
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job; our end is stdin's
+        signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # training goes first
     ctypes.CDLL(None).prctl(SUBREAPER, 1)  # what W&B's helpers leave behind becomes our child
     folder = Folder(Path(path), int(attempt))

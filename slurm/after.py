@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from common import config, provenance, snapshots, tracking
@@ -18,45 +19,92 @@ from common.errors import LEFT, UserError
 from common.folder import Folder, read_json, write_json
 from slurm.scheduler import Scheduler
 
+PATIENCE = 600.0  # seconds for a controller that does not answer: it may be starting again
+PAUSE = 5.0
+
+
+def note_refusal(folder: Folder, rank: int, reason: str) -> None:
+    """A process of this start of the job notes what a person must mend."""
+    write_json(folder.path / "submit" / f"refused-{this_start()}-{rank:05d}.json", {"reason": reason})
+
+
+def refusal(folder: Folder) -> str:
+    """What was noted, by the lowest rank: the others may only know that something is wrong."""
+    notes = sorted((folder.path / "submit").glob(f"refused-{this_start()}-*.json"))
+    return str(read_json(notes[0]).get("reason", "")) if notes else ""
+
+
+def this_start() -> str:
+    return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
 
 def in_vain(folder: Folder) -> int:
-    """How many starts in a row, up to the newest, have saved nothing."""
-    count = 0
-    for attempt in reversed(folder.attempts()):
-        if snapshots.of_attempt(attempt):
-            break
-        count += 1
+    """How many starts of this job in a row, up to this one, have failed without saving anything; counted on disk."""
+    file, job = folder.path / "submit" / "failures.json", os.environ.get("SLURM_JOB_ID", "")
+    found = [[attempt.number, s.step] for attempt in folder.attempts() for s in snapshots.of_attempt(attempt)]
+    newest = found[-1] if found else None
+    known = read_json(file)
+    if known.get("job") != job:
+        known = {"job": job, "newest": None, "count": 0}
+    count = int(known["count"]) + 1 if newest == known["newest"] else 0
+    write_json(file, {"job": job, "newest": newest, "count": count})
     return count
 
 
 def why_not_again(folder: Folder, status: int) -> str:
     """Why the job is not started again; empty if it is."""
+    refused = refusal(folder)
+    if refused:
+        return refused
     if status == 2:
         return "a process refused to start; see the log"
     job = read_json(folder.path / "meta.json").get("job") or {}
     if not job.get("profile", {}).get("requeue", True):
         return "the profile says cluster.requeue=false"
     allowed = tracking.settings_of(folder).checkpoint.max_restarts
-    failed = in_vain(folder)
-    if status != LEFT and failed > allowed:
+    failed = in_vain(folder) if status != LEFT else 0
+    if failed > allowed:
         return f"{failed} starts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
     return ""
 
 
+def still_ours(scheduler: Scheduler, job: str) -> bool:
+    """Whether the job still runs here, as far as SLURM knows.
+
+    It does not if SLURM has started or queued it again: a host that was cut off has no say any more. A controller that
+    does not answer is waited for. Raises UserError if that lasts too long.
+    """
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            words = scheduler.call("scontrol", "-o", "show", "job", job).split()
+            break
+        except UserError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(PAUSE)
+    known = dict(word.partition("=")[::2] for word in words)
+    return known.get("JobState") == "RUNNING" and known.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
+
+
 def main(path: str, status: int) -> int:
-    folder = Folder(Path(path))
-    result = folder.result
-    if result:
-        return int(result.get("exit_status", 1))
+    folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
+    if folder.result:
+        return int(folder.result.get("exit_status", 1))
+    if not still_ours(scheduler, job):
+        print(f"job {job} is queued again already", flush=True)
+        return status
+    status = 2 if refusal(folder) else status  # srun may tell of the signal by which it ended the others
     reason = why_not_again(folder, status)
     if not reason:
-        job = os.environ["SLURM_JOB_ID"]
-        word = "told to stop" if status == LEFT else f"failed with exit status {status}"
-        print(f"the processes were {word}; job {job} is queued again", flush=True)
+        word = "were told to stop" if status == LEFT else f"failed with exit status {status}"
+        print(f"the processes {word}; job {job} is queued again", flush=True)
         try:
-            Scheduler("SLURM").call("scontrol", "requeue", job)  # ends this script, too
+            scheduler.call("scontrol", "requeue", job)  # ends this script, too
             return LEFT
         except UserError as error:
+            if not still_ours(scheduler, job):
+                return LEFT
             reason = f"it cannot be queued again: {error}"
     steps = [row["global_step"] for row in folder.metrics()]
     ended = {"state": "failed", "exit_status": status or 1, "last_step": max(steps, default=0), "reason": reason}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from submitit.helpers import DelayedSubmission
 
+from slurm.after import note_refusal
+
 
 class Job:
     """One process of a submitted run."""
@@ -23,11 +25,13 @@ class Job:
 
     def __call__(self) -> None:
         from common import config, launch, start
-        from common.errors import Absent, UserError
+        from common.errors import Absent
         from common.folder import Folder
 
         folder = Folder(Path(self.folder))
         remove_result(folder.path / "submit")
+        if folder.result.get("state") == "cancelled":
+            sys.exit(int(folder.result["exit_status"]))
         with config.user_errors():
             name = folder.experiment
             schema = config.schema_of(name)
@@ -38,12 +42,15 @@ class Job:
             try:
                 status = start.join_there(main, settings, place, folder, submitted=True)
             except Absent as error:
-                if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
-                    raise RuntimeError(str(error)) from None  # a host that is down may be replaced by the next start
-                start.blame(folder, place.rank, str(error))
+                if (
+                    os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+                ):  # a host failed, and another start may get another
+                    print(f"error: {error}", file=sys.stderr)
+                    sys.exit(1)
+                note_refusal(folder, place.rank, str(error))
                 raise
-            except UserError as error:
-                start.blame(folder, place.rank, str(error))
+            except config.UserError as error:
+                note_refusal(folder, place.rank, str(error))
                 raise
         if status:
             sys.exit(status)

@@ -97,10 +97,12 @@ def status_of(folder: Folder) -> Status:
     """Everything that can be found out about a run."""
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
-    rows = tail(newest.metrics_file) if newest else []
+    counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
+    rows = tail(counted[0].metrics_file) if counted else []
     beats = [read_json(path).get("time", 0.0) for path in newest.attempt.glob("heartbeat-*.json")] if newest else []
     age = max(0.0, time.time() - max(beats)) if beats else None
-    step = max((row["global_step"] for row in rows), default=0)
+    begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier starts
+    step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = state_of(folder)
     result = folder.result
     rate = result.get("samples_per_second") or speed(rows)
