@@ -413,7 +413,9 @@ def suffer(lab: Lab, fault: Fault, experiment: str, seed: str) -> Row:
         watch(running, fault, row, chance)
         running.finish()
         row.starts = len(running.folder.attempts())
-        row.problems += problems(running.folder, reference, fault)
+        row.problems += problems(running.folder, reference)
+        if (row.starts > 1) != fault.restarts:
+            row.problems.append(f"{row.starts} starts")
         row.equal = not row.problems
     except (TimeoutError, RuntimeError, AssertionError) as error:
         row.problems.append(f"{type(error).__name__}: {error}")
@@ -459,8 +461,8 @@ def stopwatch(running: Running, row: Row, start: float) -> Iterator[None]:
             thread.join()
 
 
-def problems(folder: Folder, reference: Folder, fault: Fault) -> list[str]:
-    """In what a run differs from the undisturbed one, and what it left undone."""
+def problems(folder: Folder, reference: Folder) -> list[str]:
+    """In what a run differs from the undisturbed one, and what it left behind."""
     found = []
     if folder.result.get("state") != "finished":
         return [f"it ended as {folder.result}"]
@@ -480,8 +482,6 @@ def problems(folder: Folder, reference: Folder, fault: Fault) -> list[str]:
     ids = {path.name.rpartition("-")[2] for path in (folder.path / "wandb").glob("*run-*-*")}
     if len(ids) != 1:
         found.append(f"W&B ids {ids}")
-    if (len(folder.attempts()) > 1) != fault.restarts:
-        found.append(f"{len(folder.attempts())} starts")
     found += [f"{file.name} is a failure" for file in (folder.path / "submit").glob("*_result.pkl") if is_failure(file)]
     return found
 

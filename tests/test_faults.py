@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from slurm import status
 from tests import faults
 from tests.faults import Fault, Lab, Row, Running, until
 from tests.helpers import ROOT
@@ -46,13 +45,24 @@ def test_nothing_is_lost(lab: Lab, rows: list[Row], number: int, fault: Fault, e
     assert rows[-1].equal, f"FAULT_SEED={SEED}: {rows[-1]}"
 
 
-# ---- what is not started again
-
-
 @pytest.fixture
 def small(lab: Lab) -> Lab:
+    """Without what a fault has set."""
     lab.up()
     return lab
+
+
+def test_a_notice_while_it_starts_costs_a_start(small: Lab) -> None:
+    running = small.submit("mnist_pipeline")
+    until("two ranks", lambda: len(running.ranks()) == 2, 30, 0.02)
+    small.slurm("scancel", "--signal=USR2", running.job)
+    until("the job is queued again", lambda: running.state() == "PENDING", 30)
+    assert not running.folder.result
+    running.finish()
+    assert not faults.problems(running.folder, small.reference("mnist_pipeline"))
+
+
+# ---- what is not started again
 
 
 def stays_ended(running: Running, state: str) -> None:
@@ -110,4 +120,3 @@ def test_a_restart_is_shown_and_followed_to_the_end(small: Lab) -> None:
     assert follower.returncode == 0
     for words in ("told to stop: saved after step", "is queued again", "goes on after step", "test accuracy"):
         assert words in said
-    assert status.HEAD.split()[0] not in said
