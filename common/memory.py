@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,18 @@ from torch import Tensor
 from common.launch import World
 from common.schedules import Action
 
-if TYPE_CHECKING:
-    from common.messages import Route
-
 ALIGN = 64  # bytes; a slot begins a cache line
 SPIN = 1e-3  # seconds of looking before sleeping: a core that sleeps takes 50 us to wake
 SHARED = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
+
+
+class Route(NamedTuple):
+    """A message: who consumes it, from which to which process it goes, and its shape."""
+
+    consumer: Action
+    source: int
+    target: int
+    shape: torch.Size
 
 
 def share(world: World, near: Sequence[Route], dtype: torch.dtype) -> Memory | None:

@@ -8,7 +8,7 @@ schedule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,8 @@ from torch import Tensor
 
 from common import memory
 from common.launch import World
+from common.memory import Route
 from common.schedules import Action, Schedule
-
-
-class Route(NamedTuple):
-    """A message: who consumes it, from which to which process it goes, and its shape."""
-
-    consumer: Action
-    source: int
-    target: int
-    shape: torch.Size
 
 
 def routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[Route]:

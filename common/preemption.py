@@ -10,8 +10,8 @@ import contextlib
 import faulthandler
 import os
 import signal
+import threading
 import time
-from types import FrameType
 from typing import IO, NamedTuple
 
 import torch
@@ -34,7 +34,10 @@ class Left(SystemExit):
 
 
 class Notice:
-    """Whether this process was told to stop. `log` receives the stacks of all its threads if it has to be ended."""
+    """Whether this process was told to stop. `log` receives the stacks of all its threads if it has to be ended.
+
+    A thread hears the signals: the main one may be blocked in a message, where no handler of Python runs.
+    """
 
     def __init__(self, grace: float, log: IO[str]) -> None:
         self.grace, self.log = grace, log
@@ -43,11 +46,20 @@ class Notice:
 
     def listen(self) -> None:
         """From now on signals only set the flag. A SIGINT that is ignored stays so: a launcher hears it for us."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._hear)
+                signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._listen, args=(reader,), daemon=True, name="notice").start()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _listen(self, reader: int) -> None:
+        while byte := os.read(reader, 1):
+            if byte[0] in SIGNALS:
+                self._hear(byte[0])
+
+    def _hear(self, number: int) -> None:
         now = time.monotonic()
         if not self.number:
             self.number, self.heard = number, now

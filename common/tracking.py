@@ -144,13 +144,15 @@ def open_run(folder: Folder, mode: str) -> Any:
     meta = read_json(folder.path / "meta.json")
     facts = {"experiment": name, "world_size": settings.processes}
     facts["meta"] = meta | {"git": meta.get("git", {}).get("sha")}
-    known = read_json(folder.path / "wandb" / "status.json").get("id")
+    kept = folder.path / "wandb" / "id.json"
+    own = read_json(kept).get("id") or secrets.token_hex(4)
+    write_json(kept, {"id": own})  # first: a start that is killed meanwhile leaves it to the next one
     run = wandb.init(
         project=settings.wandb.project,
         entity=settings.wandb.entity or None,
         group=settings.wandb.group or None,
         name=folder.path.name,
-        id=known or secrets.token_hex(4),
+        id=own,
         resume="allow",
         dir=str(folder.path),
         mode=mode,  # type: ignore[arg-type]

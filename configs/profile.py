@@ -52,5 +52,10 @@ class Profile:
 
     def check(self) -> None:
         """Raise ValueError where the values do not fit together."""
+        if self.signal_seconds >= 60 * self.time:
+            raise ValueError(
+                f"signal_seconds={self.signal_seconds} is no shorter than time={self.time} minutes: the job would be "
+                "told to stop as soon as it starts; raise time or lower signal_seconds"
+            )
         if self.gpus and self.processes > self.gpus:
             raise ValueError(f"processes={self.processes} on a host with gpus={self.gpus}; each process needs its own")

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from pathlib import Path
 
 from submitit.helpers import DelayedSubmission
 
+from common.errors import LEFT, Absent
+from common.folder import Folder
 from slurm.after import note_refusal
 
 
@@ -24,14 +27,14 @@ class Job:
         self.folder = folder
 
     def __call__(self) -> None:
-        from common import config, launch, start
-        from common.errors import Absent
-        from common.folder import Folder
-
         folder = Folder(Path(self.folder))
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, leave)
         remove_result(folder.path / "submit")
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
+        from common import config, launch, start  # takes seconds
+
         with config.user_errors():
             name = folder.experiment
             schema = config.schema_of(name)
@@ -58,6 +61,11 @@ class Job:
     def checkpoint(self) -> DelayedSubmission:
         """For Submitit's requeue: the same again; what was reached is in the run folder."""
         return DelayedSubmission(self)
+
+
+def leave(number: int, frame: object) -> None:
+    """Told to stop before there is anything to save."""
+    sys.exit(LEFT)
 
 
 def remove_result(folder: Path) -> None:

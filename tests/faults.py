@@ -33,7 +33,7 @@ from common import snapshots
 from common.folder import Folder, read_json
 from common.snapshots import Snapshot
 from slurm.cluster import Cluster, folder_of
-from slurm.cluster_conf import Plan
+from slurm.cluster_conf import CONTROLLER, Plan
 from slurm.cluster_net import Process
 from tests.helpers import ROOT, environment, processes_of
 
@@ -68,6 +68,7 @@ class Lab:
         self.conf: tuple[str, ...] | None = None
         self.references: dict[str, Folder] = {}
         self.count = 0
+        self.wandb: subprocess.Popen[str] | None = None
         make_images(base / "images")
 
     def tool(self, *words: str, module: str = "slurm.cluster", env: dict[str, str] | None = None) -> str:
@@ -163,6 +164,10 @@ class Running:
 
     def wait_for_step(self, step: int) -> None:
         until(f"step {step} of {self.folder.path}", lambda: self.step() >= step, 90, 0.05)
+
+    def wait_for_start(self, number: int) -> None:
+        """Wait until so many starts were made and the newest trains."""
+        until(f"start {number}", lambda: len(self.folder.attempts()) == number and self.step() > 0, 90, 0.05)
 
     def ranks(self) -> list[int]:
         """The pids of the ranks, in their order."""
@@ -324,6 +329,25 @@ def half_write(newest: Snapshot) -> None:
     os.truncate(left / "rank-0.pt", 1000)
 
 
+def wandb_host(lab: Lab) -> dict[str, str]:
+    """A W&B host in the cluster's network, and what makes a run use it."""
+    argv = [sys.executable, "-m", "tests.wandb_host", CONTROLLER]
+    lab.wandb = subprocess.Popen(lab.cluster.command(argv, cwd=ROOT), env=lab.env, stdout=subprocess.PIPE, text=True)
+    assert lab.wandb.stdout
+    return {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": lab.wandb.stdout.readline().strip()}
+
+
+def wandb_gone(running: Running, chance: random.Random) -> None:
+    """The host ends in the middle of an online run."""
+    status, host = running.folder.path / "wandb" / "status.json", running.lab.wandb
+    assert host
+    mode = until("W&B has taken the run", lambda: read_json(status).get("mode"))
+    host.kill()
+    host.wait()
+    if mode != "online":
+        raise RuntimeError(f"it was tracked {read_json(status)}")
+
+
 FAULTS = (
     Fault("USR2", signalled, notice=True),
     Fault("scontrol requeue", requeued, notice=True),
@@ -341,6 +365,7 @@ FAULTS = (
     Fault("newest checkpoint: no manifest", damaged(lose_manifest), intervals=2),
     Fault("latest dangling", damaged(dangle)),
     Fault("half-written checkpoint left", damaged(half_write)),
+    Fault("W&B host gone", wandb_gone, restarts=False, environ=wandb_host),
     Fault(
         "preemption: USR2, then TERM",
         preempted,
@@ -388,7 +413,9 @@ def suffer(lab: Lab, fault: Fault, experiment: str, seed: str) -> Row:
         watch(running, fault, row, chance)
         running.finish()
         row.starts = len(running.folder.attempts())
-        row.problems += problems(running.folder, reference, fault)
+        row.problems += problems(running.folder, reference)
+        if (row.starts > 1) != fault.restarts:
+            row.problems.append(f"{row.starts} starts")
         row.equal = not row.problems
     except (TimeoutError, RuntimeError, AssertionError) as error:
         row.problems.append(f"{type(error).__name__}: {error}")
@@ -434,8 +461,8 @@ def stopwatch(running: Running, row: Row, start: float) -> Iterator[None]:
             thread.join()
 
 
-def problems(folder: Folder, reference: Folder, fault: Fault) -> list[str]:
-    """In what a run differs from the undisturbed one, and what it left undone."""
+def problems(folder: Folder, reference: Folder) -> list[str]:
+    """In what a run differs from the undisturbed one, and what it left behind."""
     found = []
     if folder.result.get("state") != "finished":
         return [f"it ended as {folder.result}"]
@@ -455,8 +482,6 @@ def problems(folder: Folder, reference: Folder, fault: Fault) -> list[str]:
     ids = {path.name.rpartition("-")[2] for path in (folder.path / "wandb").glob("*run-*-*")}
     if len(ids) != 1:
         found.append(f"W&B ids {ids}")
-    if (len(folder.attempts()) > 1) != fault.restarts:
-        found.append(f"{len(folder.attempts())} starts")
     found += [f"{file.name} is a failure" for file in (folder.path / "submit").glob("*_result.pkl") if is_failure(file)]
     return found
 

@@ -109,8 +109,8 @@ def test_torchrun_inside_an_allocation_goes_first(site: Site) -> None:
     assert world["launched_by"] == "torchrun" and world["processes"] == 2
 
 
-def test_killed_rank_ends_the_job(site: Site) -> None:
-    assert site.submit("mnist_pipeline", "killed", "epochs=500").returncode == 0
+def test_killed_rank_ends_the_job_that_must_not_be_queued_again(site: Site) -> None:
+    assert site.submit("mnist_pipeline", "killed", "epochs=500", "cluster.requeue=false").returncode == 0
     folder = site.run_of("killed")
     site.wait(folder, "RUNNING")
     deadline = time.monotonic() + 60
@@ -122,7 +122,7 @@ def test_killed_rank_ends_the_job(site: Site) -> None:
     assert found
     os.kill(min(int(pid) for pid in processes_of(str(folder.path)) if is_rank(pid)), 9)
     shown = site.wait(folder, "FAILED", seconds=30)
-    assert time.monotonic() - start < 30 and "restarts" in shown
+    assert time.monotonic() - start < 30 and "cluster.requeue=false" in shown
     site.gone(folder)
 
 
