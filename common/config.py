@@ -41,6 +41,14 @@ class Checked(Protocol):
 T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=Checked)
 ROOT = Path(__file__).resolve().parent.parent
+# what the place in the data, the model or the optimizer's memory of a run depend on
+FIXED = (
+    "seed",
+    "batch",
+    "dtype",
+    "optim.name",
+    *(f"data.{n}" for n in ("name", "train_limit", "image_size", "samples")),
+)
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 
 
@@ -266,6 +274,13 @@ def load(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] =
         other = line.resume.absolute().name.rsplit("-", 3)[0]
         if other != name:
             raise UserError(f"--resume {line.resume} is a run of {other}, not of {name}")
+        known = read_file(file)
+        changed = [key for key in FIXED if str(line.values.get(key, known.get(key))) != str(known.get(key))]
+        if changed:
+            raise UserError(
+                f"{changed[0]} cannot change when a run goes on: it was {known.get(changed[0])}; leave it out, or "
+                "start a new run"
+            )
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
     layers = [surroundings, read_file(file), line.values]
     settings = resolve(schema, layers)

@@ -26,6 +26,7 @@ from common.schedules import Action
 
 ALIGN = 64  # bytes; a slot begins a cache line
 SPIN = 1e-3  # seconds of looking before sleeping: a core that sleeps takes 50 us to wake
+OLD = 600.0  # seconds
 SHARED = Path("/dev/shm")  # noqa: S108 (a folder of our own is made in it)
 
 
@@ -48,17 +49,24 @@ def share(world: World, near: Sequence[Route], dtype: torch.dtype) -> Memory | N
     opened: Memory | None = None
     with contextlib.suppress(OSError, RuntimeError, KeyError):
         opened = Memory(world, near, dtype, Path(folders[world.hosts[world.rank]]))
-    everywhere = world.broadcast(all(world.gather(opened is not None)))
-    if leads and folder:
-        shutil.rmtree(folder, ignore_errors=True)  # all have opened what is in it
+    try:
+        everywhere = world.broadcast(all(world.gather(opened is not None)))
+    finally:
+        if leads and folder:
+            shutil.rmtree(folder, ignore_errors=True)  # all have opened what is in it
     return opened if everywhere else None
 
 
 def make_folder(near: Sequence[Route], dtype: torch.dtype, host: str, world: World) -> str:
     """A private folder with the slots' memory and each process's pipe; empty where there is no room."""
-    folder = ""
+    folder, place = "", SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
+    for left in place.glob("pipeline-*"):  # by a process that was killed: a folder is needed for moments only
+        with contextlib.suppress(OSError):
+            status = left.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > OLD:
+                shutil.rmtree(left, ignore_errors=True)
     try:
-        folder = tempfile.mkdtemp(prefix="pipeline-", dir=SHARED if SHARED.is_dir() else None)
+        folder = tempfile.mkdtemp(prefix="pipeline-", dir=place)
         with open(Path(folder, "slots"), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(ALIGN, sum(room(route, dtype) for route in near)))
         for rank in range(world.size):

@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from common.errors import LEFT
 from common.launch import World
-from common.processes import SIGNALS
+from common.processes import ECHO, SIGNALS
 from configs.shared import Checkpoint
 
-ECHO = 5.0  # seconds in which another signal belongs to the same notice: SLURM sends several, and srun repeats them
 LOOK = 0.5  # seconds between two looks at the flag: a message each
 
 
@@ -71,6 +70,8 @@ class Notice:
         """Unless this is called again within so many seconds, write down where all threads stand."""
         if not self.number:
             faulthandler.dump_traceback_later(seconds, file=self.log)
+        if self.number:  # heard just now
+            faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
 
     def close(self) -> None:
         faulthandler.cancel_dump_traceback_later()

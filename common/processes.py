@@ -25,6 +25,7 @@ from common.errors import LEFT, UserError
 from common.launch import Place
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+ECHO = 5.0  # seconds in which another signal belongs to the same notice: make, srun and SLURM repeat them
 NEW = 60.0  # seconds in which a folder may not have its lock yet
 PDEATHSIG = 1  # from linux/prctl.h
 
@@ -88,15 +89,17 @@ class Asked:
     """Whether we were told to stop: the first time all processes are, and they save and leave; then it ends at once."""
 
     def __init__(self, children: list[Child]) -> None:
-        self.children, self.number = children, 0
+        self.children, self.number, self.heard = children, 0, 0.0
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: object) -> None:
-        if self.number:
+        if self.number and (number == signal.SIGINT or time.monotonic() - self.heard > ECHO):
             raise Stopped(number)
-        self.number = number
+        if self.number:
+            return
+        self.number, self.heard = number, time.monotonic()
         if number == signal.SIGINT:
             print("\nsaving after the next step; Ctrl-C once more ends at once", file=sys.stderr)
         self.tell()

@@ -26,7 +26,7 @@ def idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
     """The share of a step that each process waits, the median over steps; `steps[i][p]` are the spans of process p."""
     shares: list[list[float]] = [[] for _ in steps[0]]
     for step in steps:
-        wall = schedules.length(step)
+        wall = schedules.length(step) or 1.0
         for process, mine in enumerate(step):
             shares[process].append(1 - sum(s.end - s.start for s in mine) / wall)
     return [median(values) for values in shares]
@@ -51,7 +51,7 @@ class PipelineReport:
     @classmethod
     def of(cls, gathered: Sequence[Sequence[Sequence[Span]]], plan: Schedule, stages: int) -> PipelineReport:
         """From every process's kept steps: `gathered[p][i]` are the spans of process p in step i."""
-        steps = list(zip(*gathered, strict=True))
+        steps = list(zip(*gathered, strict=True)) or [tuple([] for _ in plan)]  # resumed after its last step
         return cls(schedules.idle_share(schedules.play(plan, stages)), idle_shares(steps), typical(steps))
 
     def rows(self) -> dict[str, str]:

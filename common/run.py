@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -116,30 +117,36 @@ class Run:
         self._watch()
         return step
 
-    def safe_point(self, step: int) -> None:
+    def safe_point(self, step: int, *, now: bool = False) -> None:
         """Between two steps: save if it is time; if any rank was told to stop, save and leave. All ranks call it.
 
-        Raises Left after saving, and UserError when the loss is no number any more.
+        Raises Left after saving, and UserError when the loss is no number any more or nothing could be saved.
         """
-        if not self.points.reached(step):
+        if not now and not self.points.reached(step):
             return
         self.flush()
         wanted = self.points.agree(step, bool(self.diverged))
         self._watch()
         if wanted.diverged:
             raise UserError(self.diverged or "the loss is no finite number; rank 0 tells where")
-        if wanted.save:
-            self._save(step)
-            self.mark = time.perf_counter()  # the time since the last step was no training
+        if now and step >= self.total:  # nothing is left but the result
+            return
+        saved = wanted.save and self._save(step)
+        self.mark = time.perf_counter()  # the time since the last step was no training
+        if wanted.leave and not saved:
+            raise UserError(f"told to stop after step {step}, and it could not be saved, as told above")
         if wanted.leave:
             self.say(f"told to stop: saved after step {step}, to be continued")
             raise Left
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int) -> bool:
         assert self.training is not None, "resume comes before the first step"
         state = self.training.state()
+        finite = all(bool(value.isfinite().all()) for value in state.model.values())
+        if not self.world.broadcast(all(self.world.gather(finite))):
+            raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
         state.common |= {"rows": self.written, "seconds": time.perf_counter() - self.began}
-        self.checkpoints.save(step, state)
+        return self.checkpoints.save(step, state)
 
     def _watch(self) -> None:
         """A step that takes nearly as long as it may leaves its stacks in the log."""
@@ -162,7 +169,8 @@ class Run:
             self.flush()
         if now - self.beat > HEARTBEAT:
             self.beat = now
-            self.folder.heartbeat(self.world.rank, step, time.time())
+            with contextlib.suppress(UserError):  # a full disk is told of by what matters more
+                self.folder.heartbeat(self.world.rank, step, time.time())
         if self.profiler is not None:
             self.profiler.step()
 
@@ -237,8 +245,7 @@ class Run:
         if self.world.is_main:
             now = time.perf_counter() - self.began
             self._write([{"global_step": step, "samples": step * self.settings.batch, "time": round(now, 6)} | values])
-        self.mark = time.perf_counter()  # the time since the last step was no training
-        self._watch()
+        self.safe_point(step, now=True)
 
     def _write(self, rows: Any) -> None:
         lines = [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import shlex
@@ -107,6 +108,8 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
             raise TimeoutError(silent) from error
         raise
     finally:
+        for worker in multiprocessing.active_children():
+            worker.kill()  # they heed no other signal, and a failed rank must not wait for them
         run.close()
 
 
@@ -162,6 +165,8 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> int:
     def meanwhile() -> None:
         nonlocal tracker
         document(folder, prepared)
+        if given:
+            provenance.amend(folder, job=None)  # it is no longer a job's
         tracker = tracking.Tracker.start(settings, folder)
 
     status = 1
@@ -251,7 +256,8 @@ def conclude(
                 provenance.amend(folder, state=state, end=provenance.now(), **facts)
     finally:
         if tracker is not None:
-            print(tracker.finish(settings.wandb.finish_timeout), flush=True)
+            patience = settings.wandb.finish_timeout  # those who leave wait for each other, and somebody for them
+            print(tracker.finish(min(patience, 5.0) if status == LEFT else patience), flush=True)
 
 
 def how_it_ended(folder: Folder, status: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Profile:
     """Kind of GPU, as in a100."""
     requeue: bool = True
     """Whether SLURM may start the job again after preemption or a host's failure."""
-    signal_seconds: int = between(1, 3600, 90)
+    signal_seconds: int = between(1, 3600, 240)
     """How long before the time limit the job is told."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run before the processes start, as in [module load cuda]."""

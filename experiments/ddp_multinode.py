@@ -154,12 +154,15 @@ def main(cfg: Config, world: World, run: Run) -> None:
     hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
     whole = [model.module if isinstance(model, DistributedDataParallel) else model]
     step = run.resume(Training(whole, optimizer, loader, world, replicated=True))
-    while step < total:
-        step = train_epoch(cfg, model, optimizer, loader, run, times, step, total)
+    while True:
+        if step < total:  # not where only the last evaluation is missing
+            step = train_epoch(cfg, model, optimizer, loader, run, times, step, total)
         scores = evaluate(cfg, model, test, world)
         run.record(step, **scores)
         words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
         run.say(f"epoch {step / loader.steps:.3g}  step {step}  {words}")
+        if step >= total:
+            break
     conclude(cfg, world, run, model, times, scores, seconds_alone(cfg, train, world) if cfg.compare else 0.0)
 
 

@@ -91,13 +91,16 @@ def main(cfg: Config, world: World, run: Run) -> None:
     run.source, run.total = pipe.last_rank, total
 
     step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
-    while step < total:
-        step = train_epoch(cfg, pipe, optimizer, loader, run, step, total)
+    while True:
+        if step < total:  # not where only the last evaluation is missing
+            step = train_epoch(cfg, pipe, optimizer, loader, run, step, total)
         pipe.train(False)
         scores = classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
         run.record(step, **scores)
         words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
         run.say(f"epoch {step / loader.steps:.3g}  step {step}  {words}")
+        if step >= total:
+            break
     conclude(cfg, world, run, pipe, scores)
 
 

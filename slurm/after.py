@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from common import config, provenance, snapshots, tracking
+from common import config, provenance, snapshots
 from common.errors import LEFT, UserError
 from common.folder import Folder, read_json, write_json
 from slurm.scheduler import Scheduler
@@ -61,7 +61,8 @@ def why_not_again(folder: Folder, status: int) -> str:
     job = read_json(folder.path / "meta.json").get("job") or {}
     if not job.get("profile", {}).get("requeue", True):
         return "the profile says cluster.requeue=false"
-    allowed = tracking.settings_of(folder).checkpoint.max_restarts
+    name, given = folder.experiment, folder.path / "submit" / "config.yaml"
+    allowed = config.resolve(config.schema_of(name), [config.read_file(given)]).checkpoint.max_restarts
     failed = in_vain(folder) if status != LEFT else 0
     if failed > allowed:
         return f"{failed} starts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
@@ -89,8 +90,8 @@ def still_ours(scheduler: Scheduler, job: str) -> bool:
 
 def main(path: str, status: int) -> int:
     folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
-    if folder.result:
-        return int(folder.result.get("exit_status", 1))
+    if folder.result or status == 0:  # with 0 and no result, a newer start has overtaken this one
+        return int(folder.result.get("exit_status", status))
     if not still_ours(scheduler, job):
         print(f"job {job} is queued again already", flush=True)
         return status

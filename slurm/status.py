@@ -116,7 +116,7 @@ def state_of(folder: Folder) -> tuple[str, str]:
         word = f"accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else result.get("reason", "")
         return result["state"].upper(), word
     meta = read_json(folder.path / "meta.json")
-    if "job" in meta:
+    if meta.get("job"):
         scheduler = scheduler_of(meta)
         if scheduler is None:
             return "LOST", "the local cluster that it was given to is down"
@@ -226,7 +226,7 @@ def exit_status(folder: Folder) -> int:
     meta, result = read_json(folder.path / "meta.json"), folder.result
     if "exit_status" in result:
         return int(result["exit_status"])
-    scheduler = scheduler_of(meta) if "job" in meta else None
+    scheduler = scheduler_of(meta) if meta.get("job") else None
     if scheduler is None:
         return 1
     job = meta["job"]["id"]
@@ -256,7 +256,7 @@ def cancel(folder: Folder) -> str:
     if state in OVER:
         return f"{folder.path.name} is {state} already"
     meta = read_json(folder.path / "meta.json")
-    if "job" in meta:
+    if meta.get("job"):
         scheduler = scheduler_of(meta)
         assert scheduler is not None, "it would be LOST"
         write_json(

@@ -155,6 +155,11 @@ def main(arguments: list[str]) -> int:
     schedules.preflight(settings)
     tracking.asked_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
+    if settings.launch.step_timeout >= profile.signal_seconds:
+        raise UserError(
+            f"launch.step_timeout={settings.launch.step_timeout:g} is no shorter than cluster.signal_seconds="
+            f"{profile.signal_seconds}: a job that hangs would not save in time; lower the first or raise the second"
+        )
     if strict and provenance.dirty():
         raise UserError(
             "STRICT=1, but the checkout has changes that are not committed; commit them, or leave STRICT out"

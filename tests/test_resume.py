@@ -82,9 +82,32 @@ def final_state(folder: Folder) -> dict[str, torch.Tensor]:
     return found
 
 
+def same_numbers(one: Folder, other: Folder) -> bool:
+    return numbers(one) == numbers(other) and one.result["test_loss"] == other.result["test_loss"]
+
+
 def same(one: Folder, other: Folder) -> bool:
     a, b = final_state(one), final_state(other)
     return numbers(one) == numbers(other) and a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@every
+def test_where_only_the_last_evaluation_is_missing(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
+    whole = run(entry.name, *quick, *entry.spread(2), runs=tmp_path / "whole")
+    folder = interrupted(whole.folder, STEPS, tmp_path / "cut")
+    done = resume(entry, folder)
+    assert done.returncode == 0, done.stderr
+    assert same_numbers(folder, whole.folder)
+
+
+@pytest.mark.parametrize("word", ["batch=40", "seed=5", "optim.name=adam", "data.train_limit=300"])
+def test_what_cannot_change(word: str, tmp_path: Path, quick: tuple[str, ...]) -> None:
+    (tmp_path / "mnist_pipeline-1-2-3").mkdir()
+    told = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), *quick, "--print-config"]
+    text = subprocess.run(told, env=environment(), cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "mnist_pipeline-1-2-3" / "config.yaml").write_text(text)
+    done = resume(EXPERIMENTS[0], Folder(tmp_path / "mnist_pipeline-1-2-3"), word)
+    assert done.returncode == 2 and f"{word.partition('=')[0]} cannot change when a run goes on" in done.stderr
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
@@ -166,6 +189,12 @@ def test_make_exp_goes_on_with_the_code_of_the_run(tmp_path: Path, quick: tuple[
     assert [row[0] for row in numbers(folder) if row[2] is not None] == list(range(1, STEPS + 1))
     again = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert again.returncode == 0 and "is finished" in again.stdout
+
+
+def test_a_loss_that_is_no_number_after_the_last_look(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    done = run("mnist_pipeline", *quick, "checkpoint.every_steps=0", "optim.lr=30", "steps=13", runs=tmp_path)
+    assert done.status == 2 and "the loss of step" in done.err
+    assert done.folder.result["state"] == "failed"
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path, quick: tuple[str, ...]) -> None:
