@@ -26,7 +26,7 @@ def idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
     """The share of a step that each process waits, the median over steps; `steps[i][p]` are the spans of process p."""
     shares: list[list[float]] = [[] for _ in steps[0]]
     for step in steps:
-        wall = schedules.length(step) or 1.0
+        wall = schedules.length(step)
         for process, mine in enumerate(step):
             shares[process].append(1 - sum(s.end - s.start for s in mine) / wall)
     return [median(values) for values in shares]
@@ -51,11 +51,14 @@ class PipelineReport:
     @classmethod
     def of(cls, gathered: Sequence[Sequence[Sequence[Span]]], plan: Schedule, stages: int) -> PipelineReport:
         """From every process's kept steps: `gathered[p][i]` are the spans of process p in step i."""
-        steps = list(zip(*gathered, strict=True)) or [tuple([] for _ in plan)]  # resumed after its last step
-        return cls(schedules.idle_share(schedules.play(plan, stages)), idle_shares(steps), typical(steps))
+        steps = list(zip(*gathered, strict=True))
+        ideal = schedules.idle_share(schedules.play(plan, stages))
+        return cls(ideal, idle_shares(steps), typical(steps)) if steps else cls(ideal, [], [])  # resumed at its end
 
     def rows(self) -> dict[str, str]:
         """For the table."""
+        if not self.step:
+            return {}
         stages = sorted({span.action.stage for mine in self.step for span in mine})
         rows = [[span for mine in self.step for span in mine if span.action.stage == stage] for stage in stages]
         lines = [f"stage {stage} |{line}|" for stage, line in zip(stages, schedules.draw(rows), strict=True)]
@@ -71,7 +74,7 @@ class PipelineReport:
 
     def result(self) -> dict[str, Any]:
         """For result.json; times in seconds from the start of the step."""
-        start = min(span.start for mine in self.step for span in mine)
+        start = min((span.start for mine in self.step for span in mine), default=0.0)
         timeline = [
             {"process": p, "kind": s.action.kind, "stage": s.action.stage, "microbatch": s.action.microbatch}
             | {"start": round(s.start - start, 7), "end": round(s.end - start, 7)}

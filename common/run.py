@@ -128,7 +128,7 @@ class Run:
         wanted = self.points.agree(step, bool(self.diverged))
         self._watch()
         if wanted.diverged:
-            raise UserError(self.diverged or "the loss is no finite number; rank 0 tells where")
+            raise UserError(self.world.broadcast(self.diverged))  # the same words, whoever is heard first
         if now and step >= self.total:  # nothing is left but the result
             return
         saved = wanted.save and self._save(step)
