@@ -307,11 +307,14 @@ def truncate(newest: Snapshot) -> None:
 
 
 def flip(newest: Snapshot) -> None:
-    with open(newest.path / "rank-0.pt", "r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)[0]
-        file.seek(1000)
-        file.write(bytes([byte ^ 1]))
+    """A bit of a tensor: torch.load would not notice."""
+    file = newest.path / "rank-0.pt"
+    middle = file.stat().st_size // 2
+    with open(file, "r+b") as opened:
+        opened.seek(middle)
+        byte = opened.read(1)[0]
+        opened.seek(middle)
+        opened.write(bytes([byte ^ 1]))
 
 
 def lose_manifest(newest: Snapshot) -> None:
