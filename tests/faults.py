@@ -212,7 +212,7 @@ class Fault:
     """Whether the run is told beforehand: then no step is lost."""
     restarts: bool = True
     intervals: int = 1
-    """Checkpoint intervals that may be lost."""
+    """Checkpoint intervals that may be lost; with 2 the newest checkpoint is of no use, and one at least is."""
     only: str = ""
     """The one experiment that can suffer it."""
     words: tuple[str, ...] = ()
@@ -307,11 +307,14 @@ def truncate(newest: Snapshot) -> None:
 
 
 def flip(newest: Snapshot) -> None:
-    with open(newest.path / "rank-0.pt", "r+b") as file:
-        file.seek(1000)
-        byte = file.read(1)[0]
-        file.seek(1000)
-        file.write(bytes([byte ^ 1]))
+    """A bit of a tensor: torch.load would not notice."""
+    file = newest.path / "rank-0.pt"
+    middle = file.stat().st_size // 2
+    with open(file, "r+b") as opened:
+        opened.seek(middle)
+        byte = opened.read(1)[0]
+        opened.seek(middle)
+        opened.write(bytes([byte ^ 1]))
 
 
 def lose_manifest(newest: Snapshot) -> None:
@@ -387,7 +390,7 @@ class Row:
     step: int
     """At which it was struck."""
     detected: float | None = None
-    """Seconds until SLURM no longer showed the job as running."""
+    """Seconds until SLURM no longer showed the job as running; of the time limit, since the run was slowed."""
     resumed: float | None = None
     """Seconds until a new start had loaded a checkpoint."""
     redone: int | None = None
@@ -438,7 +441,8 @@ def watch(running: Running, fault: Fault, row: Row, chance: random.Random) -> No
     row.redone = last_step(old) - step
     if mend:
         mend()
-    if row.redone < 0 or row.redone > (0 if fault.notice else fault.intervals * EVERY):
+    least, most = (fault.intervals - 1) * EVERY, 0 if fault.notice else fault.intervals * EVERY
+    if not least <= row.redone <= most:
         row.problems.append(f"{row.redone} steps were done again: {last_step(old)} reached, went on after {step}")
 
 
