@@ -19,7 +19,7 @@ from torch import Tensor
 from common import config
 from common.checkpoint import Checkpoints
 from common.config import UserError
-from common.folder import Folder, disk_errors, write_json
+from common.folder import Folder, disk_errors, read_json, write_json
 from common.launch import World
 from common.preemption import Left, Notice, SafePoints
 from common.prepare import Prepared
@@ -145,7 +145,8 @@ class Run:
         finite = all(bool(value.isfinite().all()) for value in state.model.values())
         if not self.world.broadcast(all(self.world.gather(finite))):
             raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
-        state.common |= {"rows": self.written, "seconds": time.perf_counter() - self.began}
+        wandb = read_json(self.folder.path / "wandb" / "id.json").get("id")
+        state.common |= {"rows": self.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
         return self.checkpoints.save(step, state)
 
     def _watch(self) -> None:

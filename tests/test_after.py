@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from slurm import after
 from tests.test_submit import Fake, call
 
 OURS, ELSEWHERE, QUEUED = "JobState=RUNNING Restarts=1", "JobState=RUNNING Restarts=2", "JobState=PENDING Restarts=2"
-PLACE = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+PLACE: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 
 @pytest.fixture

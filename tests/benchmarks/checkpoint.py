@@ -1,9 +1,11 @@
-"""What a checkpoint costs: ours beside torch.save and fsync of the same state to the same disk.
+"""What going on later costs: a checkpoint beside torch.save and fsync of the same state, and more.
 
     python tests/benchmarks/checkpoint.py [ROUNDS] [FOLDER]
 
 ResNet-18 and ResNet-50 with the momentum of SGD, in one process and in two that train data parallel (rank 0 writes
 model and optimizer, both their own random state). Sides take turns; training stands still for the whole of a save.
+Beside them: a step of ResNet-18 in two processes (batch 128, 32 px), the look at the flags that all processes take about
+twice a second, and the forward and backward for nothing with which each start settles DDP's buckets.
 Writes below FOLDER, by default runs/, and every sample to tests/benchmarks/results/.
 """
 
@@ -24,10 +26,11 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torchvision.models import resnet50  # noqa: E402
 
-from common import models, optim, state  # noqa: E402
+from common import hooks, models, optim, state  # noqa: E402
 from common.checkpoint import Checkpoints, State  # noqa: E402
 from common.folder import Folder  # noqa: E402
 from common.launch import World  # noqa: E402
+from common.preemption import LOOK, Notice, SafePoints  # noqa: E402
 from configs.shared import Checkpoint, Optim  # noqa: E402
 from tests.benchmarks.measure import Report, Row, Side, Team, at_most, interleave  # noqa: E402
 
@@ -36,6 +39,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-50": lambda: resnet50(weights=None),
 }
 GOAL = 1.3
+SAVE = "ResNet-18, 2 processes: ours"
 WARM_UP = 3  # rounds: ours has then begun to remove old ones
 
 
@@ -90,6 +94,36 @@ def plainly(folder: Path, world: World, content: State) -> Side:
     return side
 
 
+def training(world: World) -> dict[str, Side]:
+    """A step, the look at the flags after it, and the settling of buckets at a start."""
+    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **hooks.BUFFERS_STAY)
+    optimizer = optim.make(model.parameters(), Optim(momentum=0.9))
+    x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
+    points = SafePoints(world, Checkpoint(), Notice(60, sys.stderr))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def timed(work: Callable[[], object], times: int) -> Side:
+        def side() -> float:
+            world.broadcast(None)
+            start = time.perf_counter()
+            for _ in range(times):
+                work()
+            return (time.perf_counter() - start) / times
+
+        return side
+
+    works = {
+        "step": (step, 2),
+        "look": (lambda: points.agree(1, False), 50),
+        "settle": (lambda: hooks.settle(model, x), 1),
+    }
+    return {name: timed(work, times) for name, (work, times) in works.items()}
+
+
 def main(rounds: int, folder: Path) -> None:
     report = Report("checkpoint", ROOT / "tests" / "benchmarks" / "results")
     folder.mkdir(exist_ok=True)
@@ -106,7 +140,7 @@ def main(rounds: int, folder: Path) -> None:
                 label = f"{model}, {world.size} process" + "es" * (world.size > 1)
                 found[f"{label}: ours"] = ours(place, world, content)
                 found[f"{label}: torch.save + fsync"] = plainly(place, world, content)
-            return found
+            return found | (training(world) if world.size == 2 else {})
 
         taken = interleave([Team(1, 1, sides), Team(2, 1, sides)], rounds=rounds, drop=WARM_UP)
         sizes = {model: int((Path(name) / model).read_text()) for model in MODELS}
@@ -119,6 +153,12 @@ def main(rounds: int, folder: Path) -> None:
         if who == "ours":
             what = f"{label}: ours / torch.save + fsync"
             rows.append(at_most(what, taken.ratio(side, f"{label}: torch.save + fsync"), GOAL))
+    rows.append(at_most("% of training: a save every 100 steps", taken.ratio(SAVE, "step"), 1))  # 100 % / 100 steps
+    look = taken.median("look")
+    rows.append(
+        Row("% of training: a look every half second", f"{100 * look / LOOK:.3f}", "<= 0.5", look <= LOOK / 200)
+    )
+    rows.append(Row("settling DDP's buckets at a start, in steps", str(taken.ratio("settle", "step"))))
     report.section(f"seconds that training stands still for a checkpoint in {folder}", rows, {"": taken}, bytes=sizes)
     print(f"\nraw samples: {report.file.relative_to(ROOT)}")
 
