@@ -4,7 +4,7 @@
 
 ResNet-18 and ResNet-50 with the momentum of SGD, in one process and in two that train data parallel (rank 0 writes
 model and optimizer, both their own random state). Sides take turns; training stands still for the whole of a save.
-Beside them: a step of ResNet-18 in two processes (batch 128, 32 px), the look at the flags that all processes take about
+Beside them: a step of ResNet-18 in two processes (batch 128, 32 px), the look at the flags that all take about
 twice a second, and the forward and backward for nothing with which each start settles DDP's buckets.
 Writes below FOLDER, by default runs/, and every sample to tests/benchmarks/results/.
 """
