@@ -144,7 +144,7 @@ class Loader:
         ahead: Any = torch.utils.data.DataLoader(
             Blocks(self),
             batch_size=None,
-            sampler=pieces,
+            sampler=[piece.numpy() for piece in pieces],  # tensors would be passed on by a thread, which forks badly
             num_workers=self.workers,
             worker_init_fn=shielded,
             generator=torch.Generator(),  # else a resumed epoch draws once more from the stream that dropout uses
@@ -167,8 +167,8 @@ class Blocks(torch.utils.data.Dataset[Any]):
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
-    def __getitem__(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
-        return self.loader._block(rows, torch.device("cpu"))
+    def __getitem__(self, rows: np.ndarray) -> tuple[Tensor | None, Tensor | None, int]:
+        return self.loader._block(torch.from_numpy(rows), torch.device("cpu"))
 
 
 def shielded(worker: int) -> None:
