@@ -25,8 +25,9 @@ def fake(tmp_path: Path) -> Fake:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
-    made = Folder.create(tmp_path / "runs", "mnist_pipeline", "checkpoint: {max_restarts: 1}\n")
+    made = Folder.create(tmp_path / "runs", "mnist_pipeline", "")
     (made.path / "submit").mkdir()
+    (made.path / "submit" / "config.yaml").write_text("checkpoint: {max_restarts: 1}\n")
     (made.path / "meta.json").write_text(json.dumps({"job": {"id": "7", "profile": {"requeue": True}}}))
     return made
 
