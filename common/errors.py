@@ -23,7 +23,8 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a log on a full disk takes no words
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)
