@@ -355,7 +355,12 @@ FAULTS = (
     Fault("USR2", signalled, notice=True),
     Fault("scontrol requeue", requeued, notice=True),
     Fault("preemption: TERM", preempted, notice=True),
-    Fault("time limit", time_limit, notice=True, words=("cluster.time=1", "cluster.signal_seconds=10")),
+    Fault(
+        "time limit",
+        time_limit,
+        notice=True,
+        words=("cluster.time=1", "cluster.signal_seconds=10", "launch.step_timeout=8"),
+    ),
     Fault("kill -9 of rank 0", killed(0)),
     Fault("kill -9 of rank 1", killed(1)),
     Fault("kill -9 of a data worker", worker_killed, only="ddp_multinode"),
@@ -512,7 +517,7 @@ def final(folder: Folder) -> list[Any]:
     parts = [torch.load(file, weights_only=True) for file in sorted(place.path.glob("rank-*.pt"))]
     for part in parts:
         part.pop("attempt")
-        for name in ("seconds", "rows"):
+        for name in ("seconds", "rows", "wandb"):
             part["common"].pop(name, None)
     return parts
 
