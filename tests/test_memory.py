@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -52,29 +51,19 @@ sys.exit(status)
 """
 
 
+def exchange(what: str) -> subprocess.CompletedProcess[str]:
+    """Three steps of messages between two processes."""
+    words, env = [sys.executable, "-c", SCRIPT, what], environment(PYTHONPATH=str(ROOT))
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.parametrize("what", ["memory", "network", "small"])
-def test_every_way_delivers_and_leaves_nothing(tmp_path: Path, what: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, what],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_every_way_delivers_and_leaves_nothing(what: str) -> None:
+    done = exchange(what)
     assert done.returncode == 0, done.stderr
 
 
-def test_silence_ends_with_the_time_out_and_names_the_rank(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, "silent"],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_silence_ends_with_the_time_out_and_names_the_rank() -> None:
+    done = exchange("silent")
     assert done.returncode == 1
     assert "rank 0 waited 2 s for rank 1: nothing came for the backward of microbatch 0 on stage 0" in done.stderr
