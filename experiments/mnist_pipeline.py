@@ -7,8 +7,8 @@
     python experiments/mnist_pipeline.py --help                            every key
 
 Takes about 15 s on 2 CPU cores. Expect 98 % test accuracy on MNIST (without MNIST: on the built-in
-digits), and an idle share well above the ideal bubble: this network is so small that messages cost
-more than the arithmetic they overlap with. `width=1024 batch=1024` turns that round.
+digits), and an idle share above the ideal bubble: the stages are unequal, and this network is so small that
+messages cost as much as the arithmetic they overlap with. `width=1024 batch=1024` turns that round.
 
 How it works. Each process holds one stage. A batch is cut into microbatches; while stage 1 works on
 the first, stage 0 works on the second. The gradient of the mean loss is the sum over microbatches of
