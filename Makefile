@@ -78,7 +78,7 @@ bench: $(READY)  ## the benchmarks of mnist_pipeline, side by side, saved as JSO
 	@$(PY) tests/benchmarks/mnist_pipeline.py
 
 requirements: $(READY)  ## pin all dependencies of pyproject.toml anew into requirements.txt
-	@$(PY) -m uv pip compile --universal --python-version 3.11 --extra dev --extra bench --upgrade --quiet \
+	@$(PY) -m uv pip compile --universal --python-version 3.11 --extra dev --extra bench --extra dashboard --extra quantise --upgrade --quiet \
 	  --annotation-style line --custom-compile-command "make requirements" pyproject.toml > .requirements.new
 	@echo "-e .  # the project itself, so that scripts find its packages" >> .requirements.new
 	@mv .requirements.new requirements.txt
