@@ -121,3 +121,9 @@ class ResNet18(nn.Sequential):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def for_images(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
+    """The model of that name for images of one shape."""
+    kind = ResNet18 if name == "resnet18" else ConvNet
+    return kind(shape, classes)

@@ -85,8 +85,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     pipe = build(cfg, world, dtype)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
-    ahead: Any = {"block": cfg.data.block, "workers": cfg.data.workers}
-    loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, **ahead, **ends)
+    loader = data.Loader.of(train, cfg, world.device, **ends)
     total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
     run.source, run.total = pipe.last_rank, total
 
