@@ -7,10 +7,11 @@ from typing import Literal
 
 from configs.dataparallel import DataParallel
 from configs.shared import at_least
+from configs.sweep import Sweep
 
 
 @dataclass
-class Config(DataParallel):
+class Config(Sweep, DataParallel):
     strategy: Literal["single", "data_parallel", "ddp"] = "ddp"
     """single is one process on one device; data_parallel is nn.DataParallel, one process that copies the model to all
     its GPUs in every step; ddp is DistributedDataParallel, one process a device."""
@@ -21,7 +22,8 @@ class Config(DataParallel):
     loss_every: int = at_least(1, 100)
     """Batches between two lines of the running loss."""
     compare: bool = True
-    """After training, time the same step on one device and with data_parallel, in turns with ddp."""
+    """After training on several devices, time the same step on one of them and with the other strategies, in turns.
+    A sweep runs the strategies instead, each as a run of its own."""
 
     @property
     def processes(self) -> int:

@@ -3,6 +3,7 @@
     python experiments/resnet_dataparallel.py                                   ddp, and one device to compare with
     python experiments/resnet_dataparallel.py strategy=data_parallel            one process, all its GPUs
     python experiments/resnet_dataparallel.py strategy=data_parallel functional=true
+    python experiments/resnet_dataparallel.py sweep=true                        each strategy as runs of its own
     python experiments/resnet_dataparallel.py sync_batchnorm=true data.name=cifar10 data.augment=crop_flip
     python experiments/resnet_dataparallel.py data.name=generated data.image_size=64 batch=128
     make exp NAME=resnet_dataparallel NODES=2                                   on a cluster: ddp only
@@ -26,6 +27,7 @@ import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -36,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import alone, data, epochs, hooks, models, norm, optim, report, scaling
+from common import alone, data, epochs, hooks, models, norm, optim, plots, report, scaling, sweep
 from common.evaluate import classify_shared
 from common.launch import World
 from common.run import Run
@@ -47,6 +49,7 @@ from configs.resnet_dataparallel import Config
 Forward = Callable[[Tensor], Tensor]
 ROUNDS, STEPS = 3, 5  # of the comparison: how often each side takes its turn, and for how many steps
 ONE_DEVICE = "{} GPUs here: DataParallel only calls the model, as single does; to compare devices, use strategy=ddp"
+AXIS = {"y": "training samples per second"}
 BUFFERS = {  # what becomes of its running statistics
     "single": "one device sees every sample",
     "data_parallel": "kept from the first GPU's {} samples, thrown away with the other copies",
@@ -223,7 +226,7 @@ def shares(cfg: Config, count: int, devices: int) -> list[int]:
 def conclude(cfg: Config, world: World, run: Run, scores: dict[str, float], found: Facts) -> None:
     """The result file and the table, on rank 0."""
     seconds, devices = run.step_seconds(), found.devices
-    rate = {name: mean(values) for name, values in found.rates.items()}
+    rate = {name: spread(values)[0] for name, values in found.rates.items()}
     one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
     step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
@@ -257,11 +260,36 @@ def conclude(cfg: Config, world: World, run: Run, scores: dict[str, float], foun
     if uneven:
         rows["imbalance"] = f"{', '.join(uneven)} (the largest above the mean)"
     for name, values in found.rates.items():
-        spread = stdev(values) if len(values) > 1 else 0.0
-        rows[name] = f"{rate[name]:,.0f} samples/s +- {spread:.0f}, {rate[name] / one:.2f} x the first"
+        average, deviation = spread(values)
+        rows[name] = f"{average:,.0f} samples/s +- {deviation:.0f}, {average / one:.2f} x the first"
     if found.rates and "data_parallel" not in rate:
         rows["data_parallel"] = ONE_DEVICE.format(len(gpus(world)))
+    if found.rates:
+        plot = run.folder.path / "compare.png"
+        plots.bars(plot, {name: spread(values) for name, values in found.rates.items()}, **AXIS)
+        rows["plot"] = str(plot)
     run.say(report.table(rows | scaled.rows() | run.places()))
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    return mean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def cells(cfg: Config) -> list[sweep.Cell]:
+    """The strategies that differ on this machine."""
+    several = torch.cuda.device_count() > 1 and cfg.launch.device != "cpu"
+    names = ["single", *(["data_parallel"] if several else []), "ddp"]
+    return [{"strategy": name, "compare": False} for name in names]
+
+
+def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
+    """Samples per second of each strategy, with all cores in each."""
+    rates = sweep.gather(rows, ["strategy"], "samples_per_second")
+    plots.bars(folder / "strategies.png", {str(name): (rate, off) for (name,), (rate, off, _) in rates.items()}, **AXIS)
+    table = {str(name): f"{rate:,.0f} samples/s +- {off:.0f}, {n} runs" for (name,), (rate, off, n) in rates.items()}
+    if "data_parallel" not in table:
+        table["data_parallel"] = ONE_DEVICE.format(torch.cuda.device_count())
+    return table | {"plot": str(folder / "strategies.png")}
 
 
 def words(sizes: list[int]) -> str:
@@ -269,4 +297,4 @@ def words(sizes: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    start(main, Config)
+    start(main, Config, sweep.Sweep(cells, show))

@@ -1,4 +1,4 @@
-"""The strategies of resnet_dataparallel: equal to one process, ragged batches included, and honest where there is one."""
+"""The strategies of resnet_dataparallel: equal to one process, and honest where there is only one device."""
 
 from __future__ import annotations
 
