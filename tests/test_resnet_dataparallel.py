@@ -107,7 +107,8 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
     assert told == pytest.approx([fmean(done.losses[:10]), fmean(done.losses[10:20])], abs=6e-4)
     events = json.loads((done.folder.attempts()[0].attempt / "trace-0.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events]
-    assert names.count("aten::cross_entropy_loss") == 4 and "aten::item" not in names
+    # a loop that printed each loss would wait in every step; the metrics do now and then
+    assert names.count("aten::cross_entropy_loss") == 4 and names.count("aten::item") < 4
 
 
 def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
