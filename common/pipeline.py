@@ -14,6 +14,7 @@ from common.clock import Clock, Stamp
 from common.launch import World
 from common.messages import Messages, routes
 from common.schedules import Action, Schedule, Span, local_stages
+from common.splits import begins_in_place
 from configs.pipeline import Pipeline as Settings
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -35,12 +36,6 @@ def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: t
         stage.train()
         shapes.append(value.shape[1:])
     return shapes
-
-
-def begins_in_place(stage: nn.Module) -> bool:
-    """Whether a stage's first layer writes into its input, which autograd allows on a copy only."""
-    first = next((module for module in stage.modules() if not any(module.children())), None)
-    return bool(getattr(first, "inplace", False))
 
 
 class Pipeline:

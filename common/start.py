@@ -42,6 +42,8 @@ def start(main: Main[T], schema: type[T]) -> None:
         schedules.preflight(settings)
         tracking.asked_mode(settings)
         place = launch.outside(os.environ)
+        if place is None:
+            settings.adapt(launch.visible_gpus())
         resume = config.parse(sys.argv[1:]).resume
         given = Folder(resume.absolute()) if resume else None
         sys.exit(start_here(main, settings, given) if place is None else join_there(main, settings, place, given))
