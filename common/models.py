@@ -6,6 +6,7 @@ Images are [N, H, W] (grey) or [N, C, H, W]; a shape is that of one image, witho
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from common.errors import UserError
 
 
 class LinearReLU(nn.Linear):
@@ -49,7 +52,7 @@ class SimpleNN(nn.Sequential):
 
 
 class Toy(nn.Sequential):
-    """Two linear layers with 10 units between them: 10-10-5 for vectors of 10 numbers and 5 classes. Takes any shape."""
+    """Two linear layers with 10 units between them: 10-10-5 for vectors of 10 numbers and 5 classes; any shape fits."""
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         first, last = FlatLinearReLU(math.prod(shape), 10), nn.Linear(10, classes)
@@ -194,3 +197,31 @@ class ResNet18(ResNet):
 def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict under our names: torchvision's layer1.0 is our layer1_0, and DDP puts module. before each name."""
     return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", k.removeprefix("module.")): v for k, v in state.items()}
+
+
+def load(model: nn.Module, file: str) -> None:
+    """Copy a file's state dict into a model; `none` leaves it as it is. Raises UserError, naming what does not fit."""
+    if file == "none":
+        return
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"weights={file}: no such file; name a state dict saved by torch.save, or none") from None
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"weights={file}: not a file that torch.save wrote of tensors alone ({reason})") from None
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise UserError(f"weights={file}: holds no state dict, which has a tensor for each name")
+    state, own = own_names(found), model.state_dict()
+    for problem, names in (("has no", own.keys() - state.keys()), ("has too much:", state.keys() - own.keys())):
+        if names:
+            raise UserError(
+                f"weights={file}: {problem} {sorted(names)[0]} ({len(names)} such names); it is of another model"
+            )
+    for name, value in own.items():
+        if state[name].shape != value.shape:
+            shapes = f"{tuple(state[name].shape)}, here {tuple(value.shape)}"
+            raise UserError(
+                f"weights={file}: {name} has shape {shapes}; use as many classes and colours, and its width"
+            )
+    model.load_state_dict(state)

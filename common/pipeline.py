@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common import schedules
-from common.clock import Clock, Stamp
+from common.clock import HISTORY, Clock, Stamp
 from common.launch import World
 from common.messages import Messages, routes
 from common.schedules import Action, Schedule, Span, local_stages
@@ -20,7 +20,6 @@ from configs.pipeline import Pipeline as Settings
 Loss = Callable[[Tensor, Tensor], Tensor]
 Message = tuple[Action, Tensor]  # what is sent, under the name of the action that consumes it
 Marks = list[tuple[Action, Stamp, Stamp]]
-HISTORY = 100  # steps whose time stamps are kept
 
 
 @torch.no_grad()

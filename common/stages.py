@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,15 @@ def settled(run: Run, name: str, find: Callable[[], list[str]]) -> list[str]:
     value = run.world.broadcast(value)
     setattr(run.settings, name, value)
     return value
+
+
+def checked_devices(names: Sequence[str]) -> Sequence[str]:
+    """The devices, which are all there. Raises UserError."""
+    count = torch.cuda.device_count()
+    absent = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]
+    if absent:
+        raise UserError(f"devices: {absent[0]} is not there, {count} GPUs are visible; name others, or devices=[]")
+    return names
 
 
 def engine(settings: Settings) -> type[Pipeline]:

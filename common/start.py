@@ -54,8 +54,6 @@ def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) ->
         schedules.preflight(settings)
         tracking.asked_mode(settings)
         place = launch.outside(os.environ)
-        if place is None:
-            settings.adapt(launch.visible_gpus())
         resume = config.parse(sys.argv[1:]).resume
         given = Folder(resume.absolute()) if resume else None
         if grid is not None and settings.sweep:  # type: ignore[attr-defined]
@@ -170,6 +168,7 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
     """
     if given is not None and is_finished(given):
         return given, 0
+    settings.adapt(launch.visible_gpus())
     folder, prepared = go_on(settings, given) if given else set_up(settings, fallback=True)
     if given:
         print(f"{given.experiment}: {settings.processes} processes, goes on in run folder {given.path}", flush=True)

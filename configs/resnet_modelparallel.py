@@ -8,12 +8,13 @@ from typing import Literal
 
 from configs.pipeline import OWN, Pipeline, Stages
 from configs.shared import Experiment, at_least, between, divisors
+from configs.sweep import Sweep
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 
 
 @dataclass
-class Config(Stages, Experiment):
+class Config(Sweep, Stages, Experiment):
     model: Literal["toy", "resnet18", "resnet50", "resnet101"] = "resnet18"
     """toy has two linear layers, 10-10-5 with data.name=vectors. The ResNets take images of any set; from 64 pixels on
     they begin as for ImageNet."""
@@ -22,9 +23,9 @@ class Config(Stages, Experiment):
     weights: str = "none"
     """File with a state dict to begin with, under our names or torchvision's; none begins at random."""
     channels_last: bool = False
-    """Whether a ResNet's weights and activations lie colour by colour (NCHW) or pixel by pixel, which suits large ones."""
+    """Whether a ResNet's weights and activations lie pixel by pixel, which suits large ones, or channel by channel."""
     mode: Literal["single", "naive", "pipelined"] = "pipelined"
-    """single trains the unsplit model; naive lets one stage work at a time; pipelined lets them overlap by `schedule`."""
+    """single trains the unsplit model; naive lets one stage work at a time; pipelined lets all work, by `schedule`."""
     split_size: int = at_least(0, 0)
     """Samples in a microbatch. 0 takes the whole batch with single and naive, a quarter of it with pipelined."""
     engine: Literal["auto", "own", "torch"] = "auto"
@@ -33,6 +34,8 @@ class Config(Stages, Experiment):
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """A device for each stage, such as [cuda:0,cuda:1]: one process works on all of them. [] takes one process a stage;
     auto does so, too, unless a local start sees two or more GPUs."""
+    split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32", "64"])
+    """With sweep=true, the sizes of microbatches that the pipelined mode is run with."""
     plot: bool = True
     """Draw one step as timeline.png; takes half a second at the end."""
 
@@ -77,6 +80,8 @@ class Config(Stages, Experiment):
                 f"batch={self.batch} does not divide into microbatches of split_size={self.microbatch}; "
                 f"valid sizes are {', '.join(near)}"
             )
+        if self.sweep and not all(size.isdecimal() and int(size) for size in self.split_sizes):
+            raise ValueError(f"split_sizes=[{','.join(self.split_sizes)}]: write sizes as [8,16,32]")
         if self.in_one_process:
             self.check_devices()
         try:
