@@ -27,7 +27,7 @@ from common.screen import Screen
 from common.training import Training
 from configs.shared import Experiment
 
-WARM_UP = 10  # steps left out of the throughput
+WARM_UP = 10  # steps left out of the throughput, of a short run a third
 HEARTBEAT = 5.0  # seconds
 METRICS_TAG = 1 << 20  # above every tag of the pipeline
 
@@ -270,7 +270,7 @@ class Run:
 
     def step_seconds(self) -> float:
         """The mean training step, evaluation and the first steps left out; 0 before there is one."""
-        steady = self.durations[WARM_UP:] or self.durations
+        steady = self.durations[min(WARM_UP, len(self.durations) // 3) :]
         return sum(steady) / len(steady) if steady else 0.0
 
     def samples_per_second(self) -> float:

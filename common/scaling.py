@@ -6,12 +6,10 @@ until backward begins can, as long as nothing is exchanged before.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeVar
 
@@ -118,14 +116,6 @@ def communication_seconds(model: nn.Module, bucket_mb: float, size: int, repeats
         wait_for(flat)
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])
-
-
-def peak_megabytes(device: torch.device) -> float:
-    """The most memory that was in use so far: by tensors on a GPU, by the whole process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1e3  # type: ignore[index]
 
 
 def imbalance(values: Sequence[float]) -> float | None:

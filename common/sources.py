@@ -78,7 +78,8 @@ def read_folder(root: Path, side: int, unreadable: str) -> tuple[Arrays, str]:
     arrays: list[np.ndarray] = []
     broken: list[str] = []
     for part in parts:
-        images, labels = torch.empty(len(part), 3, side, side, dtype=torch.uint8), []
+        images = torch.empty(len(part), 3, side, side, dtype=torch.uint8)
+        labels: list[int] = []
         for path, label in part.samples:
             try:
                 images[len(labels)] = decode(default_loader(path))

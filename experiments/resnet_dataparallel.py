@@ -191,8 +191,8 @@ def main(cfg: Config, world: World, run: Run) -> None:
         lambda done: train_epoch(cfg, model, optimizer, loader, world, run, times, done),
         lambda: evaluate(cfg, model, test, world),
     )
-    used = [scaling.peak_megabytes(torch.device("cuda", index)) for index in gpus(world)[:devices]]
-    used = used if cfg.strategy == "data_parallel" and used else [scaling.peak_megabytes(world.device)]
+    own = [torch.device("cuda", index) for index in gpus(world)] if cfg.strategy == "data_parallel" else []
+    used = [report.peak_memory(device) / 1e6 for device in own or [world.device]]
     memory = [value for values in world.gather(used) for value in values]
     rates = compare(cfg, train, world) if cfg.compare and devices > 1 else {}
     ranks = [rank for rank in world.gather(times.summary()) if rank]

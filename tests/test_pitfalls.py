@@ -218,7 +218,7 @@ def test_data_parallel_forgets_what_batchnorm_saw_on_other_devices() -> None:
     x = torch.randn(8, 3, 4, 4) * torch.arange(1, 9).view(-1, 1, 1, 1)
     wrapped = OnTheCpu(model, 2)
     wrapped(x)
-    first = nn.BatchNorm2d(3)
+    first: Any = nn.BatchNorm2d(3)
     first(x[:4])
     norm: Any = model[0]
     assert torch.equal(norm.running_var, first.running_var)
