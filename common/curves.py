@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,27 +81,23 @@ def edges(count: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, count, min(count, POINTS) + 1).astype(np.int64))
 
 
-def means(table: Numbers) -> Curve:
-    """The loss, by groups of steps; each point stands at the last step of its group."""
-    bounds = edges(len(table))
+def grouped(at: Numbers, above: Numbers, below: Numbers) -> Curve:
+    """Sum of `above` / sum of `below` in groups of consecutive rows; each point stands at its group's last row."""
+    bounds = edges(len(at))
     first, last = bounds[:-1], bounds[1:] - 1
     if not len(first):
         return Curve(np.empty((0, 3)), np.empty(0), np.empty(0), np.empty(0))
-    loss = table[:, 3]
-    mean = np.add.reduceat(loss, first) / np.diff(bounds)
-    return Curve(table[last, :3], mean, np.minimum.reduceat(loss, first), np.maximum.reduceat(loss, first))
+    each, mean = above / below, np.add.reduceat(above, first) / np.add.reduceat(below, first)
+    return Curve(at[last], mean, np.minimum.reduceat(each, first), np.maximum.reduceat(each, first))
+
+
+def means(table: Numbers) -> Curve:
+    """The loss."""
+    return grouped(table[:, :3], table[:, 3], np.ones(len(table)))
 
 
 def speeds(table: Numbers) -> Curve:
-    """Samples a second, by groups of steps; a step that came after something else is not counted."""
-    found = []
-    for first, end in pairwise(edges(len(table))):
-        part = table[max(0, first - 1) : end]
-        samples, seconds = np.diff(part[:, 1]), np.diff(part[:, 2])
-        counted = (part[1:, 4] == 0) & (seconds > 0)
-        if counted.any():
-            each = samples[counted] / seconds[counted]
-            mean = samples[counted].sum() / seconds[counted].sum()
-            found.append((*table[end - 1, :3], mean, each.min(), each.max()))
-    own = numbers(found, 6)
-    return Curve(own[:, :3], own[:, 3], own[:, 4], own[:, 5])
+    """Samples a second; a step that came after something else is not counted."""
+    samples, seconds = np.diff(table[:, 1]), np.diff(table[:, 2])
+    counted = (table[1:, 4] == 0) & (seconds > 0)
+    return grouped(table[1:, :3][counted], samples[counted], seconds[counted])

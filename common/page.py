@@ -6,12 +6,12 @@ A click on a run in the legend hides it in all plots; the buttons choose what th
 from __future__ import annotations
 
 import html
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import qualitative, sample_colorscale
 from plotly.subplots import make_subplots
@@ -55,22 +55,14 @@ def colours(count: int) -> list[str]:
     return list(sample_colorscale("Turbo", [0.04 + 0.92 * i / (count - 1) for i in range(count)]))
 
 
-def short(value: float) -> float | None:
-    """Six digits are more than a screen shows; None where there is no number."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
 def line(run: Picture, curve: Curve, colour: str, shown: str, spread: bool) -> go.Scatter:
     """A curve against steps; what else it can be drawn against travels along."""
-    beside = [
-        [int(at[0]), int(at[1]), round(float(at[2]), 3), short(low), short(high)]
-        for at, low, high in zip(curve.at, curve.low, curve.high, strict=True)
-    ]
+    beside = np.column_stack([curve.at, curve.low, curve.high])
     hover = f"step %{{customdata[0]:,}}, %{{customdata[1]:,}} samples, %{{customdata[2]:.1f}} s<br>%{{y:{shown}}}"
     hover += f"<br>%{{customdata[3]:{shown}}} to %{{customdata[4]:{shown}}}" if spread else ""
     return go.Scatter(
-        x=[row[0] for row in beside],
-        y=[short(value) for value in curve.value],
+        x=curve.at[:, 0],
+        y=curve.value,
         customdata=beside,
         name=html.escape(run.name),
         legendgroup=html.escape(run.label),
@@ -132,7 +124,7 @@ def figure(runs: Sequence[Picture]) -> go.Figure | None:
     found = panels(runs)
     if not found:
         return None
-    rows = math.ceil(len(found) / 2)
+    rows = (len(found) + 1) // 2
     spaces = {"vertical_spacing": GAP / HEIGHT / rows, "horizontal_spacing": 0.08}
     plot = make_subplots(rows, 2, subplot_titles=[panel.title for panel in found], **spaces)
     named: set[str] = set()
@@ -196,7 +188,8 @@ def page(runs: Sequence[Picture], differing: Sequence[str]) -> str:
     plot = figure(runs)
     drawn = "<p>No run has begun to train yet.</p>"
     if plot is not None:
-        settings = {"responsive": True, "displaylogo": False}
+        unused = ["sendChartToCloud", "select2d", "lasso2d"]  # nothing leaves this page
+        settings = {"responsive": True, "displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": unused}
         drawn = BUTTONS + plot.to_html(
             config=settings, include_plotlyjs=True, full_html=False, div_id="plots", post_script=CHOOSE
         )
@@ -242,7 +235,7 @@ document.querySelectorAll('.buttons button').forEach(button => button.onclick = 
   document.querySelectorAll(`button[data-${kind}]`).forEach(other => other.classList.toggle('on', other === button));
   if (kind === 'x') {
     const layout = lines.flatMap(i => [[axis('x', i) + '.title.text', names[x]], [axis('x', i) + '.autorange', true]]);
-    const along = lines.map(i => plot.data[i].customdata.map(row => row[x]));
+    const along = lines.map(i => plot._fullData[i].customdata.map(row => row[x]));
     Plotly.update(plot, {x: along}, Object.fromEntries(layout), lines);
   } else {
     Plotly.relayout(plot, Object.fromEntries(['training loss', 'test loss'].filter(name => titles[name])

@@ -178,6 +178,10 @@ def test_the_page_works_from_disk_without_a_network(made: Path, tmp_path: Path) 
             "share of the time waited for other processes",
             "peak memory of process 0, MB",
         ]
+        buttons = chrome.execute_script(
+            "return [...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)"
+        )
+        assert "Zoom" in buttons and not [title for title in buttons if "Share" in title or "loud" in title]
         lines = chrome.execute_script("return document.querySelectorAll('.subplot.xy path.js-line').length")
         assert lines == 5  # all but the run that never began
         assert chrome.execute_script("return document.querySelectorAll('.barlayer .point path').length") == 5
