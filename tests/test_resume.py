@@ -77,6 +77,7 @@ def final_state(folder: Folder) -> dict[str, torch.Tensor]:
     for file in sorted(path.glob("rank-*.pt")):
         part = torch.load(file, weights_only=True)
         found |= part["model"]
+        found |= {f"scaler/{key}": torch.tensor(value) for key, value in part["common"].get("scaler", {}).items()}
         memory = {f"{name}/{key}": value for name, of in part["optimizer"].items() for key, value in of.items()}
         found |= {name: value for name, value in memory.items() if isinstance(value, torch.Tensor)}
     return found
@@ -113,7 +114,7 @@ def test_what_cannot_change(word: str, tmp_path: Path, quick: tuple[str, ...]) -
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 @every
 def test_resume_is_equal_to_the_bit(entry: Entry, processes: int, tmp_path: Path, quick: tuple[str, ...]) -> None:
-    whole = run(entry.name, *quick, *entry.spread(processes), "data.block=2", runs=tmp_path / "whole")
+    whole = run(entry.name, *quick, *entry.spread(processes), *entry.resumed, "data.block=2", runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
     step = random.randrange(EVERY, STEPS, EVERY)
     folder = interrupted(whole.folder, step, tmp_path / "cut")
