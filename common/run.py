@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import config
+from common import config, profile
 from common.checkpoint import Checkpoints
 from common.config import UserError
 from common.folder import Folder, disk_errors, read_json, write_json
@@ -59,12 +59,13 @@ class Run:
         self.mark: float | None = None
         self.began = self.flushed = time.perf_counter()
         self.beat = 0.0
-        self.profiler = self._profiler()
+        self.profiler = profile.begin(settings.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
         self.notice = notice or Notice(settings.checkpoint.grace, sys.stderr)
         self.points = SafePoints(world, settings.checkpoint, self.notice)
         self.checkpoints = Checkpoints(folder, world, settings.checkpoint, self.say)
         self.training: Training | None = None
         self.diverged = ""
+        self.best: float | None = None  # what `checkpoint.best` names, in the best evaluation so far
         self.written = 0  # rows of metrics
         if world.is_main:
             write_json(folder.attempt / "world.json", self._world())
@@ -111,6 +112,7 @@ class Run:
             training.load(loaded)
             step, parent, rows = loaded.step, loaded.attempt, int(loaded.common["rows"])
             self.began -= loaded.common["seconds"]
+            self.best = loaded.common["best"]
             self.say(f"goes on after step {step}, saved by attempt {parent}")
         if self.world.is_main:
             self.folder.set_parent(parent, step, rows)
@@ -140,7 +142,7 @@ class Run:
             self.say(f"told to stop: saved after step {step}, to be continued")
             raise Left
 
-    def _save(self, step: int) -> bool:
+    def _save(self, step: int, *, best: bool = False) -> bool:
         assert self.training is not None, "resume comes before the first step"
         state = self.training.state()
         finite = all(bool(value.isfinite().all()) for value in state.model.values())
@@ -148,7 +150,18 @@ class Run:
             raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
         wandb = read_json(self.folder.path / "wandb" / "id.json").get("id")
         state.common |= {"rows": self.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
-        return self.checkpoints.save(step, state)
+        state.common["best"] = self.best
+        return self.checkpoints.save(step, state, best=best)
+
+    def _save_best(self, step: int, values: dict[str, float]) -> None:
+        """Keep the state of an evaluation that is the best so far. All ranks call it."""
+        name = self.settings.checkpoint.best
+        value = self.world.broadcast(values.get(name)) if name != "none" else None
+        if value is None:
+            return
+        if self.best is None or (value > self.best if name == "test_accuracy" else value < self.best):
+            self.best = value
+            self._save(step, best=True)
 
     def _watch(self) -> None:
         """A step that takes nearly as long as it may leaves its stacks in the log."""
@@ -257,6 +270,7 @@ class Run:
         if self.world.is_main:
             now = time.perf_counter() - self.began
             self._write([{"global_step": step, "samples": self._samples(step), "time": round(now, 6)} | values])
+        self._save_best(step, values)
         self.safe_point(step, now=True)
 
     def _write(self, rows: Any) -> None:
@@ -295,23 +309,6 @@ class Run:
             "show": f"cat {result}",
             "repeat": f"python experiments/{name}.py --config {values}",
         }
-
-    # ---- profile
-
-    def _profiler(self) -> torch.profiler.profile | None:
-        if not self.settings.profile:
-            return None
-        trace = self.folder.attempt / f"trace-{self.world.rank}.json"
-
-        def write(profile: torch.profiler.profile) -> None:
-            profile.export_chrome_trace(str(trace))
-            costly = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=10)
-            self.say(f"profile of {self.settings.profile} steps in {trace}\n{costly}")
-
-        plan = torch.profiler.schedule(wait=2, warmup=2, active=self.settings.profile, repeat=1)
-        profiler = torch.profiler.profile(schedule=plan, on_trace_ready=write, acc_events=True)
-        profiler.start()
-        return profiler
 
     def close(self) -> None:
         self.notice.close()

@@ -138,6 +138,8 @@ class Checkpoint:
     keep: int = at_least(2, 2)
     """Checkpoints of a start that stay on disk, beside the best one. At least 2: should the newest be damaged, the
     one before it is used."""
+    best: Literal["none", "test_loss", "test_accuracy"] = "none"
+    """Save after every evaluation in which this is better than ever before, and keep that until a better one comes."""
     retries: int = between(0, 10, 1)
     """How often writing is tried again after an error of the disk, before training goes on without."""
     grace: float = between(1, 3600, 60)
