@@ -168,6 +168,7 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
     """
     if given is not None and is_finished(given):
         return given, 0
+    settings.adapt(launch.visible_gpus())
     folder, prepared = go_on(settings, given) if given else set_up(settings, fallback=True)
     if given:
         print(f"{given.experiment}: {settings.processes} processes, goes on in run folder {given.path}", flush=True)

@@ -180,6 +180,9 @@ class Experiment:
         """How many processes the run needs, over all nodes."""
         raise NotImplementedError
 
+    def adapt(self, gpus: int) -> None:
+        """Settle what depends on the GPUs that a local start sees; called before the run folder is made."""
+
     def check(self) -> None:
         """Raise ValueError, with the remedy, where fields do not fit together."""
         if self.processes % self.launch.nodes:

@@ -23,11 +23,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.optim import Optimizer
 
-from common import data, optim, report, splits
-from common.config import UserError
+from common import data, optim, report, stages
 from common.evaluate import classify
 from common.launch import World
 from common.models import SimpleNN
@@ -38,27 +36,11 @@ from common.training import Training
 from configs.mnist_pipeline import Config
 
 
-def choose_cuts(cfg: Config, model: nn.Sequential, world: World) -> list[str]:
-    """The layers that begin a new stage: as set, or so that the stages cost about the same."""
-    if cfg.split or cfg.balance == "parameters":
-        return cfg.split or splits.balance(splits.parameter_costs(model), cfg.stages)
-    # measured once, so that all processes cut at the same places
-    batch = torch.randn(cfg.batch // cfg.microbatches, *data.IMAGE)
-    costs = splits.time_costs(model, batch) if world.is_main else None
-    return splits.balance(world.broadcast(costs), cfg.stages)
-
-
-def build(cfg: Config, world: World, dtype: torch.dtype) -> Pipeline:
+def build(cfg: Config, world: World, run: Run, dtype: torch.dtype) -> Pipeline:
     """The model, cut into stages, of which this process keeps its own."""
     model = SimpleNN(cfg.width, cfg.depth)  # one seed: the same weights in every process
-    try:
-        stages = splits.cut(model, choose_cuts(cfg, model, world))
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    engine = Pipeline
-    if cfg.engine == "torch":
-        from common.pipeline_torch import TorchPipeline as engine  # a second to import, so only when asked for
-    return engine(cfg, stages, F.cross_entropy, world, batch=cfg.batch, sample=data.IMAGE, dtype=dtype)
+    parts = stages.choose(cfg, model, torch.randn(cfg.batch // cfg.microbatches, *data.IMAGE), run)
+    return stages.engine(cfg)(cfg, parts, F.cross_entropy, world, batch=cfg.batch, sample=data.IMAGE, dtype=dtype)
 
 
 def train_epoch(
@@ -82,7 +64,7 @@ def train_epoch(
 def main(cfg: Config, world: World, run: Run) -> None:
     dtype = getattr(torch, cfg.dtype)
     train, test = data.load(run.prepared, cfg.data)
-    pipe = build(cfg, world, dtype)
+    pipe = build(cfg, world, run, dtype)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
     ahead: Any = {"block": cfg.data.block, "workers": cfg.data.workers}

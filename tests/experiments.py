@@ -55,4 +55,11 @@ EXPERIMENTS = [
             ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3"),
         ),
     ),
+    Entry(
+        name="resnet_modelparallel",
+        smallest=("width=8", "batch=16", "split_size=8", "plot=false"),
+        processes=2,
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "peak_memory"),
+        spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
+    ),
 ]
