@@ -6,6 +6,7 @@ moved to the device and normalised in one vectorised step, and then handed out a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,8 +154,9 @@ class Loader:
     def of(cls, data: Images, cfg: Experiment, device: torch.device, **more: Any) -> Loader:
         """As the settings say. Raises UserError where they do not fit the data."""
         said: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("block", "workers", "augment")}
+        said |= {"batch": cfg.batch, "seed": cfg.seed, "device": device, "dtype": getattr(torch, cfg.dtype)}
         try:
-            return cls(data, cfg.batch, cfg.seed, device, getattr(torch, cfg.dtype), **(said | more))
+            return cls(data, **(said | more))
         except ValueError as error:
             raise UserError(str(error)) from None
 
@@ -162,6 +164,10 @@ class Loader:
     def steps(self) -> int:
         """Batches in an epoch."""
         return -(-len(self.data) // self.batch) if self.ragged else len(self.data) // self.batch
+
+    def samples(self, steps: int) -> int:
+        """Samples in so many steps from the start, over all processes."""
+        return steps * self.batch
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
@@ -218,6 +224,42 @@ class Loader:
 
     def _move(self, value: Tensor | None) -> Tensor | None:
         return value if value is None else value.to(self.device)
+
+
+class Windows:
+    """A loader's batches in windows of `count`, the microbatches of one optimizer step, from any position on.
+
+    If an epoch's batches are no multiple of `count`, its last window is shorter. State and place are the loader's, and
+    between two windows they are those of an optimizer step.
+    """
+
+    def __init__(self, loader: Loader, count: int) -> None:
+        self.loader, self.count = loader, count
+
+    @property
+    def steps(self) -> int:
+        """Windows in an epoch."""
+        return -(-self.loader.steps // self.count)
+
+    def samples(self, steps: int) -> int:
+        """Samples in so many windows from the start, over all processes."""
+        epochs, rest = divmod(steps, self.steps)
+        return (epochs * self.loader.steps + rest * self.count) * self.loader.batch
+
+    def state_dict(self) -> dict[str, int]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loader.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[list[tuple[Any, Any]]]:
+        """The rest of the current epoch; at its end the next epoch begins."""
+        source, left = iter(self.loader), self.loader.steps - self.loader.position // self.loader.batch
+        while left > 0:
+            window = list(itertools.islice(source, min(self.count, left)))
+            left -= len(window)
+            yield window
+        next(source, None)  # not before the last window was used: here the loader turns to the next epoch
 
 
 class Blocks(torch.utils.data.Dataset[Any]):

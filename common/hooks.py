@@ -58,6 +58,18 @@ def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     return future
 
 
+def ring_bytes(model: nn.Module) -> int:
+    """Bytes that each process sends when all gradients are averaged over all processes in a ring, as gloo does.
+
+    Of p processes each sends 2 (p - 1) / p of what it holds. 0 for a model without DDP.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    size = dist.get_world_size()
+    held = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return 2 * (size - 1) * held // size
+
+
 def settle(model: nn.Module, x: Tensor) -> None:
     """One forward and backward for nothing, so that every step of every start adds gradients in the same order.
 

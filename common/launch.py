@@ -12,7 +12,7 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,10 @@ class Place:
     master: str = ""
     """What brings the processes together: a file (local), host:port (torchrun) or a host (slurm)."""
     token: str = ""
-    """What only the processes of this start know (slurm): the ports follow from it."""
+    """What tells this start from earlier ones by the same job or torchrun; ports (slurm) and names in the store follow
+    from it."""
+    again: bool = False
+    """Whether the job or torchrun that started this process had started one before in its place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,10 @@ class World:
     """How long it took to meet the others."""
     store: dist.Store | None = None
     """Where the processes met; it works when messages no longer do."""
+    members: tuple[int, ...] = ()
+    """Of a part of a run's processes, the rank of each in the whole run; empty for all of them."""
+    group: dist.ProcessGroup | None = None
+    """What sends messages within a part."""
 
     @property
     def is_main(self) -> bool:
@@ -71,14 +78,33 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, on rank 0; empty elsewhere. All ranks call it."""
         values: list[Any] = [None] * self.size
-        dist.gather_object(value, values if self.is_main else None)
+        dist.gather_object(value, values if self.is_main else None, self.global_rank(0), self.group)
         return values if self.is_main else []
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's picklable value on all ranks. All ranks call it."""
         box = [value]
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, self.global_rank(0), self.group)
         return box[0]
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the whole run of a process of this part."""
+        return self.members[rank] if self.members else rank
+
+    def part(self, members: Sequence[int]) -> World:
+        """This process and some others as a world of their own, whose members call it together."""
+        if len(members) == self.size:
+            return self
+        group = dist.new_group(list(members), timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # not -100, which is for those outside
+        return dataclasses.replace(
+            self,
+            rank=members.index(self.rank),
+            size=len(members),
+            hosts=tuple(self.hosts[rank] for rank in members),
+            members=tuple(members),
+            group=group,
+        )
 
 
 # ---- where am I
@@ -90,6 +116,7 @@ def outside(environ: Mapping[str, str]) -> Place | None:
     torchrun goes first: inside an allocation it is the one that was asked for. A batch script or a
     shell of an allocation is no SLURM task: only srun's tasks count.
     """
+    again = any(environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         size, local_size = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
         return Place(
@@ -101,6 +128,8 @@ def outside(environ: Mapping[str, str]) -> Place | None:
             nodes=max(1, size // local_size),
             how="torchrun",
             master=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+            token=environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+            again=again,
         )
     if {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
         size, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
@@ -115,6 +144,7 @@ def outside(environ: Mapping[str, str]) -> Place | None:
             how="slurm",
             master=first_host(environ["SLURM_STEP_NODELIST"]),
             token=".".join(start),
+            again=again,
         )
     return None
 
@@ -179,7 +209,8 @@ def meet_at_port(place: Place, settings: Launch) -> dist.Store:
     setup = datetime.timedelta(seconds=settings.setup_timeout)
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
+        store = dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
+        return dist.PrefixStore(f"start-{place.token}", store)  # torchrun keeps its store over restarts
     except (RuntimeError, dist.DistError) as error:
         raise Absent(f"rank {place.rank} cannot reach rank 0 at {place.master}: {first_line(error)}") from None
 

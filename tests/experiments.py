@@ -44,6 +44,18 @@ EXPERIMENTS = [
         ),
     ),
     Entry(
+        name="amp_accum",
+        smallest=("batch=16", "optim.base_batch=16", "optim.warmup=0"),
+        processes=2,
+        produces=("test_accuracy", "samples_per_second", "peak_memory", "bytes_sent", "steps_skipped", "final_loss"),
+        # three microbatches of 8 samples: the last window of an epoch of 320 has only one of them
+        spread=lambda count: (f"processes_per_node={count}", "precision=fp32", f"accumulate={2 if count == 3 else 3}"),
+        others=(
+            ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3"),
+            ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3"),
+        ),
+    ),
+    Entry(
         name="resnet_dataparallel",
         smallest=("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
         processes=2,

@@ -76,6 +76,7 @@ def final_state(folder: Folder) -> dict[str, torch.Tensor]:
     for file in sorted(path.glob("rank-*.pt")):
         part = torch.load(file, weights_only=True)
         found |= part["model"]
+        found |= {f"scaler/{key}": torch.tensor(value) for key, value in part["common"].get("scaler", {}).items()}
         memory = {f"{name}/{key}": value for name, of in part["optimizer"].items() for key, value in of.items()}
         found |= {name: value for name, value in memory.items() if isinstance(value, torch.Tensor)}
     return found
