@@ -150,22 +150,29 @@ def build(cfg: Config, shape: Sequence[int], classes: int, world: World, run: Ru
 
 
 def train_epoch(
-    cfg: Config, pipe: Any, optimizer: Optimizer, loader: data.Loader, team: Team, run: Run, step: int
+    cfg: Config,
+    pipe: Any,
+    optimizer: Optimizer,
+    loader: data.Loader,
+    run: Run,
+    step: int,
+    total: int,
+    peers: World | None = None,
 ) -> int:
-    """Train on the rest of the loader's epoch, or up to the last step; returns the steps done since the start."""
+    """Train on the rest of the loader's epoch, or up to `total` steps; returns the steps done since the start."""
     pipe.train()
     for x, y in loader:
         optimizer.zero_grad()
         loss = pipe.step(x, y)  # every microbatch forward and backward
-        if cfg.replicas > 1:  # the mean over the shares is the gradient of the batch's mean loss, and so with the loss
+        if peers:  # the mean over the shares is the gradient of the batch's mean loss, and so with the loss
             averaged = [p.grad for p in pipe.module.parameters() if p.grad is not None]
-            norm.average(averaged if loss is None else [*averaged, loss], team.peers.group)
-        optim.set_rate(optimizer, optim.rate(cfg.optim, step, run.total, cfg.batch))
+            norm.average(averaged if loss is None else [*averaged, loss], peers.group)
+        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
         optimizer.step()  # each process updates its own stages
         step += 1
         run.log(step, loss=loss)
         run.safe_point(step)  # saves now and then, and leaves if it was told to
-        if step == run.total:
+        if step == total:
             break
     return step
 
@@ -190,7 +197,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
         parts = list(pipe.local.values())
         peers = team.peers if cfg.replicas > 1 else None
         step = run.resume(Training(parts, optimizer, loader, world, peers=peers))
-        epoch = partial(train_epoch, cfg, pipe, optimizer, loader, team, run)
+        epoch = partial(train_epoch, cfg, pipe, optimizer, loader, run, total=run.total, peers=peers)
         scores = epochs.train(run, loader, step, epoch, evaluate)
     conclude(cfg, world, run, pipe, scores)
 
@@ -226,7 +233,7 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
 def cells(cfg: Config) -> list[sweep.Cell]:
     """single and naive with the whole batch, pipelined with each size of microbatches."""
     sizes = [int(size) for size in cfg.split_sizes]
-    whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.batch} for mode in ("single", "naive")]
+    whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.share} for mode in ("single", "naive")]
     return whole + [{"mode": "pipelined", "split_size": size} for size in sizes]
 
 
