@@ -19,19 +19,20 @@ FULL = ("not enough memory", "out of memory", "Cannot allocate memory", "std::ba
 def memory_cap(megabytes: int, device: torch.device) -> Iterator[None]:
     """Let this process take so many MB more than it has now, within the block; 0 sets no limit.
 
-    Of tensors on a GPU, else of address space. Raises UserError where that is too little.
+    Of tensors on a GPU, else of address space that it can write: malloc reserves 64 MB beside it for each thread, which
+    are not counted. Raises UserError where that is too little.
     """
     if not megabytes:
         yield
         return
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         if device.type == "cuda":
             everything = torch.cuda.get_device_properties(device).total_memory
             now = torch.cuda.memory_reserved(device)
             torch.cuda.set_per_process_memory_fraction(min(1.0, (now + megabytes * 1e6) / everything), device)
         else:
-            resource.setrlimit(resource.RLIMIT_AS, (address_space() + megabytes * 1_000_000, before[1]))
+            resource.setrlimit(resource.RLIMIT_DATA, (writable() + megabytes * 1_000_000, before[1]))
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in FULL):
@@ -49,11 +50,11 @@ def lift(device: torch.device, before: tuple[int, int]) -> None:
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def address_space() -> int:
-    """Bytes of address space that this process has taken."""
-    found = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
+def writable() -> int:
+    """Bytes of private address space that this process can write, as the system counts them for its limit."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024

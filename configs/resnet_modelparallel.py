@@ -41,7 +41,7 @@ class Config(Sweep, Stages, Experiment):
     the stages of a copy stay on one host."""
     memory_cap: int = at_least(0, 0)
     """MB that each process may take for training, beside what it has after its start; 0 sets no limit. It shows what
-    a model needs: address space on the CPU, memory of tensors on a GPU."""
+    a model needs: address space that is written on the CPU, memory of tensors on a GPU."""
     plot: bool = True
     """Draw one step as timeline.png; takes half a second at the end."""
 
