@@ -56,6 +56,13 @@ EXPERIMENTS = [
         ),
     ),
     Entry(
+        name="resnet_dataparallel",
+        smallest=("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
+        processes=2,
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "devices", "memory_megabytes"),
+        spread=lambda count: ("model=convnet", "compare=false", f"processes_per_node={count}"),
+    ),
+    Entry(
         name="resnet_modelparallel",
         smallest=("width=8", "batch=16", "split_size=8", "plot=false"),
         processes=2,
