@@ -45,6 +45,10 @@ class OnTheCpu(nn.DataParallel):
         return torch.cat(outputs)
 
 
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
 @pytest.mark.parametrize(
     ("count", "devices", "sizes"), [(6, 2, [3, 3]), (5, 2, [3, 2]), (5, 4, [2, 2, 1]), (1, 4, [1])]
 )
