@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
-import unittest.mock
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from common import data, hooks, schedules, splits, state
+from common import data, schedules, splits
 from common.evaluate import batches
-from common.footprint import Footprint
 from common.models import SimpleNN
 from common.prepare import prepare_digits
-from configs.amp_accum import Config as AmpConfig
-from experiments import amp_accum
-from tests.amp_parity import script
 from tests.ddp_pitfalls import SECONDS
 from tests.helpers import ROOT, environment, run
 
@@ -165,193 +158,5 @@ def test_without_set_epoch_every_epoch_has_the_same_order(cache: Path) -> None:
     assert epochs[0] != epochs[1], "the order follows from the epoch, and nobody has to say which one it is"
 
 
-class OnTheCpu(nn.DataParallel):
-    """nn.DataParallel's own forward and copies of the model; what moves tensors between GPUs is replaced."""
-
-    def __init__(self, module: nn.Module, devices: int) -> None:
-        super().__init__(module)
-        self.device_ids, self.dim, self.output_device = list(range(devices)), 0, 0
-        self.src_device_obj = torch.device("cpu")
-        self.copies: list[Any] = []
-
-    def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Any) -> Any:
-        chunks = inputs[0].chunk(len(device_ids))  # as torch's comm.scatter cuts
-        return [(chunk,) for chunk in chunks], [{} for _ in chunks]
-
-    def replicate(self, module: Any, device_ids: Any) -> list[Any]:
-        def broadcast(tensors: Any, devices: Any, detach: bool = False) -> Any:
-            """To the first device nothing has to be sent: it keeps what it has."""
-            return [list(tensors), *([tensor.clone() for tensor in tensors] for _ in devices[1:])]
-
-        replicating = importlib.import_module("torch.nn.parallel.replicate")
-        with unittest.mock.patch.object(replicating, "_broadcast_coalesced_reshape", broadcast):
-            return super().replicate(module, device_ids)
-
-    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        self.copies = list(replicas)
-        return [replica(*given) for replica, given in zip(replicas, inputs, strict=True)]
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        return torch.cat(outputs)
-
-
-def slopes(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
-
-
-@pytest.mark.parametrize(
-    ("count", "devices", "sizes"), [(6, 2, [3, 3]), (5, 2, [3, 2]), (5, 4, [2, 2, 1]), (1, 4, [1])]
-)
-def test_data_parallel_takes_batches_that_do_not_divide(count: int, devices: int, sizes: list[int]) -> None:
-    model = SimpleNN().double()
-    wrapped = OnTheCpu(model, devices)
-    x, y = torch.randn(count, 28, 28, dtype=torch.float64), torch.arange(count)
-    logits = wrapped(x)
-    assert len(wrapped.copies) == len(sizes), "a device without samples has no copy"
-    assert torch.allclose(logits, model(x), atol=1e-12, rtol=0)
-    found = slopes(model, F.cross_entropy(logits, y))
-    expected = slopes(model, F.cross_entropy(model(x), y))
-    assert all(torch.allclose(a, b, atol=1e-12, rtol=0) for a, b in zip(found, expected, strict=True))
-    # what needs equal shares is a loss that each device takes the mean of
-    means = torch.stack([F.cross_entropy(*pair) for pair in zip(logits.split(sizes), y.split(sizes), strict=True)])
-    uneven = len(set(sizes)) > 1
-    assert torch.isclose(means.mean(), F.cross_entropy(logits, y), atol=1e-12, rtol=0).item() != uneven
-
-
-def test_data_parallel_forgets_what_batchnorm_saw_on_other_devices() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3))
-    x = torch.randn(8, 3, 4, 4) * torch.arange(1, 9).view(-1, 1, 1, 1)
-    wrapped = OnTheCpu(model, 2)
-    wrapped(x)
-    first: Any = nn.BatchNorm2d(3)
-    first(x[:4])
-    norm: Any = model[0]
-    assert torch.equal(norm.running_var, first.running_var)
-    lost: Any = wrapped.copies[1][0]
-    assert (lost.running_var > 2 * norm.running_var).all(), "the second device saw larger values"
-    wrapped(x)
-    assert wrapped.copies[1][0].running_var.data_ptr() != lost.running_var.data_ptr()
-
-
-def test_a_wrapper_changes_the_names_in_a_checkpoint() -> None:
-    model, other = SimpleNN(), SimpleNN()
-    saved = nn.DataParallel(model).state_dict()
-    with pytest.raises(RuntimeError, match=r'Missing key.*"fc1.weight"'):
-        other.load_state_dict(saved)
-    other.load_state_dict(hooks.inner(nn.DataParallel(model)).state_dict())
-    state.load_tensors(other.named_parameters(), saved)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what happens without a GPU")
-def test_data_parallel_without_gpus_says_nothing() -> None:
-    model, x = SimpleNN(), torch.randn(4, 28, 28)
-    assert torch.equal(nn.DataParallel(model)(x), model(x))
-    with pytest.raises(RuntimeError, match="device type"):  # as a function it at least fails
-        nn.parallel.data_parallel(model, x)
-
-
-# ---- accumulation and mixed precision: the mistakes are made in the script itself, by tests/amp_parity.py
-
-
-def a_window(batches: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.randn(n, 28, 28), torch.randint(10, (n,))) for n in batches]
-
-
-def gradients(it: Any, cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None) -> torch.Tensor:
-    """The gradient after a window, in one piece."""
-    off = it.make_scaler(AmpConfig(precision="fp32"), torch.device("cpu"))
-    model.zero_grad()
-    it.add_up(cfg, model, scaler or off, window, Footprint(torch.device("cpu")))
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def test_without_the_divisor_steps_are_as_many_times_too_long() -> None:
-    cfg, model, window = AmpConfig(precision="fp32"), SimpleNN().double(), a_window([4] * 4)
-    window = [(x.double(), y) for x, y in window]
-    whole = gradients(amp_accum, cfg, model, [tuple(torch.cat(part) for part in zip(*window, strict=True))])
-    assert torch.allclose(gradients(amp_accum, cfg, model, window), whole, atol=1e-12)
-    assert torch.allclose(gradients(script("no_divisor"), cfg, model, window), 4 * whole, atol=1e-12)
-    # and with the usual divisor, a last window of three is three quarters of a step
-    short = gradients(amp_accum, cfg, model, window[:3])
-    assert torch.allclose(gradients(script("same_divisor"), cfg, model, window[:3]), 0.75 * short, atol=1e-12)
-
-
-def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache: Path) -> None:
-    layer = nn.Linear(1, 1, bias=False)
-    added = []
-    for _ in range(2):  # epochs of ten microbatches
-        for i in range(10):
-            layer(torch.ones(1)).backward()
-            if (i + 1) % 4 == 0:
-                assert layer.weight.grad is not None
-                added.append(layer.weight.grad.item())  # so many gradients are in this step
-                layer.zero_grad()
-    assert added == [4, 4, 6, 4], "two microbatches of the first epoch come a whole epoch late, with too long a step"
-    images = data.Images(prepare_digits(cache), "train", limit=105)
-    windows = data.Windows(data.Loader(images, 10, 0, torch.device("cpu"), torch.float32), 4)
-    assert [[len(window) for window in windows] for _ in range(2)] == [[4, 4, 2]] * 2
-    assert windows.steps == 3 and windows.samples(5) == 100 + 80
-
-
-def test_clipping_before_unscaling_clips_the_scale() -> None:
-    cfg = AmpConfig(precision="fp16", clip=0.01)
-
-    def moved(it: Any) -> float:
-        """The length of a plain step with rate 1."""
-        torch.manual_seed(0)
-        model = SimpleNN()
-        before = torch.cat([p.detach().flatten() for p in model.parameters()])
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1), it.make_scaler(cfg, torch.device("cpu"))
-        gradients(it, cfg, model, a_window([8]), scaler)
-        it.update(cfg, model, optimizer, scaler)
-        return float((torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm())
-
-    assert moved(amp_accum) == pytest.approx(0.01, rel=1e-3)
-    assert moved(script("clip_before_unscale")) == pytest.approx(0.01 / 65536, rel=1e-2)
-
-
-def test_a_forward_outside_no_sync_exchanges_gradients_all_the_same(tmp_path: Path, cache: Path) -> None:
-    cases = [f"{word},model=mlp,accumulate=4,steps=3" for word in ("count", "forward_outside")]
-    words = [sys.executable, "-m", "tests.amp_parity", str(tmp_path / "out.pt"), str(cache), "2", *cases]
-    subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True)
-    inside, outside = torch.load(tmp_path / "out.pt", weights_only=True).values()
-    assert outside["exchanged"] == 4 * inside["exchanged"] > 0
-    assert outside["losses"] == pytest.approx(inside["losses"], rel=1e-5), "the result is right: nothing tells"
-
-
-def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
-    assert torch.finfo(torch.bfloat16).max > 1e38 and torch.tensor(1e-30).bfloat16() > 0
-    assert torch.tensor(1e-8).half() == 0 and torch.tensor(1e5).half().isinf(), "fp16 needs one"
-    cfg = AmpConfig(precision="bf16", growth_interval=1)
-
-    def lost(it: Any) -> int:
-        """Steps of 200 that are left out."""
-        torch.manual_seed(0)
-        model, window = SimpleNN(), a_window([8])
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), it.make_scaler(cfg, torch.device("cpu"))
-        count = 0
-        for _ in range(200):
-            gradients(it, cfg, model, window, scaler)
-            count += it.update(cfg, model, optimizer, scaler)
-        return count
-
-    assert lost(amp_accum) == 0
-    assert lost(script("scaler_for_bf16")) > 10, "the scale grows until it is too large even for float32"
-
-
-def test_the_old_spelling_switches_itself_off_without_a_gpu() -> None:
-    cpu, cfg = torch.device("cpu"), AmpConfig(precision="fp16")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        right = amp_accum.make_scaler(cfg, cpu)
-        with amp_accum.autocast(cfg, cpu):
-            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float16
-    assert right.is_enabled() and not told
-    with pytest.warns(FutureWarning, match=r"torch\.amp\.GradScaler"):
-        old = script("old_spelling").make_scaler(cfg, cpu)
-    with pytest.warns(FutureWarning, match=r"torch\.amp\.autocast"), torch.cuda.amp.autocast():
-        found = nn.Linear(2, 2)(torch.ones(1, 2)).dtype
-    if not torch.cuda.is_available():
-        assert not old.is_enabled()
-    assert found == torch.float32, "on a CPU nothing is computed in fewer bits"
