@@ -34,7 +34,7 @@ class Config(Sweep, Stages, Experiment):
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """A device for each stage, such as [cuda:0,cuda:1]: one process works on all of them. [] takes one process a stage;
     auto does so, too, unless a local start sees two or more GPUs."""
-    split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32", "64"])
+    split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32"])
     """With sweep=true, the sizes of microbatches that the pipelined mode is run with."""
     plot: bool = True
     """Draw one step as timeline.png; takes half a second at the end."""
@@ -69,8 +69,9 @@ class Config(Sweep, Stages, Experiment):
         )
 
     def adapt(self, gpus: int) -> None:
-        fits = self.mode != "single" and self.launch.nodes == 1 and self.launch.device != "cpu"
-        if self.devices == ["auto"] and gpus > 1 and fits and self.pipeline().schedule in ("gpipe", "naive"):
+        fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == 1
+        fits = fits and self.engine == "auto" and self.pipeline().schedule in ("gpipe", "naive")
+        if self.devices == ["auto"] and gpus > 1 and fits and self.launch.device != "cpu":
             self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
 
     def check(self) -> None:
@@ -80,7 +81,7 @@ class Config(Sweep, Stages, Experiment):
                 f"batch={self.batch} does not divide into microbatches of split_size={self.microbatch}; "
                 f"valid sizes are {', '.join(near)}"
             )
-        if self.sweep and not all(size.isdecimal() and int(size) for size in self.split_sizes):
+        if self.sweep and not (self.split_sizes and all(size.isdecimal() and int(size) for size in self.split_sizes)):
             raise ValueError(f"split_sizes=[{','.join(self.split_sizes)}]: write sizes as [8,16,32]")
         if self.in_one_process:
             self.check_devices()

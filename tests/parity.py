@@ -53,7 +53,7 @@ RESNET = {
     "data.image_size": "32",
     "dtype": "float64",
     "model": "resnet18",
-    "width": "16",
+    "width": "8",
     "batch": "12",
     "split_size": "3",
     "eval_batch": "5",
