@@ -69,6 +69,7 @@ class Watch:
             return self.stages[stage](x)
         if stage and x.requires_grad:
             x = x.clone() if begins_in_place(self.stages[stage]) else x.view_as(x)
+            assert x.grad_fn is not None
             x.grad_fn.register_hook(lambda *_: self._mark("B", stage, microbatch))  # a node of the stage's own
         self.on_first = microbatch
         self._mark("F", stage, microbatch)

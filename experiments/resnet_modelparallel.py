@@ -28,6 +28,7 @@ import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -176,7 +177,9 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
         return
     pipeline = report.PipelineReport.of(spans, pipe.plan, len(pipe.layers), memory, place)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
-    run.finish(**scores, **speed, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
+    places = {f"idle_share_{n}": share for n, share in enumerate(pipeline.idle)}  # one column each in a sweep's table
+    places |= {f"peak_memory_{n}": held for n, held in enumerate(memory.values())}
+    run.finish(**scores, **speed, **places, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
     hosts, settings = ", ".join(sorted(set(world.hosts))), cfg.pipeline()
     pieces = f"{settings.microbatches} microbatches of {cfg.microbatch}"
     where = f"one process on {', '.join(cfg.devices)}" if cfg.in_one_process else f"{world.size} on {world.device.type}"
@@ -203,25 +206,30 @@ def cells(cfg: Config) -> list[sweep.Cell]:
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
-    """Time per batch against the size of microbatches."""
+    """Time per batch against the size of microbatches, with what each stage waits and holds."""
     times = sweep.gather(rows, ("mode", "split_size"), "step_seconds")
-    lines = [f"{'mode':<10} split size      ms a batch    idle  ideal"]
+    lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's process"]
     for (mode, size), (mean, deviation, _) in times.items():
-        found = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
-        idle = sum(sum(row["idle_share"]) / len(row["idle_share"]) for row in found) / len(found)
-        ideal = found[0]["ideal_bubble"]
-        lines.append(f"{mode:<10} {size:>10} {mean * 1e3:>9.1f} ± {deviation * 1e3:<5.1f} {idle:>6.1%} {ideal:>6.1%}")
-    series = {
-        "pipelined": [(s, mean * 1e3, dev * 1e3) for (mode, s), (mean, dev, _) in times.items() if mode == "pipelined"]
-    }
+        same = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
+        idle = "".join(f" {fmean(shares):4.0%}" for shares in zip(*(row["idle_share"] for row in same), strict=True))
+        memory = zip(*(row["peak_memory"].values() for row in same), strict=True)
+        held = "".join(f" {max(amounts) / 2**20:6.0f}" for amounts in memory)
+        took = f"{mean * 1e3:>9.1f} ± {deviation * 1e3:<6.1f}{same[0]['ideal_bubble']:>6.1%}"
+        lines.append(f"{mode:<10} {size:>10} {took} {idle} {held}")
+    return {"times": "\n".join(lines), "plot": draw(cfg, times, folder / "split_size.png")}
+
+
+def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) -> str:
+    """The modes' times a batch, and the ideal: p stages of equal cost share the naive time and wait p - 1 turns."""
     levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
-    if "naive" in levels:  # p stages of equal cost share its work, and each waits p - 1 of m + p - 1 turns
-        counts = {s: cfg.batch // s for s, _, _ in series["pipelined"]}
-        p = cfg.stages
-        series["ideal"] = [(s, levels["naive"] / p * (m + p - 1) / m, 0.0) for s, m in counts.items()]
-    title = f"{cfg.model}, batch {cfg.batch}, {cfg.stages} stages"
-    plots.curves(folder / "split_size.png", series, "split size", "ms a batch", levels, log=True, title=title)
-    return {"times": "\n".join(lines), "plot": str(folder / "split_size.png")}
+    pipelined = [(size, mean * 1e3, dev * 1e3) for (mode, size), (mean, dev, _) in times.items() if mode == "pipelined"]
+    p, series = cfg.stages, {"pipelined": pipelined}
+    if "naive" in levels:
+        ideal = [(size, levels["naive"] / p * (1 + (p - 1) * size / cfg.batch), 0.0) for size, _, _ in pipelined]
+        series["ideal: naive / p x (m + p - 1) / m"] = ideal
+    title = f"{cfg.model}, batch {cfg.batch}, {p} stages; single has the threads of all of them"
+    plots.curves(path, series, "split size", "ms a batch", levels, log=True, title=title)
+    return str(path)
 
 
 if __name__ == "__main__":

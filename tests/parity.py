@@ -174,4 +174,4 @@ def main(name: str, out: str, cache: str, count: int, cases: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4], int(sys.argv[4]), sys.argv[5:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:]))
