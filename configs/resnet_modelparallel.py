@@ -36,8 +36,6 @@ class Config(Sweep, Stages, Experiment):
     auto does so, too, unless a local start sees two or more GPUs."""
     split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32"])
     """With sweep=true, the sizes of microbatches that the pipelined mode is run with."""
-    plot: bool = True
-    """Draw one step as timeline.png; takes half a second at the end."""
 
     @property
     def in_one_process(self) -> bool:

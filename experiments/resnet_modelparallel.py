@@ -192,10 +192,8 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
         "mode": f"{cfg.mode}, {cfg.model}: {settings.schedule} ({settings.engine}), {pieces}",
         "stages": "\n".join(f"{names[0]} to {names[-1]}" for names in pipe.layers),
     }
-    drawn = run.folder.path / "timeline.png"
-    if cfg.plot and pipeline.draw(drawn, f"one step of {cfg.model}, {cfg.mode}"):
-        rows["timeline"] = str(drawn)
-    run.say(report.table(rows | pipeline.rows() | run.places()))
+    drawn = pipeline.plot(run.folder.path, f"one step of {cfg.model}, {cfg.mode}, {pieces}") if cfg.plot else {}
+    run.say(report.table(rows | pipeline.rows() | drawn | run.places()))
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
