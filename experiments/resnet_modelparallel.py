@@ -221,12 +221,13 @@ def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) ->
     """The modes' times a batch, and the ideal: p stages of equal cost share the naive time and wait p - 1 turns."""
     levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
     pipelined = [(size, mean * 1e3, dev * 1e3) for (mode, size), (mean, dev, _) in times.items() if mode == "pipelined"]
-    p, series = cfg.stages, {"pipelined": pipelined}
+    p, computed = cfg.stages, {}
     if "naive" in levels:
         ideal = [(size, levels["naive"] / p * (1 + (p - 1) * size / cfg.batch), 0.0) for size, _, _ in pipelined]
-        series["ideal: naive / p x (m + p - 1) / m"] = ideal
-    title = f"{cfg.model}, batch {cfg.batch}, {p} stages; single has the threads of all of them"
-    plots.curves(path, series, "split size", "ms a batch", levels, log=True, title=title)
+        computed["ideal: naive / p x (m + p - 1) / m"] = ideal
+    threads = "" if cfg.launch.threads else "; single has the threads of all of them"
+    more: Any = {"log": True, "title": f"{cfg.model}, batch {cfg.batch}, {p} stages{threads}"}
+    plots.curves(path, {"pipelined": pipelined}, "split size", "ms a batch", levels, computed=computed, **more)
     return str(path)
 
 
