@@ -38,7 +38,10 @@ class Place:
     master: str = ""
     """What brings the processes together: a file (local), host:port (torchrun) or a host (slurm)."""
     token: str = ""
-    """What only the processes of this start know (slurm): the ports follow from it."""
+    """What tells this start from earlier ones by the same job or torchrun; ports (slurm) and names in the store follow
+    from it."""
+    again: bool = False
+    """Whether the job or torchrun that started this process had started one before in its place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,7 @@ def outside(environ: Mapping[str, str]) -> Place | None:
     torchrun goes first: inside an allocation it is the one that was asked for. A batch script or a
     shell of an allocation is no SLURM task: only srun's tasks count.
     """
+    again = any(environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         size, local_size = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
         return Place(
@@ -101,6 +105,8 @@ def outside(environ: Mapping[str, str]) -> Place | None:
             nodes=max(1, size // local_size),
             how="torchrun",
             master=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+            token=environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+            again=again,
         )
     if {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
         size, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
@@ -115,6 +121,7 @@ def outside(environ: Mapping[str, str]) -> Place | None:
             how="slurm",
             master=first_host(environ["SLURM_STEP_NODELIST"]),
             token=".".join(start),
+            again=again,
         )
     return None
 
@@ -179,7 +186,8 @@ def meet_at_port(place: Place, settings: Launch) -> dist.Store:
     setup = datetime.timedelta(seconds=settings.setup_timeout)
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
+        store = dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
+        return dist.PrefixStore(f"start-{place.token}", store)  # torchrun keeps its store over restarts
     except (RuntimeError, dist.DistError) as error:
         raise Absent(f"rank {place.rank} cannot reach rank 0 at {place.master}: {first_line(error)}") from None
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.state import plain_names
 
 
 class LinearReLU(nn.Linear):
@@ -194,9 +195,16 @@ class ResNet18(ResNet):
         super().__init__("resnet18", shape, classes, large=False)
 
 
+def for_images(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
+    """The model of that name for images of one shape."""
+    kind = ResNet18 if name == "resnet18" else ConvNet
+    return kind(shape, classes)
+
+
 def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict under our names: torchvision's layer1.0 is our layer1_0, and DDP puts module. before each name."""
-    return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", k.removeprefix("module.")): v for k, v in state.items()}
+    plain = plain_names(state)
+    return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): value for name, value in plain.items()}
 
 
 def load(model: nn.Module, file: str) -> None:

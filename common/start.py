@@ -215,6 +215,12 @@ def join_there(
         return 0
     notice = listening(settings, None, place.rank)
     with launch.group(place, settings.launch) as world:
+        if given is None and place.again:
+            name = config.name_of(type(settings))
+            mine = provenance.started_before(Path(settings.runs), name, sys.argv) if world.is_main else None
+            given = world.broadcast(mine)
+            if is_finished(given, world.is_main):
+                return 0
         answer = world.broadcast(begin(settings, world, given) if world.is_main else None)
         if isinstance(answer, UserError):
             leave_together()

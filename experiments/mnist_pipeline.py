@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim import Optimizer
 
-from common import data, optim, report, stages
+from common import data, epochs, optim, report, stages
 from common.evaluate import classify
 from common.launch import World
 from common.models import SimpleNN
@@ -67,22 +67,17 @@ def main(cfg: Config, world: World, run: Run) -> None:
     pipe = build(cfg, world, run, dtype)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
-    ahead: Any = {"block": cfg.data.block, "workers": cfg.data.workers}
-    loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, **ahead, **ends)
-    total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
-    run.source, run.total = pipe.last_rank, total
+    loader = data.Loader.of(train, cfg, world.device, **ends)
+    run.source, run.total = pipe.last_rank, epochs.total_steps(cfg, loader)
+
+    def evaluate() -> dict[str, float]:
+        pipe.train(False)
+        return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
 
     step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
-    while True:
-        if step < total:  # not where only the last evaluation is missing
-            step = train_epoch(cfg, pipe, optimizer, loader, run, step, total)
-        pipe.train(False)
-        scores = classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
-        run.record(step, **scores)
-        words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.say(f"epoch {step / loader.steps:.3g}  step {step}  {words}")
-        if step >= total:
-            break
+    scores = epochs.train(
+        run, loader, step, lambda done: train_epoch(cfg, pipe, optimizer, loader, run, done, run.total), evaluate
+    )
     conclude(cfg, world, run, pipe, scores)
 
 
@@ -95,13 +90,7 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Pipeline, scores: dict[s
     pipeline = report.PipelineReport.of(spans, pipe.plan, cfg.stages)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
     run.finish(**scores, **speed, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
-    hosts = ", ".join(sorted(set(world.hosts)))
-    rows = {
-        "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
-        "test accuracy": f"{scores['test_accuracy']:.2%}",
-        "test loss": f"{scores['test_loss']:.4f}",
-        "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
-        "processes": f"{world.size} with {world.threads} threads each on {world.device.type} of {hosts}",
+    rows = epochs.rows(run, world, scores) | {
         "schedule": f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches",
         "stages": " | ".join(" ".join(names) for names in pipe.layers),
     }

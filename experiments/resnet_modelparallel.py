@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import clock, data, models, optim, plots, report, schedules, stages, sweep
+from common import clock, data, epochs, models, optim, plots, report, schedules, stages, sweep
 from common.evaluate import classify
 from common.launch import World
 from common.pipeline import Pipeline
@@ -145,22 +145,17 @@ def main(cfg: Config, world: World, run: Run) -> None:
     pipe: Any = build(cfg, train.shape, train.classes, world, run)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
-    ahead: Any = {"block": cfg.data.block, "workers": cfg.data.workers}
-    loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, **ahead, **ends)
-    total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
-    run.source, run.total = pipe.last_rank, total
+    loader = data.Loader.of(train, cfg, world.device, **ends)
+    run.source, run.total = pipe.last_rank, epochs.total_steps(cfg, loader)
+
+    def evaluate() -> dict[str, float]:
+        pipe.train(False)
+        return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
 
     step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
-    while True:
-        if step < total:  # not where only the last evaluation is missing
-            step = train_epoch(cfg, pipe, optimizer, loader, run, step, total)
-        pipe.train(False)
-        scores = classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
-        run.record(step, **scores)
-        words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.say(f"epoch {step / loader.steps:.3g}  step {step}  {words}")
-        if step >= total:
-            break
+    scores = epochs.train(
+        run, loader, step, lambda done: train_epoch(cfg, pipe, optimizer, loader, run, done, run.total), evaluate
+    )
     conclude(cfg, world, run, pipe, scores)
 
 
@@ -180,16 +175,11 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
     places = {f"idle_share_{n}": share for n, share in enumerate(pipeline.idle)}  # one column each in a sweep's table
     places |= {f"peak_memory_{n}": held for n, held in enumerate(memory.values())}
     run.finish(**scores, **speed, **places, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
-    hosts, settings = ", ".join(sorted(set(world.hosts))), cfg.pipeline()
+    settings = cfg.pipeline()
     pieces = f"{settings.microbatches} microbatches of {cfg.microbatch}"
-    where = f"one process on {', '.join(cfg.devices)}" if cfg.in_one_process else f"{world.size} on {world.device.type}"
-    rows = {
-        "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
-        "test accuracy": f"{scores['test_accuracy']:.2%}",
-        "test loss": f"{scores['test_loss']:.4f}",
-        "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.1f} ms, first steps and evaluation left out)",
-        "processes": f"{where} of {hosts}, {world.threads} threads each",
+    rows = epochs.rows(run, world, scores) | {
         "mode": f"{cfg.mode}, {cfg.model}: {settings.schedule} ({settings.engine}), {pieces}",
+        "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else "one process a stage",
         "stages": "\n".join(f"{names[0]} to {names[-1]}" for names in pipe.layers),
     }
     drawn = pipeline.plot(run.folder.path, f"one step of {cfg.model}, {cfg.mode}, {pieces}") if cfg.plot else {}
