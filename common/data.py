@@ -27,6 +27,7 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
     "generated": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
+    "vectors": (0.5, 0.29),
 }
 IMAGE = (28, 28)  # of mnist and digits
 # inputs and targets of several batches, their number, and the samples that this process has of each

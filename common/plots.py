@@ -35,18 +35,26 @@ def curves(
     y: str,
     levels: Mapping[str, float] | None = None,
     *,
+    computed: Mapping[str, Points] | None = None,
     log: bool = False,
     title: str = "",
 ) -> None:
-    """Lines through (x, mean, deviation) with error bars, and `levels` as horizontal lines. `log`: x in powers of 2."""
+    """Lines through (x, mean, deviation) with error bars, `computed` ones dashed, and `levels` as horizontal lines.
+
+    `log`: x in powers of 2.
+    """
     at = axes()
     for label, points in series.items():
         across, means, deviations = zip(*sorted(points), strict=True)
         at.errorbar(across, means, deviations, marker="o", capsize=3, label=label)
+    for label, points in (computed or {}).items():
+        across, heights, _ = zip(*sorted(points), strict=True)
+        at.plot(across, heights, linestyle="--", label=label)
     for number, (label, height) in enumerate((levels or {}).items()):
         at.axhline(height, linestyle=("--", ":", "-.")[number % 3], color="0.35", label=label)
     if log:
         at.set_xscale("log", base=2)
+        at.xaxis.set_major_formatter("{x:g}")
     at.set(xlabel=x, ylabel=y, title=title, ylim=(0, None))
     at.grid(alpha=0.3)
     at.legend()

@@ -34,7 +34,7 @@ class Config(Sweep, Stages, Experiment):
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """A device for each stage, such as [cuda:0,cuda:1]: one process works on all of them. [] takes one process a stage;
     auto does so, too, unless a local start sees two or more GPUs."""
-    split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32", "64"])
+    split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32"])
     """With sweep=true, the sizes of microbatches that the pipelined mode is run with."""
     replicas: int = between(1, 4096, 1)
     """Copies of the pipeline, each trained on its share of the batch: stages x replicas = processes. On several hosts
@@ -42,8 +42,6 @@ class Config(Sweep, Stages, Experiment):
     memory_cap: int = at_least(0, 0)
     """MB that each process may take for training, beside what it has after its start; 0 sets no limit. It shows what
     a model needs: address space that is written on the CPU, memory of tensors on a GPU."""
-    plot: bool = True
-    """Draw one step as timeline.png; takes half a second at the end."""
 
     @property
     def in_one_process(self) -> bool:
@@ -80,8 +78,9 @@ class Config(Sweep, Stages, Experiment):
         )
 
     def adapt(self, gpus: int) -> None:
-        fits = self.mode != "single" and self.launch.nodes == 1 and self.launch.device != "cpu"
-        if self.devices == ["auto"] and gpus > 1 and fits and self.pipeline().schedule in ("gpipe", "naive"):
+        fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == 1
+        fits = fits and self.engine == "auto" and self.pipeline().schedule in ("gpipe", "naive")
+        if self.devices == ["auto"] and gpus > 1 and fits and self.launch.device != "cpu":
             self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
 
     def check(self) -> None:
@@ -101,7 +100,7 @@ class Config(Sweep, Stages, Experiment):
                 f"batch={self.share} does not divide into microbatches of split_size={self.microbatch}; "
                 f"valid sizes are {', '.join(near)}"
             )
-        if self.sweep and not all(size.isdecimal() and int(size) for size in self.split_sizes):
+        if self.sweep and not (self.split_sizes and all(size.isdecimal() and int(size) for size in self.split_sizes)):
             raise ValueError(f"split_sizes=[{','.join(self.split_sizes)}]: write sizes as [8,16,32]")
         if self.in_one_process:
             self.check_devices()

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -181,7 +182,8 @@ def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
     dtype = getattr(torch, cfg.dtype)
     team = Team.of(cfg, world)
-    with memory_cap(cfg.memory_cap, world.device):
+    own = [torch.device(name) for name in cfg.devices] if cfg.in_one_process else [world.device]
+    with memory_cap(cfg.memory_cap, own):
         pipe: Any = build(cfg, train.shape, train.classes, team.pipeline, run)
         optimizer = optim.make(pipe.module.parameters(), cfg.optim)
         ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last labels
@@ -215,7 +217,9 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
         return
     pipeline = report.PipelineReport.of(spans, pipe.plan, len(pipe.layers), memory, place)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
-    run.finish(**scores, **speed, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
+    places = {f"idle_share_{n}": share for n, share in enumerate(pipeline.idle)}  # one column each in a sweep's table
+    places |= {f"peak_memory_{n}": held for n, held in enumerate(memory.values())}
+    run.finish(**scores, **speed, **places, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
     settings = cfg.pipeline()
     pieces = f"{settings.microbatches} microbatches of {cfg.microbatch}"
     pieces += f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else ""
@@ -224,10 +228,8 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
         "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else "one process a stage",
         "stages": "\n".join(f"{names[0]} to {names[-1]}" for names in pipe.layers),
     }
-    drawn = run.folder.path / "timeline.png"
-    if cfg.plot and pipeline.draw(drawn, f"one step of {cfg.model}, {cfg.mode}"):
-        rows["timeline"] = str(drawn)
-    run.say(report.table(rows | pipeline.rows() | run.places()))
+    drawn = pipeline.plot(run.folder.path, f"one step of {cfg.model}, {cfg.mode}, {pieces}") if cfg.plot else {}
+    run.say(report.table(rows | pipeline.rows() | drawn | run.places()))
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
@@ -238,25 +240,31 @@ def cells(cfg: Config) -> list[sweep.Cell]:
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
-    """Time per batch against the size of microbatches."""
+    """Time per batch against the size of microbatches, with what each stage waits and holds."""
     times = sweep.gather(rows, ("mode", "split_size"), "step_seconds")
-    lines = [f"{'mode':<10} split size      ms a batch    idle  ideal"]
+    lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's process"]
     for (mode, size), (mean, deviation, _) in times.items():
-        found = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
-        idle = sum(sum(row["idle_share"]) / len(row["idle_share"]) for row in found) / len(found)
-        ideal = found[0]["ideal_bubble"]
-        lines.append(f"{mode:<10} {size:>10} {mean * 1e3:>9.1f} ± {deviation * 1e3:<5.1f} {idle:>6.1%} {ideal:>6.1%}")
-    series = {
-        "pipelined": [(s, mean * 1e3, dev * 1e3) for (mode, s), (mean, dev, _) in times.items() if mode == "pipelined"]
-    }
+        same = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
+        idle = "".join(f" {fmean(shares):4.0%}" for shares in zip(*(row["idle_share"] for row in same), strict=True))
+        memory = zip(*(row["peak_memory"].values() for row in same), strict=True)
+        held = "".join(f" {max(amounts) / 2**20:6.0f}" for amounts in memory)
+        took = f"{mean * 1e3:>9.1f} ± {deviation * 1e3:<6.1f}{same[0]['ideal_bubble']:>6.1%}"
+        lines.append(f"{mode:<10} {size:>10} {took} {idle} {held}")
+    return {"times": "\n".join(lines), "plot": draw(cfg, times, folder / "split_size.png")}
+
+
+def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) -> str:
+    """The modes' times a batch, and the ideal: p stages of equal cost share the naive time and wait p - 1 turns."""
     levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
-    if "naive" in levels:  # p stages of equal cost share its work, and each waits p - 1 of m + p - 1 turns
-        counts = {s: cfg.batch // s for s, _, _ in series["pipelined"]}
-        p = cfg.stages
-        series["ideal"] = [(s, levels["naive"] / p * (m + p - 1) / m, 0.0) for s, m in counts.items()]
-    title = f"{cfg.model}, batch {cfg.batch}, {cfg.stages} stages"
-    plots.curves(folder / "split_size.png", series, "split size", "ms a batch", levels, log=True, title=title)
-    return {"times": "\n".join(lines), "plot": str(folder / "split_size.png")}
+    pipelined = [(size, mean * 1e3, dev * 1e3) for (mode, size), (mean, dev, _) in times.items() if mode == "pipelined"]
+    p, computed = cfg.stages, {}
+    if "naive" in levels:
+        ideal = [(size, levels["naive"] / p * (1 + (p - 1) * size / cfg.share), 0.0) for size, _, _ in pipelined]
+        computed["ideal: naive / p x (m + p - 1) / m"] = ideal
+    threads = "" if cfg.launch.threads else "; single has the threads of all of them"
+    more: Any = {"log": True, "title": f"{cfg.model}, batch {cfg.batch}, {p} stages{threads}"}
+    plots.curves(path, {"pipelined": pipelined}, "split size", "ms a batch", levels, computed=computed, **more)
+    return str(path)
 
 
 if __name__ == "__main__":
