@@ -220,7 +220,7 @@ def test_clipping_before_unscaling_clips_the_scale() -> None:
         return float((torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm())
 
     assert moved(amp_accum) == pytest.approx(0.01, rel=1e-3)
-    assert moved(script("clip_before_unscale")) == pytest.approx(0.01 / 65536, rel=1e-2)
+    assert moved(script("clip_before_unscale")) < 1e-6
 
 
 def test_a_forward_outside_no_sync_exchanges_gradients_all_the_same(tmp_path: Path, cache: Path) -> None:
@@ -240,8 +240,8 @@ def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
     def lost(it: Any) -> int:
         """Steps of 200 that are left out."""
         torch.manual_seed(0)
-        model, window = SimpleNN(), a_window([8])
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), it.make_scaler(cfg, torch.device("cpu"))
+        model, window = SimpleNN(), [(100 * x, y) for x, y in a_window([8])]
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0), it.make_scaler(cfg, torch.device("cpu"))
         count = 0
         for _ in range(200):
             gradients(it, cfg, model, window, scaler)
