@@ -13,15 +13,23 @@ override RUN := $(value RUN)
 override RESUME := $(value RESUME)
 override WAIT := $(value WAIT)
 override DB := $(value DB)
+override RUNS := $(value RUNS)
+override LAST := $(value LAST)
+override WHERE := $(value WHERE)
+override SWEEP := $(value SWEEP)
+override PAGE := $(value PAGE)
+override JSON := $(value JSON)
+override PROJECT := $(value PROJECT)
 override TESTS := $(value TESTS)
 PYTHON ?= python3
 override PYTHON := $(value PYTHON)
-export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB TESTS PYTHON
+export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB RUNS LAST WHERE SWEEP PAGE JSON PROJECT \
+  TESTS PYTHON
 override PY := .venv/bin/python
 override READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help exp doctor status logs cancel cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
+.PHONY: help exp doctor status logs cancel compare cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -42,14 +50,18 @@ exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=va
 doctor: $(READY)  ## look at every host before a long job [NODES=2] [LAUNCH= CLUSTER=]
 	@$(PY) -m slurm.doctor --nodes="$$NODES" --launch="$$LAUNCH" --cluster="$$CLUSTER"
 
-status: $(READY)  ## how runs are doing [RUN=<id>] [WAIT=seconds]
-	@$(PY) -m slurm.status --wait="$$WAIT" -- status "$$RUN"
+status: $(READY)  ## how runs are doing [RUN=<id>] [WAIT=seconds] [JSON=1]
+	@$(PY) -m slurm.status --wait="$$WAIT" --json="$$JSON" -- status "$$RUN"
 
 logs: $(READY)  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
 	@$(PY) -m slurm.status --follow="$$FOLLOW" -- logs "$$RUN"
 
 cancel: $(READY)  ## end a run: RUN=<id>
 	@$(PY) -m slurm.status -- cancel "$$RUN"
+
+compare: $(READY)  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
+	@$(PY) -m slurm.compare --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
+	  --page="$$PAGE" --json="$$JSON"
 
 cluster-up: $(READY)  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [DB=1, with accounting]
 	@$(PY) -m slurm.cluster up --name="$$NAME" --nodes="$$NODES" --db="$$DB"

@@ -50,6 +50,7 @@ FIXED = (
     "optim.name",
     *(f"data.{n}" for n in ("name", "train_limit", "image_size", "samples")),
 )
+LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # libyaml's is eight times as fast
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 
 
@@ -167,7 +168,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """The settings of a YAML file, all scalars as text, by dotted name."""
     try:
-        tree = yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # noqa: S506 (BaseLoader builds only str, list, dict)
+        tree = yaml.load(path.read_text(), Loader=LOADER)  # noqa: S506 (it builds only str, list, dict)
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -21,6 +21,17 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "br
 BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
 
 
+def wrapped(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """The model that averages gradients over all processes in its backward; `options` are torch's own."""
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, **(BUFFERS_STAY | options))
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The model without its wrapper, which would put `module.` before every name."""
+    return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
+
+
 def bucket_mb(communication: str, asked: float, backend: str) -> float:
     """The bucket size to use: PowerSGD with several buckets aborts the process on gloo."""
     return WHOLE if communication == "powersgd" and backend == "gloo" else asked

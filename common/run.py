@@ -27,7 +27,7 @@ from common.screen import Screen
 from common.training import Training
 from configs.shared import Experiment
 
-WARM_UP = 10  # steps left out of the throughput
+WARM_UP = 10  # steps left out of the throughput, of a short run a third
 HEARTBEAT = 5.0  # seconds
 METRICS_TAG = 1 << 20  # above every tag of the pipeline
 
@@ -289,8 +289,8 @@ class Run:
         return (self._samples(self.last) - self._samples(self.last - len(steady))) / sum(steady) if steady else 0.0
 
     def _steady(self) -> list[float]:
-        """The durations of the newest steps, the first ones left out if there are others."""
-        return self.durations[WARM_UP:] or self.durations
+        """The durations of the newest steps, the first ones left out."""
+        return self.durations[min(WARM_UP, len(self.durations) // 3) :]
 
     def finish(self, **result: Any) -> None:
         """Write the final numbers; rank 0 calls it. A start that was cut off and overtaken by a newer one does not."""

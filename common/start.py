@@ -168,6 +168,7 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
     """
     if given is not None and is_finished(given):
         return given, 0
+    settings.adapt(launch.visible_gpus())
     folder, prepared = go_on(settings, given) if given else set_up(settings, fallback=True)
     if given:
         print(f"{given.experiment}: {settings.processes} processes, goes on in run folder {given.path}", flush=True)
@@ -214,6 +215,12 @@ def join_there(
         return 0
     notice = listening(settings, None, place.rank)
     with launch.group(place, settings.launch) as world:
+        if given is None and place.again:
+            name = config.name_of(type(settings))
+            mine = provenance.started_before(Path(settings.runs), name, sys.argv) if world.is_main else None
+            given = world.broadcast(mine)
+            if is_finished(given, world.is_main):
+                return 0
         answer = world.broadcast(begin(settings, world, given) if world.is_main else None)
         if isinstance(answer, UserError):
             leave_together()

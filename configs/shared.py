@@ -44,6 +44,10 @@ class Data:
     """Seconds to wait for a download server; 0 never downloads."""
     block: int = between(1, 100_000, 8)
     """Batches that are gathered and normalised in one vectorised step."""
+    augment: Literal["none", "crop", "crop_flip"] = "none"
+    """How training images change by chance: shifted by up to an eighth of their side; also mirrored (no digits)."""
+    unreadable: Literal["refuse", "skip"] = "refuse"
+    """What to do with files of imagefolder that are no images or cut off: name and refuse them, or go on without."""
     workers: int = between(0, 64, 0)
     """Processes beside each rank that gather and normalise batches ahead; 0 does it in the rank."""
     train_limit: int = at_least(0, 0)
@@ -179,6 +183,9 @@ class Experiment:
     def processes(self) -> int:
         """How many processes the run needs, over all nodes."""
         raise NotImplementedError
+
+    def adapt(self, gpus: int) -> None:
+        """Settle what depends on the GPUs that a local start sees; called before the run folder is made."""
 
     def check(self) -> None:
         """Raise ValueError, with the remedy, where fields do not fit together."""

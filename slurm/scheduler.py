@@ -16,6 +16,9 @@ from slurm import cluster
 LOCAL = "the local cluster"
 PATIENCE = 15.0  # seconds for a command of SLURM
 CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
+DOWN = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}  # ended without a result: completed is no excuse
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
+ALIVE = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
 # what an allocation or a launcher leaves in the environment and would mislead a nested job
 LEFTOVERS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_", "SUBMITIT_")
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -60,6 +63,39 @@ class Scheduler:
             problem = " ".join((done.stderr or done.stdout).split()) or f"exit status {done.returncode}"
             raise UserError(f"{self.name}: {words[0]} failed: {problem}")
         return done.stdout
+
+    def state(self, job: str) -> tuple[str, str]:
+        """What SLURM says of a job, asked in three ways; a job that none knows is LOST."""
+        asked = (
+            ("squeue", "-h", "-j", job, "-o", "%T|%r"),
+            ("scontrol", "-o", "show", "job", job),
+            ("sacct", "-n", "-X", "-P", "-j", job, "-o", "State"),
+        )
+        problems = []
+        for words in asked:
+            try:
+                answer = self.call(*words, patience=PATIENCE / len(asked)).strip()
+            except UserError as error:
+                problems.append(str(error))
+                continue
+            note = ""
+            if words[0] == "scontrol":
+                fields = dict(word.partition("=")[::2] for word in answer.split())
+                answer = fields.get("JobState", "")
+                if fields.get("Reason") == "JobLaunchFailure":
+                    note = f": {fields.get('BatchHost', 'its host')} could not start it; can it write the run folder?"
+            first, _, reason = answer.rpartition("\n")[2].partition("|")
+            found = (first.split() or [""])[0].rstrip("+")
+            if found in WAITING:
+                return "PENDING", f"job {job} {reason}".strip()
+            if found in ALIVE:
+                return "RUNNING", f"job {job}"
+            if found:
+                return DOWN.get(found, "FAILED"), f"job {job} {found}{note}"
+        silent = [problem for problem in problems if "Invalid job id" not in problem]
+        if len(silent) == len(asked):
+            return "UNKNOWN", silent[0]
+        return "LOST", f"job {job} is not known to SLURM any more"
 
     def check(self, nodes: int, partition: str) -> None:
         """Raise UserError unless the controller answers and there are as many hosts.

@@ -1,6 +1,6 @@
 """How runs are doing: `make status`, `make logs`, `make cancel`. Imports no torch.
 
-    python -m slurm.status status [RUN] [--wait=SECONDS]
+    python -m slurm.status status [RUN] [--wait=SECONDS] [--json=1]
     python -m slurm.status logs RUN [--follow=1]
     python -m slurm.status cancel RUN
 
@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,10 @@ from common.config import UserError
 from common.folder import Folder, read_json, write_json
 from slurm import cluster
 from slurm.cluster_net import Process
-from slurm.scheduler import LOCAL, PATIENCE, Scheduler
+from slurm.scheduler import LOCAL, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
-DOWN = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}  # ended without a result: completed is no excuse
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
-ALIVE = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
+TAIL, LAST_ROW = 1 << 16, 1 << 11  # bytes of metrics that tell the speed, and the step alone
 LEAST = 1 << 16  # bytes free on a disk that is not full
 EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
 
@@ -58,6 +57,10 @@ class Status:
         numbers = f"{restarts:>8}  {self.step:>7}  {self.samples_per_second:>9.0f}  {age:>11}"
         return f"{self.run:<44}  {self.state:<9}  {numbers}  {self.detail}".rstrip()
 
+    def facts(self) -> dict[str, Any]:
+        """For machines."""
+        return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": max(0, self.attempts - 1)}
+
 
 HEAD = f"{'run':<44}  {'state':<9}  {'restarts':>8}  {'step':>7}  {'samples/s':>9}  {'heartbeat':>11}"
 
@@ -74,7 +77,7 @@ def find(name: str, runs: Path) -> Folder:
     raise UserError(f"RUN={name!r}: no such run folder in {runs}; make status lists them")
 
 
-def tail(path: Path, size: int = 65_536) -> list[dict[str, Any]]:
+def tail(path: Path, size: int) -> list[dict[str, Any]]:
     """The last rows of a metrics file, without reading all of it."""
     rows = []
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -82,7 +85,7 @@ def tail(path: Path, size: int = 65_536) -> list[dict[str, Any]]:
         for line in file.read().splitlines():
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-    return rows
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("global_step"), int)]
 
 
 def speed(rows: list[dict[str, Any]]) -> float:
@@ -98,15 +101,15 @@ def status_of(folder: Folder) -> Status:
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
     counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
-    rows = tail(counted[0].metrics_file) if counted else []
+    result = folder.result
+    rate = result.get("samples_per_second")
+    rows = tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     beats = [read_json(path).get("time", 0.0) for path in newest.attempt.glob("heartbeat-*.json")] if newest else []
     age = max(0.0, time.time() - max(beats)) if beats else None
     begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier starts
     step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = state_of(folder)
-    result = folder.result
-    rate = result.get("samples_per_second") or speed(rows)
-    return Status(folder.path.name, state, len(attempts), step, rate, age, detail)
+    return Status(folder.path.name, state, len(attempts), step, rate or speed(rows), age, detail)
 
 
 def state_of(folder: Folder) -> tuple[str, str]:
@@ -120,7 +123,7 @@ def state_of(folder: Folder) -> tuple[str, str]:
         scheduler = scheduler_of(meta)
         if scheduler is None:
             return "LOST", "the local cluster that it was given to is down"
-        state, word = job_state(scheduler, meta["job"]["id"])
+        state, word = scheduler.state(meta["job"]["id"])
         return state, word + (disk_trouble(folder) if state == "FAILED" else "")
     start = (meta.get("history") or [{}])[-1]
     process = Process(start.get("pid", 0), start.get("pid_started", 0))
@@ -148,40 +151,6 @@ def disk_trouble(folder: Folder) -> str:
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < LEAST:
         return f"; cannot write {folder.path}: the disk is full; free space"
     return ""
-
-
-def job_state(scheduler: Scheduler, job: str) -> tuple[str, str]:
-    """What SLURM says of a job, asked in three ways; a job that none knows is LOST."""
-    asked = (
-        ("squeue", "-h", "-j", job, "-o", "%T|%r"),
-        ("scontrol", "-o", "show", "job", job),
-        ("sacct", "-n", "-X", "-P", "-j", job, "-o", "State"),
-    )
-    problems = []
-    for words in asked:
-        try:
-            answer = scheduler.call(*words, patience=PATIENCE / len(asked)).strip()
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        note = ""
-        if words[0] == "scontrol":
-            fields = dict(word.partition("=")[::2] for word in answer.split())
-            answer = fields.get("JobState", "")
-            if fields.get("Reason") == "JobLaunchFailure":
-                note = f": {fields.get('BatchHost', 'its host')} could not start it; can it write the run folder?"
-        first, _, reason = answer.rpartition("\n")[2].partition("|")
-        found = (first.split() or [""])[0].rstrip("+")
-        if found in WAITING:
-            return "PENDING", f"job {job} {reason}".strip()
-        if found in ALIVE:
-            return "RUNNING", f"job {job}"
-        if found:
-            return DOWN.get(found, "FAILED"), f"job {job} {found}{note}"
-    silent = [problem for problem in problems if "Invalid job id" not in problem]
-    if len(silent) == len(asked):
-        return "UNKNOWN", silent[0]
-    return "LOST", f"job {job} is not known to SLURM any more"
 
 
 def wait(folder: Folder, seconds: float) -> Status:
@@ -272,18 +241,33 @@ def cancel(folder: Folder) -> str:
     return f"ended process {start['pid']}"
 
 
+def as_json(text: str) -> bool:
+    if text not in ("", "0", "1"):
+        raise UserError(f"JSON={text!r} is neither 0 nor 1")
+    return text == "1"
+
+
+def show(found: Iterable[Status], machines: bool) -> None:
+    """The runs as a table, or as JSON."""
+    if machines:
+        print(json.dumps([status.facts() for status in found], indent=2))
+        return
+    print(HEAD)
+    for status in found:
+        print(status.line())
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make status, make logs, make cancel")
     parser.add_argument("verb", choices=("status", "logs", "cancel"))
     parser.add_argument("run", nargs="?", default="")
-    for option, default in (("wait", "0"), ("follow", ""), ("runs", "runs")):
+    for option, default in (("wait", "0"), ("follow", ""), ("json", ""), ("runs", "runs")):
         parser.add_argument(f"--{option}", default=default)
     given = parser.parse_args(arguments)
     runs = Path(given.runs or "runs")
     if given.verb == "status" and not given.run:
-        print(HEAD)
-        for path in sorted(runs.glob("*/config.yaml")):
-            print(status_of(Folder(path.parent.absolute())).line())
+        found = (status_of(Folder(path.parent.absolute())) for path in sorted(runs.glob("*/config.yaml")))
+        show(found, as_json(given.json))
         return 0
     folder = find(given.run, runs)
     if given.verb == "cancel":
@@ -298,8 +282,9 @@ def main(arguments: list[str]) -> int:
     else:
         if not (given.wait or "0").isdigit():
             raise UserError(f"WAIT={given.wait!r} is no number of seconds")
+        machines = as_json(given.json)
         status = wait(folder, float(given.wait or "0"))
-        print(f"{HEAD}\n{status.line()}")
+        show([status], machines)
         return 1 if status.state in ("FAILED", "LOST") else 0
     return 0
 

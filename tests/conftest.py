@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.prepare import prepare_digits
+from tests.helpers import ROOT, script
 
 torch.set_num_threads(1)  # tests run two at a time, and threads that wait for each other burn the other's core
 
@@ -31,3 +34,15 @@ def digits(cache: Path) -> tuple[str, ...]:
         "steps=30",
         "log.progress=lines",
     )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder where make finds everything set up."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, folder)
+    script(folder / ".venv/bin/python", f'PYTHONPATH="$BEFORE:{ROOT}" exec "{sys.executable}" "$@"')
+    (folder / ".venv/.ready").touch()
+    return folder

@@ -55,4 +55,18 @@ EXPERIMENTS = [
             ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3"),
         ),
     ),
+    Entry(
+        name="resnet_dataparallel",
+        smallest=("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
+        processes=2,
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "devices", "memory_megabytes"),
+        spread=lambda count: ("model=convnet", "compare=false", f"processes_per_node={count}"),
+    ),
+    Entry(
+        name="resnet_modelparallel",
+        smallest=("width=8", "batch=16", "split_size=8", "plot=false"),
+        processes=2,
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "peak_memory"),
+        spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
+    ),
 ]

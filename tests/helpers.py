@@ -14,6 +14,14 @@ from common.folder import Folder
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def script(path: Path, text: str) -> Path:
+    """An executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
 @dataclass
 class Done:
     """A finished command."""

@@ -10,13 +10,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.helpers import ROOT, Done, environment, processes_of
+from tests.helpers import ROOT, Done, environment, processes_of, script
 
 HOSTILE = [
     "x; touch pwned",
@@ -38,26 +37,6 @@ HOSTILE = [
     "\udcff",
     "x" * 300,
 ]
-
-
-def script(path: Path, text: str) -> Path:
-    """An executable shell script."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder where make finds everything set up."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    for name in ("Makefile", "requirements.txt"):
-        shutil.copy(ROOT / name, folder)
-    script(folder / ".venv/bin/python", f'PYTHONPATH="$BEFORE:{ROOT}" exec "{sys.executable}" "$@"')
-    (folder / ".venv/.ready").touch()
-    return folder
 
 
 def make(place: Path, *words: str, **env: str) -> Done:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.runs import Made
 from tests.helpers import ROOT, environment, run
 
 TEXT = (ROOT / "README.md").read_text()
@@ -18,6 +19,7 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = sorted(
     {shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""}
 )
+ON_RUNS = {"compare"}  # these need runs, and get some of their own
 BY_CI = {"make lint", "make test", "make test-slurm"}  # .ci/run calls them as they are
 ELSEWHERE = {
     "make requirements": "needs the package index",
@@ -40,10 +42,23 @@ def quick(words: list[str], cache: Path, runs: Path) -> list[str]:
     return [*kept, f"ARGS={shlex.join(settings)} {args}"]
 
 
+def on_runs(words: list[str], place: Path) -> None:
+    """A command about runs, where there are some."""
+    folders = [Made(name, i, 60).write(place / "runs") for i in (0, 2) for name in ("mnist_pipeline", "ddp_multinode")]
+    ids = iter(folder.path.name for folder in folders)
+    words = [re.sub("<id>", lambda _: next(ids), word) for word in words]
+    done = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_runs(command: str, cache: Path, tmp_path: Path) -> None:
+def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Path) -> None:
     words = shlex.split(command)
     target = words[1] if words[0] == "make" else ""
+    if target in ON_RUNS:
+        on_runs(words, place)
+        return
     if command in ELSEWHERE or (target == "test" and len(words) > 2):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return

@@ -1,0 +1,103 @@
+"""The curves of a run, out of its metrics: thinned to what a screen can show, whatever its length. Imports no torch.
+
+A point of a training curve is the mean over some consecutive steps, with the lowest and the highest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+POINTS = 400  # of one curve
+AXES = ("global_step", "samples", "time")
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values along a run. All arrays have the same length."""
+
+    at: Numbers
+    """[points, 3]: step, samples, seconds."""
+    value: Numbers
+    low: Numbers
+    high: Numbers
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What is drawn of a run."""
+
+    loss: Curve
+    speed: Curve
+    """Samples a second; evaluations and the time between two starts are left out."""
+    tests: dict[str, Curve] = field(default_factory=dict)
+    """Evaluations by name, such as test_accuracy."""
+
+
+def read(rows: Iterable[dict[str, Any]]) -> Curves:
+    """The curves of a run's rows of metrics. Rows that are not as they should be are left out."""
+    steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether an evaluation or another start came before
+    tests: dict[str, list[tuple[float, ...]]] = {}
+    broken = True
+    for row in rows:
+        try:
+            at = (row["global_step"], row["samples"], row["time"])
+            if "loss" in row:
+                value = row["loss"]
+                steps.append((*at, np.nan if value is None else value, broken))
+                broken = False
+                continue
+        except KeyError:
+            continue
+        broken = True
+        for name, value in row.items():
+            if name not in AXES and isinstance(value, int | float):
+                tests.setdefault(name, []).append((*at, value))
+    table = numbers(steps, 5)
+    found = {name: numbers(values, 4) for name, values in tests.items()}
+    evaluations = {name: Curve(own[:, :3], own[:, 3], own[:, 3], own[:, 3]) for name, own in found.items()}
+    return Curves(means(table), speeds(table), evaluations)
+
+
+def numbers(rows: list[tuple[float, ...]], width: int) -> Numbers:
+    """[rows, width]; without the rows that hold something else than numbers."""
+    try:
+        return np.array(rows, dtype=np.float64).reshape(len(rows), width)
+    except (TypeError, ValueError):
+        sound = [row for row in rows if all(isinstance(value, int | float) for value in row)]
+        return np.array(sound, dtype=np.float64).reshape(len(sound), width)
+
+
+def edges(count: int) -> NDArray[np.int64]:
+    """Where the groups of consecutive steps begin and end."""
+    return np.unique(np.linspace(0, count, min(count, POINTS) + 1).astype(np.int64))
+
+
+def grouped(at: Numbers, above: Numbers, below: Numbers) -> Curve:
+    """Sum of `above` / sum of `below` in groups of consecutive rows; each point stands at its group's last row."""
+    bounds = edges(len(at))
+    first, last = bounds[:-1], bounds[1:] - 1
+    if not len(first):
+        return Curve(np.empty((0, 3)), np.empty(0), np.empty(0), np.empty(0))
+    each, mean = above / below, np.add.reduceat(above, first) / np.add.reduceat(below, first)
+    return Curve(at[last], mean, np.minimum.reduceat(each, first), np.maximum.reduceat(each, first))
+
+
+def means(table: Numbers) -> Curve:
+    """The loss."""
+    return grouped(table[:, :3], table[:, 3], np.ones(len(table)))
+
+
+def speeds(table: Numbers) -> Curve:
+    """Samples a second; a step that came after something else is not counted."""
+    samples, seconds = np.diff(table[:, 1]), np.diff(table[:, 2])
+    counted = (table[1:, 4] == 0) & (seconds > 0)
+    return grouped(table[1:, :3][counted], samples[counted], seconds[counted])

@@ -1,0 +1,225 @@
+"""`make compare`: runs side by side, as a table on the terminal and as one page for a browser. Imports no torch.
+
+    python -m slurm.compare [--pick="ID ID ..."] [--name=EXPERIMENT] [--last=5] [--where="strategy=ddp optim.lr>0.1"]
+                            [--sweep=FOLDER] [--page=FILE] [--json=1]
+
+The page holds everything, the plotting library included: it opens from disk, without a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from common import config, curves
+from common import page as pages
+from common.folder import Folder, read_json, write_atomic
+from common.page import Picture
+from slurm import selection, status
+from slurm.selection import Asked
+from slurm.status import Status
+from slurm.submit import checked_switch
+
+NO_MATTER = ("runs", "data.cache", "data.root", "log.", "wandb.")  # settings that do not change what is computed
+LOGS = 4  # ranks whose logs have links of their own
+NAMED = 3  # settings that may stand in a run's label
+
+
+@dataclasses.dataclass
+class Compared:
+    """One run as it is shown."""
+
+    folder: Folder
+    status: Status
+    settings: dict[str, str]
+    result: dict[str, Any]
+    world: dict[str, Any]
+    curves: curves.Curves
+    label: str = ""
+
+    @classmethod
+    def of(cls, folder: Folder) -> Compared:
+        world = next((read_json(a.attempt / "world.json") for a, _ in folder.chain()[:1]), {})
+        own = selection.settings_of(folder)
+        rows = curves.read(folder.rows())
+        return cls(folder, status.status_of(folder), own, folder.result, world, rows)
+
+    @property
+    def over(self) -> bool:
+        return self.status.state == "FINISHED"
+
+    def final(self, name: str) -> float | None:
+        """A number of the result; of an evaluation so far where there is none yet."""
+        value = self.result.get(name)
+        if value is None and name in self.curves.tests:
+            value = self.curves.tests[name].value[-1]
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+    @property
+    def waiting(self) -> float | None:
+        """The share of the time that processes wait for each other: idle in a pipeline, or in communication."""
+        each = self.result.get("idle_share")
+        if isinstance(each, list) and each:
+            return float(sum(each) / len(each))
+        parts = [self.final(n) for n in ("communication_seconds", "communication_exposed", "step_seconds")]
+        if None in parts or not parts[2]:
+            return None
+        return parts[0] * parts[1] / parts[2]  # type: ignore[operator]
+
+    def facts(self) -> dict[str, Any]:
+        """The columns of the table, null where a run has no such number."""
+        return {
+            "run": self.status.run,
+            "label": self.label,
+            "experiment": self.folder.experiment,
+            "state": self.status.state.lower(),
+            "detail": self.status.detail,
+            "restarts": max(0, self.status.attempts - 1),
+            "processes": self.world.get("processes"),
+            "step": self.status.step,
+            "loss": last(self.curves.loss),
+            "test_loss": self.final("test_loss"),
+            "test_accuracy": self.final("test_accuracy"),
+            "samples_per_second": self.status.samples_per_second or None,
+            "efficiency": self.final("efficiency"),
+            "waiting": self.waiting,
+            "peak_memory_mb": self.final("peak_memory_mb"),
+        }
+
+
+def last(curve: curves.Curve) -> float | None:
+    """The last value that is a number."""
+    return float(curve.value[-1]) if len(curve) and math.isfinite(curve.value[-1]) else None
+
+
+def differences(runs: list[Compared]) -> list[str]:
+    """The settings in which runs differ that have them, in the order of the first run's."""
+    found = []
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        values = {run.settings[key] for run in runs if key in run.settings}
+        if len(values) > 1 and not any(key == n or (n.endswith(".") and key.startswith(n)) for n in NO_MATTER):
+            found.append(key)
+    return found
+
+
+def name_them(runs: list[Compared], differing: list[str]) -> None:
+    """Give each run a short label: the end of its id, and what it is about."""
+    kinds: dict[str, list[Compared]] = {}
+    for run in runs:
+        kinds.setdefault(run.folder.experiment, []).append(run)
+    several = len(kinds) > 1
+    within = {name: differences(own) for name, own in kinds.items()}  # what differs between experiments is no news
+    for run in runs:
+        told = [key for key in within[run.folder.experiment] if key in differing]
+        parts = [run.folder.path.name.rpartition("-")[2]]
+        parts += [run.folder.experiment] if several else []
+        parts += [f"{key.rpartition('.')[2]}={run.settings.get(key, '-')}" for key in told[:NAMED]]
+        run.label = " ".join(parts)
+
+
+def compare(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
+    """The runs with their labels, and the settings in which they differ."""
+    runs = [Compared.of(folder) for folder in folders]
+    differing = differences(runs)
+    name_them(runs, differing)
+    return runs, differing
+
+
+SHOWN = {
+    "state": "{}",
+    "restarts": "{}",
+    "processes": "{}",
+    "step": "{}",
+    "test_loss": "{:.4f}",
+    "test_accuracy": "{:.2%}",
+    "samples_per_second": "{:,.0f}",
+    "efficiency": "{:.0%}",
+    "waiting": "{:.0%}",
+    "peak_memory_mb": "{:,.0f}",
+}
+HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "peak_memory_mb": "MB"}
+
+
+def shown(facts: dict[str, Any], name: str) -> str:
+    return pages.NOTHING if facts[name] is None else SHOWN[name].format(facts[name])
+
+
+def table(runs: list[Compared], differing: list[str]) -> str:
+    """One line a run; the settings in which they differ come last, then what is to be said of single runs."""
+    every = [run.facts() for run in runs]
+    columns = [name for name in SHOWN if any(facts[name] is not None for facts in every)]
+    lines = [["run", *(HEADS.get(name, name.replace("_", " ")) for name in columns), *differing]]
+    for run, facts in zip(runs, every, strict=True):
+        own = [run.settings.get(key, pages.NOTHING) for key in differing]
+        lines.append([facts["run"], *(shown(facts, name) for name in columns), *own])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    left = {0, 1}  # words; the rest are numbers
+    text = [
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    ]
+    words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if not run.over]
+    return "\n".join([line.rstrip() for line in text] + [word.removesuffix(": ") for word in words])
+
+
+def picture(run: Compared, place: Path, differing: list[str]) -> Picture:
+    """A run as the page in the folder `place` shows it."""
+    facts = run.facts()
+    columns = {HEADS.get(name, name.replace("_", " ")): shown(facts, name) for name in SHOWN if name != "state"}
+    if not run.over:
+        columns["detail"] = run.status.detail
+    return Picture(
+        run.label,
+        run.status.state.lower(),
+        run.curves,
+        columns,
+        {key: run.settings[key] for key in differing if key in run.settings},
+        facts["waiting"],
+        facts["peak_memory_mb"],
+        links(run.folder, place),
+    )
+
+
+def links(folder: Folder, place: Path) -> dict[str, str]:
+    """Words and addresses, relative to `place`, of what lies in a run folder."""
+    files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
+    for attempt in folder.attempts()[-1:]:
+        logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
+        files |= {f"log of {path.stem.replace('-', ' ')}": path for path in logs[:LOGS]}
+        files |= {"all logs": attempt.attempt / "logs"} if len(logs) > LOGS else {}
+    found = {word: quote(os.path.relpath(path, place.absolute())) for word, path in files.items() if path.exists()}
+    online = str(read_json(folder.path / "wandb" / "status.json").get("url"))
+    return found | ({"W&B": online} if online.startswith("https://") else {})
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make compare")
+    for option in ("pick", "name", "last", "where", "sweep", "page", "json", "runs"):
+        parser.add_argument(f"--{option}", default="")
+    given = parser.parse_args(arguments)
+    as_json = checked_switch("JSON", given.json)
+    root = Path(given.runs or "runs")
+    folders = selection.select(Asked(given.pick, given.name, given.last, given.where, given.sweep), root)
+    runs, differing = compare(folders)
+    page = Path(given.page or root / "compare.html")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, pages.page([picture(run, page.parent, differing) for run in runs], differing))
+    if as_json:
+        rows = [run.facts() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
+        print(json.dumps({"page": str(page.absolute()), "differing": differing, "runs": rows}, indent=2))
+    else:
+        print(table(runs, differing))
+        print(f"page: {page.absolute()}")
+    return 0
+
+
+if __name__ == "__main__":
+    with config.user_errors():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""Which runs a command is about: by id, the newest, of one experiment, with certain settings, of one sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import operator
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from common import config
+from common.config import UserError
+from common.folder import Folder, read_json
+from slurm import status
+
+CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+NEWEST = 10  # runs that are taken where nothing is asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What make passes on, as it was written."""
+
+    runs: str = ""
+    name: str = ""
+    last: str = ""
+    where: str = ""
+    sweep: str = ""
+
+
+def everything(root: Path) -> list[Folder]:
+    """All run folders, the oldest first."""
+    paths = [path.parent for path in root.glob("*/config.yaml")]
+    paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # the time stands in the name
+    return [Folder(path.absolute()) for path in paths]
+
+
+def select(asked: Asked, root: Path) -> list[Folder]:
+    """The runs that fit all that is asked, the oldest first, or in the order they are named. Raises UserError."""
+    if asked.runs or asked.sweep:
+        found = named(words(asked.runs, "RUNS"), root) + (cells(asked.sweep, root) if asked.sweep else [])
+        found = list({folder.path: folder for folder in found}.values())
+    else:
+        found = everything(root)
+    if not found:
+        raise UserError(f"there is no run in {root} yet; make exp NAME={config.names()[0]} makes one")
+    if asked.name:
+        there = sorted({folder.experiment for folder in found})
+        if asked.name not in there:
+            raise UserError(f"NAME={asked.name!r}: no run of it; there are runs of {', '.join(there)}")
+        found = [folder for folder in found if folder.experiment == asked.name]
+    found = fitting(found, asked.where)
+    last = checked_last(asked.last) or (0 if asked.runs or asked.sweep or asked.where else NEWEST)
+    return found[-last:]
+
+
+def words(text: str, variable: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{variable}={text!r} cannot be split into words: {error}") from None
+
+
+def checked_last(text: str) -> int:
+    """A positive number, or 0 where nothing is given."""
+    if text and (not re.fullmatch("[0-9]{1,6}", text) or int(text) == 0):
+        raise UserError(f"LAST={text!r} is no positive number; write LAST=5, say")
+    return int(text or 0)
+
+
+def named(names: list[str], root: Path) -> list[Folder]:
+    """Runs by id, path, or the last four characters of an id."""
+    found = []
+    for name in names:
+        ends = [path for path in root.glob("*/config.yaml") if path.parent.name.endswith(f"-{name}")]
+        exact = not re.fullmatch("[0-9a-f]{4}", name)
+        found.append(Folder(ends[0].parent.absolute()) if len(ends) == 1 and not exact else status.find(name, root))
+    return found
+
+
+def cells(sweep: str, root: Path) -> list[Folder]:
+    """The runs of a sweep that have begun, cell by cell."""
+    for path in (Path(sweep), root / "sweeps" / sweep):
+        file = path / "sweep.json"
+        if file.is_file():
+            ids = [str(cell.get("run") or "") for cell in read_json(file).get("cells", []) if isinstance(cell, dict)]
+            ids = sorted(dict.fromkeys(ids), key=ids.index)
+            found = [
+                Folder((root / name).absolute()) for name in ids if name and (root / name / "config.yaml").is_file()
+            ]
+            if not found:
+                raise UserError(f"SWEEP={sweep!r}: none of its runs has begun, or their folders are gone")
+            return found
+    raise UserError(f"SWEEP={sweep!r}: no such sweep in {root / 'sweeps'}")
+
+
+def settings_of(folder: Folder) -> dict[str, str]:
+    """The settings of a run as text, by dotted name; empty where they cannot be read."""
+    try:
+        return {key: str(value) for key, value in config.read_file(folder.path / "config.yaml").items()}
+    except UserError:
+        return {}
+
+
+def fitting(folders: list[Folder], where: str) -> list[Folder]:
+    """The runs whose settings fulfil all conditions, such as `strategy=ddp lr>0.1`."""
+    conditions = []
+    for word in words(where, "WHERE"):
+        match = CONDITION.fullmatch(word)
+        if not match:
+            raise UserError(f"WHERE={where!r}: {word!r} is no condition; write key=value, key!=value or key>number")
+        conditions.append(match.groups())
+    if not conditions:
+        return folders
+    settings = [settings_of(folder) | {"experiment": folder.experiment} for folder in folders]
+    known = {key for values in settings for key in values}
+    for key, _, _ in conditions:
+        if not any(same_key(key, one) for one in known):
+            near = difflib.get_close_matches(key, sorted(known | {one.split(".")[-1] for one in known}), n=1)
+            raise UserError(f"WHERE: no run has a setting {key}" + (f"; did you mean {near[0]}?" if near else ""))
+    found = [f for f, values in zip(folders, settings, strict=True) if all(holds(values, *one) for one in conditions)]
+    if not found:
+        raise UserError(f"WHERE={where!r}: none of {len(folders)} runs has such settings")
+    return found
+
+
+def same_key(short: str, full: str) -> bool:
+    return full == short or full.endswith(f".{short}")
+
+
+def holds(values: dict[str, str], key: str, sign: str, wanted: str) -> bool:
+    """Whether a run's settings fulfil one condition; numbers are compared as numbers."""
+    own = values[key] if key in values else next((v for k, v in values.items() if same_key(key, k)), None)
+    if own is None:
+        return False
+    left, right = number(own), number(wanted)
+    if sign in COMPARISONS:
+        if right is None:
+            raise UserError(f"WHERE: {key}{sign}{wanted}: {wanted!r} is no number")
+        return left is not None and COMPARISONS[sign](left, right)
+    same = left == right if left is not None and right is not None else own == wanted
+    return same == (sign == "=")
+
+
+def number(text: str) -> float | None:
+    return config.read_number(float, text)
