@@ -154,8 +154,9 @@ class Loader:
     def of(cls, data: Images, cfg: Experiment, device: torch.device, **more: Any) -> Loader:
         """As the settings say. Raises UserError where they do not fit the data."""
         said: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("block", "workers", "augment")}
+        said |= {"batch": cfg.batch, "seed": cfg.seed, "dtype": getattr(torch, cfg.dtype)}
         try:
-            return cls(data, cfg.batch, cfg.seed, device, getattr(torch, cfg.dtype), **(said | more))
+            return cls(data, device=device, **(said | more))
         except ValueError as error:
             raise UserError(str(error)) from None
 
@@ -166,7 +167,9 @@ class Loader:
 
     def samples(self, steps: int) -> int:
         """Samples in so many steps from the start, over all processes."""
-        return steps * self.batch
+        epochs, rest = divmod(steps, self.steps)
+        whole = len(self.data) if self.ragged else self.steps * self.batch
+        return epochs * whole + min(rest * self.batch, whole)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
