@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from common import data
+from common import data, optim
 from common.footprint import Footprint
 from common.models import SimpleNN
 from common.prepare import prepare_digits
 from configs.amp_accum import Config as AmpConfig
+from configs.shared import Optim
 from experiments import amp_accum
 from tests.amp_parity import script
 from tests.helpers import ROOT, environment
@@ -126,3 +128,25 @@ def test_the_old_spelling_switches_itself_off_without_a_gpu() -> None:
     if not torch.cuda.is_available():
         assert not old.is_enabled()
     assert found == torch.float32, "on a CPU nothing is computed in fewer bits"
+
+
+def test_fused_sgd_makes_momentum_of_what_lies_in_memory_where_its_first_step_is_left_out() -> None:
+    def momentum(optimizer: torch.optim.Optimizer, layer: nn.Linear) -> float:
+        """The largest after a first step with an infinite gradient."""
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.zeros(()))
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, float("inf"))
+        scaler.unscale_(optimizer)
+        junk = [torch.full_like(layer.weight, 7.0) for _ in range(50)]
+        del junk  # what others left
+        scaler.step(optimizer)
+        assert layer.weight.isfinite().all(), "the step itself is left out"
+        return float(optimizer.state[layer.weight]["momentum_buffer"].abs().nan_to_num(nan=1e9).max())
+
+    def layers() -> Iterator[nn.Linear]:
+        return (nn.Linear(784, 100) for _ in range(10))
+
+    torchs = [momentum(torch.optim.SGD(la.parameters(), lr=1, momentum=0.9, fused=True), la) for la in layers()]
+    assert max(torchs) > 0
+    assert [momentum(optim.make(la.parameters(), Optim(), scaled=True), la) for la in layers()] == [0] * 10
