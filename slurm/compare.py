@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from common import config, curves
+from common import config, curves, summary
 from common import page as pages
 from common.folder import Folder, read_json, write_atomic
 from common.page import Picture
@@ -60,18 +60,7 @@ class Compared:
         value = self.result.get(name)
         if value is None and name in self.curves.tests:
             value = self.curves.tests[name].value[-1]
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-    @property
-    def waiting(self) -> float | None:
-        """The share of the time that processes wait for each other: idle in a pipeline, or in communication."""
-        each = self.result.get("idle_share")
-        if isinstance(each, list) and each:
-            return float(sum(each) / len(each))
-        parts = [self.final(n) for n in ("communication_seconds", "communication_exposed", "step_seconds")]
-        if None in parts or not parts[2]:
-            return None
-        return parts[0] * parts[1] / parts[2]  # type: ignore[operator]
+        return summary.number(value)
 
     def facts(self) -> dict[str, Any]:
         """The columns of the table, null where a run has no such number."""
@@ -89,7 +78,7 @@ class Compared:
             "test_accuracy": self.final("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,
             "efficiency": self.final("efficiency"),
-            "waiting": self.waiting,
+            "waiting": summary.waiting(self.result),
             "peak_memory_mb": self.final("peak_memory_mb"),
         }
 
