@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from common.schedules import Action, Span
 
 Stamp = float | torch.cuda.Event
+HISTORY = 100  # steps whose time stamps are kept
 
 
 class Clock:
     """Time stamps in seconds, comparable between processes of a host; on CUDA, the time of the stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self.start = 0.0
         self.stamp: Callable[[], Stamp] = self.event if self.cuda else time.perf_counter
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
             self.zero, self.origin = self.event(), time.perf_counter()
 
     def event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def start_now(self) -> None:
@@ -35,3 +41,54 @@ class Clock:
             stamp.synchronize()
             return self.origin - self.start + self.zero.elapsed_time(stamp) / 1e3
         return stamp - self.start
+
+
+class Watch:
+    """When the stages of one process work on which microbatch, each on its own device, forward and backward.
+
+    Backward runs inside autograd, so it is stamped by hooks: when it reaches what the stage put out, and when it
+    leaves through what the stage was given.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        self.stages = stages
+        self.clocks = [Clock(device) for device in devices]
+        self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=HISTORY)
+        # a first stage is given no gradient to hook on: its first layer tells
+        next(stages[0].children()).register_forward_hook(self._behind_first)
+        self.on_first = 0
+
+    def begin(self) -> None:
+        """A new step."""
+        self.history.append({})
+
+    def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
+        """The stage's output for a microbatch, with stamps before and behind, and again in the backward."""
+        if not torch.is_grad_enabled():
+            return self.stages[stage](x)
+        if stage and x.requires_grad:  # before the stage can write into it
+            x.register_hook(lambda _: self._mark("B", stage, microbatch))
+        self.on_first = microbatch
+        self._mark("F", stage, microbatch)
+        out: Tensor = self.stages[stage](x)
+        self._mark("F", stage, microbatch)
+        if out.grad_fn is not None:
+            out.grad_fn.register_prehook(lambda _: self._mark("B", stage, microbatch))
+        return out
+
+    def _behind_first(self, layer: nn.Module, given: Any, out: Tensor) -> None:
+        microbatch = self.on_first
+        if torch.is_grad_enabled() and out.grad_fn is not None:
+            out.grad_fn.register_hook(lambda *_: self._mark("B", 0, microbatch))
+
+    def _mark(self, kind: str, stage: int, microbatch: int) -> None:
+        self.history[-1].setdefault(Action(kind, stage, microbatch), []).append(self.clocks[stage].stamp())
+
+    def spans(self) -> list[list[list[Span]]]:
+        """For each stage its kept steps, oldest first, with times in seconds."""
+        return [[self._of(stage, step) for step in self.history] for stage in range(len(self.stages))]
+
+    def _of(self, stage: int, step: dict[Action, list[Stamp]]) -> list[Span]:
+        seconds = self.clocks[stage].seconds
+        spans = [Span(a, seconds(s[0]), seconds(s[-1])) for a, s in step.items() if a.stage == stage]
+        return sorted(spans, key=lambda span: span.start)

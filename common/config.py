@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIXED = (
     "seed",
     "batch",
+    "accumulate",
     "dtype",
     "optim.name",
     *(f"data.{n}" for n in ("name", "train_limit", "image_size", "samples")),

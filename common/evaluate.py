@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from common import norm
 from common.data import Images
 from common.launch import World
 
@@ -58,3 +59,12 @@ def classify(
     dist.all_reduce(sums)
     loss, correct, count = sums.tolist()
     return {"test_loss": loss / count, "test_accuracy": correct / count, "test_samples": int(count)}
+
+
+def classify_shared(
+    model: nn.Module, test: Images, world: World, *, batch: int, dtype: torch.dtype
+) -> dict[str, float]:
+    """The same of a model that every process holds: each takes its share of the samples. Leaves it in eval mode."""
+    norm.agree(model)  # each process's BatchNorm has seen other samples
+    model.eval()
+    return classify(lambda x, _: model(x), test, world, batch=batch, dtype=dtype, split=True)

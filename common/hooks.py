@@ -21,6 +21,17 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "br
 BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
 
 
+def wrapped(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """The model that averages gradients over all processes in its backward; `options` are torch's own."""
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, **(BUFFERS_STAY | options))
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The model without its wrapper, which would put `module.` before every name."""
+    return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
+
+
 def bucket_mb(communication: str, asked: float, backend: str) -> float:
     """The bucket size to use: PowerSGD with several buckets aborts the process on gloo."""
     return WHOLE if communication == "powersgd" and backend == "gloo" else asked
@@ -45,6 +56,18 @@ def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def ring_bytes(model: nn.Module) -> int:
+    """Bytes that each process sends when all gradients are averaged over all processes in a ring, as gloo does.
+
+    Of p processes each sends 2 (p - 1) / p of what it holds. 0 for a model without DDP.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    size = dist.get_world_size()
+    held = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return 2 * (size - 1) * held // size
 
 
 def settle(model: nn.Module, x: Tensor) -> None:

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ class Place:
     master: str = ""
     """What brings the processes together: a file (local), host:port (torchrun) or a host (slurm)."""
     token: str = ""
-    """What only the processes of this start know (slurm): the ports follow from it."""
+    """What tells this start from earlier ones by the same job or torchrun; ports (slurm) and names in the store follow
+    from it."""
+    again: bool = False
+    """Whether the job or torchrun that started this process had started one before in its place."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,7 @@ def outside(environ: Mapping[str, str]) -> Place | None:
     torchrun goes first: inside an allocation it is the one that was asked for. A batch script or a
     shell of an allocation is no SLURM task: only srun's tasks count.
     """
+    again = any(environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         size, local_size = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
         return Place(
@@ -100,6 +105,8 @@ def outside(environ: Mapping[str, str]) -> Place | None:
             nodes=max(1, size // local_size),
             how="torchrun",
             master=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+            token=environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+            again=again,
         )
     if {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
         size, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
@@ -114,6 +121,7 @@ def outside(environ: Mapping[str, str]) -> Place | None:
             how="slurm",
             master=first_host(environ["SLURM_STEP_NODELIST"]),
             token=".".join(start),
+            again=again,
         )
     return None
 
@@ -178,7 +186,8 @@ def meet_at_port(place: Place, settings: Launch) -> dist.Store:
     setup = datetime.timedelta(seconds=settings.setup_timeout)
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
+        store = dist.TCPStore(host, int(port), place.size, serves, timeout=setup, wait_for_workers=False)
+        return dist.PrefixStore(f"start-{place.token}", store)  # torchrun keeps its store over restarts
     except (RuntimeError, dist.DistError) as error:
         raise Absent(f"rank {place.rank} cannot reach rank 0 at {place.master}: {first_line(error)}") from None
 
@@ -248,6 +257,13 @@ def choose_device(place: Place, settings: Launch) -> tuple[torch.device, str]:
     if settings.device == "cuda":
         raise UserError("launch.device=cuda: no GPU is visible; use launch.device=auto or cpu")
     return torch.device("cpu"), "gloo"
+
+
+def visible_gpus() -> int:
+    """The GPUs that a process started here would see. Asks neither torch nor CUDA: a parent that has cannot fork."""
+    there = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if mask is None else min(there, sum(bool(name.strip()) for name in mask.split(",")))
 
 
 def roll_call(store: dist.Store, place: Place, timeout: datetime.timedelta) -> tuple[str, ...]:

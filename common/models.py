@@ -5,13 +5,19 @@ Images are [N, H, W] (grey) or [N, C, H, W]; a shape is that of one image, witho
 
 from __future__ import annotations
 
+import math
+import pickle
+import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from common.errors import UserError
+from common.state import plain_names
 
 
 class LinearReLU(nn.Linear):
@@ -44,6 +50,14 @@ class SimpleNN(nn.Sequential):
             layers[f"fc{i}"] = LinearReLU(before, after) if i > 1 else FlatLinearReLU(before, after)
         layers[f"fc{depth + 1}"] = nn.Linear(sizes[-1], 10)
         super().__init__(layers)
+
+
+class Toy(nn.Sequential):
+    """Two linear layers with 10 units between them: 10-10-5 for vectors of 10 numbers and 5 classes; any shape fits."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        first, last = FlatLinearReLU(math.prod(shape), 10), nn.Linear(10, classes)
+        super().__init__(OrderedDict([("net1", first), ("net2", last)]))
 
 
 def colours(shape: Sequence[int]) -> int:
@@ -83,41 +97,139 @@ def flat_size(layers: nn.Sequential, shape: Sequence[int]) -> int:
     return layers(torch.zeros(1, *shape)).numel()
 
 
+def shortcut(before: int, after: int, stride: int) -> nn.Module:
+    """What stands beside a block's convolutions: nothing, or a 1x1 convolution where the sizes differ."""
+    if stride == 1 and before == after:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+
 class Block(nn.Module):
     """ResNet's basic block: two 3x3 convolutions beside a shortcut."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    grows = 1
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(after)
-        self.downsample: nn.Module = nn.Identity()
-        if stride > 1 or before != after:
-            self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = shortcut(before, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True)))
         return F.relu(out + self.downsample(x), inplace=True)
 
 
-class ResNet18(nn.Sequential):
-    """ResNet-18 (He et al. 2015, arXiv 1512.03385) with the CIFAR stem: a 3x3 convolution and no pooling."""
+class Bottleneck(nn.Module):
+    """ResNet's block for deep networks: 1x1, 3x3 and 1x1 convolutions, the last four times as wide.
 
-    def __init__(self, shape: Sequence[int], classes: int) -> None:
+    As in torchvision, the stride is that of the 3x3 convolution (ResNet v1.5).
+    """
+
+    grows = 4
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.downsample = shortcut(before, 4 * width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = F.relu(self.bn2(self.conv2(out)), inplace=True)
+        return F.relu(self.bn3(self.conv3(out)) + self.downsample(x), inplace=True)
+
+
+RESNETS: dict[str, tuple[type[Block] | type[Bottleneck], tuple[int, ...]]] = {
+    "resnet18": (Block, (2, 2, 2, 2)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+}
+LARGE = 64  # pixels from which on a ResNet begins as for ImageNet
+
+
+class ResNet(nn.Sequential):
+    """A ResNet (He et al. 2015, arXiv 1512.03385), a layer a block: layer1_0, layer1_1, ...
+
+    Images of less than 64 pixels get the CIFAR stem, a 3x3 convolution and no pooling; larger ones ImageNet's,
+    a 7x7 convolution with stride 2 and a pooling. `width` are the channels of the first group of blocks.
+    """
+
+    def __init__(
+        self, name: str, shape: Sequence[int], classes: int, *, width: int = 64, large: bool | None = None
+    ) -> None:
+        kind, depths = RESNETS[name]
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        layers["conv1"] = ImageConv2d(colours(shape), 64, 3, 1, 1, bias=False)
-        layers["bn1"] = nn.BatchNorm2d(64)
+        large = max(shape[-2:]) >= LARGE if large is None else large
+        stem = (7, 2, 3) if large else (3, 1, 1)
+        layers["conv1"] = ImageConv2d(colours(shape), width, *stem, bias=False)
+        layers["bn1"] = nn.BatchNorm2d(width)
         layers["relu"] = nn.ReLU(inplace=True)
-        before = 64
-        for group, width in enumerate((64, 128, 256, 512), start=1):
-            for number in range(2):
-                layers[f"layer{group}_{number}"] = Block(before, width, 2 if group > 1 and number == 0 else 1)
-                before = width
+        if large:
+            layers["maxpool"] = nn.MaxPool2d(3, 2, 1)
+        before = width
+        for group, depth in enumerate(depths):
+            for number in range(depth):
+                stride = 2 if group and not number else 1
+                layers[f"layer{group + 1}_{number}"] = kind(before, width << group, stride)
+                before = (width << group) * kind.grows
         layers["pool"] = nn.AdaptiveAvgPool2d(1)
         layers["flatten"] = nn.Flatten()
-        layers["fc"] = nn.Linear(512, classes)
+        layers["fc"] = nn.Linear(before, classes)
         super().__init__(layers)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+class ResNet18(ResNet):
+    """ResNet-18 with the CIFAR stem, whatever the size of the images."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        super().__init__("resnet18", shape, classes, large=False)
+
+
+def for_images(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
+    """The model of that name for images of one shape."""
+    kind = ResNet18 if name == "resnet18" else ConvNet
+    return kind(shape, classes)
+
+
+def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict under our names: torchvision's layer1.0 is our layer1_0, and DDP puts module. before each name."""
+    plain = plain_names(state)
+    return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): value for name, value in plain.items()}
+
+
+def load(model: nn.Module, file: str) -> None:
+    """Copy a file's state dict into a model; `none` leaves it as it is. Raises UserError, naming what does not fit."""
+    if file == "none":
+        return
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"weights={file}: no such file; name a state dict saved by torch.save, or none") from None
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"weights={file}: not a file that torch.save wrote of tensors alone ({reason})") from None
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise UserError(f"weights={file}: holds no state dict, which has a tensor for each name")
+    state, own = own_names(found), model.state_dict()
+    for problem, names in (("has no", own.keys() - state.keys()), ("has too much:", state.keys() - own.keys())):
+        if names:
+            raise UserError(
+                f"weights={file}: {problem} {sorted(names)[0]} ({len(names)} such names); it is of another model"
+            )
+    for name, value in own.items():
+        if state[name].shape != value.shape:
+            shapes = f"{tuple(state[name].shape)}, here {tuple(value.shape)}"
+            raise UserError(
+                f"weights={file}: {name} has shape {shapes}; use as many classes and colours, and its width"
+            )
+    model.load_state_dict(state)

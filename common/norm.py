@@ -31,7 +31,7 @@ class AllReduce(torch.autograd.Function):
 class SyncBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d with the statistics of all processes' samples, for CPU tensors, which torch's own refuses.
 
-    Parameters and buffers are BatchNorm2d's. All processes must hold equally many samples.
+    Parameters and buffers are BatchNorm2d's. Processes may hold unequally many samples, or none.
     """
 
     waited = 0.0
@@ -46,12 +46,13 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         # about the running mean, which is near the mean: sums of large squares would lose digits
         pivot = self.running_mean.clone()
         away = x - pivot.view(channel)
-        sums = torch.stack([away.sum((0, 2, 3)), away.square().sum((0, 2, 3))])
+        own = torch.full_like(pivot, x.numel() // x.shape[1])
+        sums = torch.stack([away.sum((0, 2, 3)), away.square().sum((0, 2, 3)), own])
         start = time.perf_counter()
         sums = cast(Tensor, AllReduce.apply(sums))
         self.waited += time.perf_counter() - start
-        count = x.numel() // x.shape[1] * dist.get_world_size()
-        offset, square = sums / count
+        count = sums[2].detach()
+        offset, square = sums[:2] / count
         variance = square - offset.square()
         with torch.no_grad():
             self.num_batches_tracked += 1

@@ -44,13 +44,16 @@ class AdamW(_Eager, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-def make(parameters: Iterable[nn.Parameter], settings: Optim) -> Optimizer:
-    """The optimizer that the settings name, in its fused form: one kernel for all parameters."""
+def make(parameters: Iterable[nn.Parameter], settings: Optim, *, scaled: bool = False) -> Optimizer:
+    """The optimizer that the settings name, in its fused form: one kernel for all parameters.
+
+    `scaled` says that a GradScaler may leave steps out.
+    """
     if settings.name != "sgd":
         kind = AdamW if settings.name == "adamw" else Adam
         return kind(parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
     parameters = list(parameters)
-    return SGD(
+    optimizer = SGD(
         parameters,
         lr=settings.lr,
         momentum=settings.momentum,
@@ -58,6 +61,12 @@ def make(parameters: Iterable[nn.Parameter], settings: Optim) -> Optimizer:
         weight_decay=settings.weight_decay,
         fused=all(type(parameter) is nn.Parameter for parameter in parameters),  # not written for sharded ones
     )
+    if scaled and settings.momentum:
+        # where the very first step is left out, the fused kernel leaves the momentum as memory happened to be;
+        # 0.9 * 0 + gradient is what a first step makes of it, to the bit
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def rate(settings: Optim, step: int, total: int, batch: int = 0) -> float:

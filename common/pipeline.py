@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common import schedules
-from common.clock import Clock, Stamp
+from common.clock import HISTORY, Clock, Stamp
 from common.launch import World
 from common.messages import Messages, routes
 from common.schedules import Action, Schedule, Span, local_stages
+from common.splits import begins_in_place
 from configs.pipeline import Pipeline as Settings
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Message = tuple[Action, Tensor]  # what is sent, under the name of the action that consumes it
 Marks = list[tuple[Action, Stamp, Stamp]]
-HISTORY = 100  # steps whose time stamps are kept
 
 
 @torch.no_grad()
@@ -35,12 +35,6 @@ def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: t
         stage.train()
         shapes.append(value.shape[1:])
     return shapes
-
-
-def begins_in_place(stage: nn.Module) -> bool:
-    """Whether a stage's first layer writes into its input, which autograd allows on a copy only."""
-    first = next((module for module in stage.modules() if not any(module.children())), None)
-    return bool(getattr(first, "inplace", False))
 
 
 class Pipeline:

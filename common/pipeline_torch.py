@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from common import schedules
-from common.pipeline import Marks, Pipeline, begins_in_place
+from common.pipeline import Marks, Pipeline
 from common.schedules import Action, Schedule
+from common.splits import begins_in_place
 from configs.pipeline import Pipeline as Settings
 
 SINGLE = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}

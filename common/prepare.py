@@ -139,7 +139,9 @@ def prepare_folder(data: Data) -> Prepared:
             "or data.name=generated"
         )
     state = f"{tree_state(root / 'train')} {tree_state(root / 'val')} {data.image_size}"
-    read = lambda: isolated(sources.read_folder, root, data.image_size, limit=24 * 3600)  # noqa: E731
+    state += " skip" if data.unreadable == "skip" else ""  # with another setting, what was left out is looked at again
+    how = (root, data.image_size, data.unreadable)
+    read = lambda: isolated(sources.read_folder, *how, limit=24 * 3600)  # noqa: E731
     return cached(Path(data.cache), "imagefolder", state, read)
 
 
@@ -170,8 +172,11 @@ def raw_state(raw: Path) -> str:
     return " ".join([str(raw.resolve())] + [f"{s.st_size}:{s.st_mtime_ns}" for s in stats])
 
 
-def cached(cache: Path, name: str, state: str, make: Callable[[], Arrays]) -> Prepared:
-    """The prepared set for a state of its source, made under a lock if it is not there."""
+def cached(cache: Path, name: str, state: str, make: Callable[[], Arrays | tuple[Arrays, str]]) -> Prepared:
+    """The prepared set for a state of its source, made under a lock if it is not there.
+
+    `make` may also give words that every run with this set will say.
+    """
     path = cache / f"{name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     found = read_prepared(name, path)
     if found:
@@ -180,8 +185,9 @@ def cached(cache: Path, name: str, state: str, make: Callable[[], Arrays]) -> Pr
         found = read_prepared(name, path)
         if found:
             return found
-        arrays = make()
-        write_prepared(path, arrays)
+        made = make()
+        arrays, notice = made if len(made) == 2 else (made, "")
+        write_prepared(path, arrays, notice)
     done = read_prepared(name, path)
     assert done is not None
     return done
@@ -197,10 +203,10 @@ def read_prepared(name: str, path: Path) -> Prepared | None:
         file = path / f"{part}.npy"
         if not file.exists() or file.stat().st_size != size:
             return None
-    return Prepared(name, path.resolve(), hashes)
+    return Prepared(name, path.resolve(), hashes, str(manifest.get("notice", "")))
 
 
-def write_prepared(path: Path, arrays: Arrays) -> None:
+def write_prepared(path: Path, arrays: Arrays, notice: str = "") -> None:
     """Write all arrays beside, then rename: a crash leaves no half set."""
     with disk_errors(path):
         beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
@@ -211,6 +217,7 @@ def write_prepared(path: Path, arrays: Arrays) -> None:
             manifest = {
                 "bytes": {part: file.stat().st_size for part, file in files.items()},
                 "sha256": {part: file_hash(file) for part, file in files.items()},
+                "notice": notice,
             }
             (beside / "manifest.json").write_text(json.dumps(manifest, indent=2))
             beside.chmod(0o755)

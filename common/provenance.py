@@ -100,11 +100,37 @@ def begin(folder: Folder) -> None:
     """Note in meta.json that an attempt starts here and now."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
     entry = {"attempt": folder.number, "start": now(), "end": None, "state": "running"}
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # tells it from a later such pid
-    entry |= {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": ticks, "slurm": slurm or None}
+    entry |= {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": ticks("self")}
+    entry |= {"slurm": slurm or None, "starter": starter()}
     meta = read_json(folder.path / "meta.json")
     meta.setdefault("history", []).append(entry)
     write_json(folder.path / "meta.json", meta)
+
+
+def ticks(pid: int | str) -> int:
+    """When a process began, which tells it from a later one with the same pid."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def starter() -> str | None:
+    """What all starts by the same SLURM job, or else by the same torchrun, have in common."""
+    if "SLURM_JOB_ID" in os.environ:
+        return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return (
+            f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {ticks(os.getppid())}"
+        )
+    return None
+
+
+def started_before(runs: Path, name: str, arguments: list[str]) -> Folder | None:
+    """The run that an earlier start by the same job or torchrun made with the same command line."""
+    for path in sorted(runs.glob(f"{name}-*/meta.json"), reverse=True):
+        meta = read_json(path)
+        begun = [entry.get("starter") for entry in meta.get("history", [])[:1]]
+        if begun == [starter()] != [None] and meta.get("argv", [])[1:] == arguments:
+            return Folder(path.parent)
+    return None
 
 
 def amend(folder: Folder, **facts: Any) -> None:

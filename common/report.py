@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import schedules
+import torch
+
+from common import plots, schedules
 from common.schedules import Schedule, Span
 
 
@@ -37,6 +42,13 @@ def typical(steps: Sequence[Sequence[Sequence[Span]]]) -> Sequence[Sequence[Span
     return sorted(steps, key=schedules.length)[len(steps) // 2]
 
 
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has held: of tensors on a GPU, else of everything in it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 @dataclass(frozen=True)
 class PipelineReport:
     """What a pipeline's processes did, out of the time stamps of all of them."""
@@ -47,28 +59,54 @@ class PipelineReport:
     """The idle share of each process."""
     step: Sequence[Sequence[Span]]
     """The spans of each process in the step of median length."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """The most bytes that each process or device held."""
+    place: str = "process"
+    """What works on its own: a process, or with several devices in one process each of them."""
 
     @classmethod
-    def of(cls, gathered: Sequence[Sequence[Sequence[Span]]], plan: Schedule, stages: int) -> PipelineReport:
+    def of(
+        cls,
+        gathered: Sequence[Sequence[Sequence[Span]]],
+        plan: Schedule,
+        stages: int,
+        memory: Mapping[str, int] | None = None,
+        place: str = "process",
+    ) -> PipelineReport:
         """From every process's kept steps: `gathered[p][i]` are the spans of process p in step i."""
         steps = list(zip(*gathered, strict=True))
         ideal = schedules.idle_share(schedules.play(plan, stages))
-        return cls(ideal, idle_shares(steps), typical(steps)) if steps else cls(ideal, [], [])  # resumed at its end
+        idle, step = (idle_shares(steps), typical(steps)) if steps else ([], [])  # resumed at its end: no steps
+        return cls(ideal, idle, step, memory or {}, place)
+
+    @property
+    def by_stage(self) -> dict[int, list[Span]]:
+        """The spans of each stage in the step of median length."""
+        spans = [span for mine in self.step for span in mine]
+        return {n: [s for s in spans if s.action.stage == n] for n in sorted({s.action.stage for s in spans})}
+
+    def draw(self, path: Path, title: str) -> bool:
+        """The step of median length as a plot; False where there is none, or no matplotlib to draw it with."""
+        if not self.step or importlib.util.find_spec("matplotlib") is None:
+            return False
+        plots.timeline(path, {f"stage {n}": spans for n, spans in self.by_stage.items()}, title)
+        return True
 
     def rows(self) -> dict[str, str]:
         """For the table."""
         if not self.step:
             return {}
-        stages = sorted({span.action.stage for mine in self.step for span in mine})
-        rows = [[span for mine in self.step for span in mine if span.action.stage == stage] for stage in stages]
-        lines = [f"stage {stage} |{line}|" for stage, line in zip(stages, schedules.draw(rows), strict=True)]
+        lines = schedules.draw(list(self.by_stage.values()))
+        lines = [f"stage {stage} |{line}|" for stage, line in zip(self.by_stage, lines, strict=True)]
         seconds = schedules.length(self.step)
+        amounts = [f"{name}: {held / 2**20:,.0f} MiB" for name, held in self.memory.items()]
         split = any(span.action.kind == "W" for mine in self.step for span in mine)
         capitals = " (capital: of the weights)" if split else ""
         words = f"{seconds * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward{capitals}, dot: waiting"
         return {
             "ideal bubble": f"{self.ideal:.1%}  (equal stages, messages that take no time)",
-            "idle share": "  ".join(f"process {process}: {share:.1%}" for process, share in enumerate(self.idle)),
+            "idle share": "  ".join(f"{self.place} {number}: {share:.1%}" for number, share in enumerate(self.idle)),
+            **({"peak memory": "  ".join(amounts)} if amounts else {}),
             "one step": "\n".join([words, *lines]),
         }
 
@@ -81,4 +119,5 @@ class PipelineReport:
             for p, mine in enumerate(self.step)
             for s in mine
         ]
-        return {"ideal_bubble": self.ideal, "idle_share": self.idle, "timeline": timeline}
+        memory = {"peak_memory": dict(self.memory)} if self.memory else {}
+        return {"ideal_bubble": self.ideal, "idle_share": self.idle, **memory, "timeline": timeline}

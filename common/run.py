@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import config
+from common import config, profile
 from common.checkpoint import Checkpoints
 from common.config import UserError
 from common.folder import Folder, disk_errors, read_json, write_json
@@ -27,7 +27,7 @@ from common.screen import Screen
 from common.training import Training
 from configs.shared import Experiment
 
-WARM_UP = 10  # steps left out of the throughput
+WARM_UP = 10  # steps left out of the throughput, of a short run a third
 HEARTBEAT = 5.0  # seconds
 METRICS_TAG = 1 << 20  # above every tag of the pipeline
 
@@ -55,15 +55,17 @@ class Run:
         self.rows: list[tuple[int, float, dict[str, Tensor | float | None]]] = []
         self.next_flush = 1
         self.durations: list[float] = []
+        self.last = 0  # the newest step
         self.mark: float | None = None
         self.began = self.flushed = time.perf_counter()
         self.beat = 0.0
-        self.profiler = self._profiler()
+        self.profiler = profile.begin(settings.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
         self.notice = notice or Notice(settings.checkpoint.grace, sys.stderr)
         self.points = SafePoints(world, settings.checkpoint, self.notice)
         self.checkpoints = Checkpoints(folder, world, settings.checkpoint, self.say)
         self.training: Training | None = None
         self.diverged = ""
+        self.best: float | None = None  # what `checkpoint.best` names, in the best evaluation so far
         self.written = 0  # rows of metrics
         if world.is_main:
             write_json(folder.attempt / "world.json", self._world())
@@ -110,6 +112,7 @@ class Run:
             training.load(loaded)
             step, parent, rows = loaded.step, loaded.attempt, int(loaded.common["rows"])
             self.began -= loaded.common["seconds"]
+            self.best = loaded.common["best"]
             self.say(f"goes on after step {step}, saved by attempt {parent}")
         if self.world.is_main:
             self.folder.set_parent(parent, step, rows)
@@ -139,7 +142,7 @@ class Run:
             self.say(f"told to stop: saved after step {step}, to be continued")
             raise Left
 
-    def _save(self, step: int) -> bool:
+    def _save(self, step: int, *, best: bool = False) -> bool:
         assert self.training is not None, "resume comes before the first step"
         state = self.training.state()
         finite = all(bool(value.isfinite().all()) for value in state.model.values())
@@ -147,7 +150,18 @@ class Run:
             raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
         wandb = read_json(self.folder.path / "wandb" / "id.json").get("id")
         state.common |= {"rows": self.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
-        return self.checkpoints.save(step, state)
+        state.common["best"] = self.best
+        return self.checkpoints.save(step, state, best=best)
+
+    def _save_best(self, step: int, values: dict[str, float]) -> None:
+        """Keep the state of an evaluation that is the best so far. All ranks call it."""
+        name = self.settings.checkpoint.best
+        value = self.world.broadcast(values.get(name)) if name != "none" else None
+        if value is None:
+            return
+        if self.best is None or (value > self.best if name == "test_accuracy" else value < self.best):
+            self.best = value
+            self._save(step, best=True)
 
     def _watch(self) -> None:
         """A step that takes nearly as long as it may leaves its stacks in the log."""
@@ -164,7 +178,7 @@ class Run:
         now = time.perf_counter()
         if self.mark is not None:
             self.durations.append(now - self.mark)
-        self.mark = now
+        self.mark, self.last = now, step
         self.rows.append((step, now, values))
         if step >= self.next_flush:
             self.flush()
@@ -200,10 +214,10 @@ class Run:
             self.next_flush = int(table[-1, 0])
         if not self.world.is_main:
             return
-        columns, batch = table.tolist(), self.settings.batch
+        columns = table.tolist()
         self._look_for_divergence([row[0] for row in rows], dict(zip(names, columns, strict=False)))
         self._write(
-            {"global_step": s, "samples": s * batch, "time": round(t - self.began, 6)}
+            {"global_step": s, "samples": self._samples(s), "time": round(t - self.began, 6)}
             | {name: columns[i][at] for i, name in enumerate(names)}
             for at, (s, t, _) in enumerate(rows)
         )
@@ -211,16 +225,26 @@ class Run:
         self.screen.progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
 
     def _look_for_divergence(self, steps: list[int], columns: dict[str, list[float]]) -> None:
-        """Note the first step whose loss is no finite number, and which samples it was given."""
-        at = next((i for i, loss in enumerate(columns.get("loss", ())) if not math.isfinite(loss)), None)
+        """Note the first step whose loss is no finite number, and which samples it was given.
+
+        A step that was `skipped` has harmed nothing: its gradients were too large for fp16.
+        """
+        losses, skipped = columns.get("loss", []), columns.get("skipped")
+        wrong = (i for i, loss in enumerate(losses) if not math.isfinite(loss) and not (skipped and skipped[i]))
+        at = next(wrong, None)
         if at is None or self.diverged or self.training is None:
             return
-        epoch, number = divmod(steps[at] - 1, self.training.loader.steps)
-        first = number * self.settings.batch
+        epoch = (steps[at] - 1) // self.training.loader.steps
+        start = self._samples(epoch * self.training.loader.steps)
+        first, after = (self._samples(step) - start for step in (steps[at] - 1, steps[at]))
         self.diverged = (
             f"the loss of step {steps[at]} is {columns['loss'][at]} (epoch {epoch}, positions {first} to "
-            f"{first + self.settings.batch - 1} of its order); lower optim.lr, or set clip where there is one"
+            f"{after - 1} of its order); lower optim.lr, or set clip where there is one"
         )
+
+    def _samples(self, steps: int) -> int:
+        """Samples in so many steps from the start; the last step of an epoch may have fewer."""
+        return self.training.loader.samples(steps) if self.training else steps * self.settings.batch
 
     def _mean(self, table: Tensor) -> Tensor:
         """The means over all ranks, added in their order whatever the number of rows, and `source`'s own last row."""
@@ -245,7 +269,8 @@ class Run:
         self.flush()
         if self.world.is_main:
             now = time.perf_counter() - self.began
-            self._write([{"global_step": step, "samples": step * self.settings.batch, "time": round(now, 6)} | values])
+            self._write([{"global_step": step, "samples": self._samples(step), "time": round(now, 6)} | values])
+        self._save_best(step, values)
         self.safe_point(step, now=True)
 
     def _write(self, rows: Any) -> None:
@@ -256,12 +281,16 @@ class Run:
 
     def step_seconds(self) -> float:
         """The mean training step, evaluation and the first steps left out; 0 before there is one."""
-        steady = self.durations[WARM_UP:] or self.durations
+        steady = self._steady()
         return sum(steady) / len(steady) if steady else 0.0
 
     def samples_per_second(self) -> float:
-        seconds = self.step_seconds()
-        return self.settings.batch / seconds if seconds else 0.0
+        steady = self._steady()
+        return (self._samples(self.last) - self._samples(self.last - len(steady))) / sum(steady) if steady else 0.0
+
+    def _steady(self) -> list[float]:
+        """The durations of the newest steps, the first ones left out."""
+        return self.durations[min(WARM_UP, len(self.durations) // 3) :]
 
     def finish(self, **result: Any) -> None:
         """Write the final numbers; rank 0 calls it. A start that was cut off and overtaken by a newer one does not."""
@@ -280,23 +309,6 @@ class Run:
             "show": f"cat {result}",
             "repeat": f"python experiments/{name}.py --config {values}",
         }
-
-    # ---- profile
-
-    def _profiler(self) -> torch.profiler.profile | None:
-        if not self.settings.profile:
-            return None
-        trace = self.folder.attempt / f"trace-{self.world.rank}.json"
-
-        def write(profile: torch.profiler.profile) -> None:
-            profile.export_chrome_trace(str(trace))
-            costly = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=10)
-            self.say(f"profile of {self.settings.profile} steps in {trace}\n{costly}")
-
-        plan = torch.profiler.schedule(wait=2, warmup=2, active=self.settings.profile, repeat=1)
-        profiler = torch.profiler.profile(schedule=plan, on_trace_ready=write, acc_events=True)
-        profiler.start()
-        return profiler
 
     def close(self) -> None:
         self.notice.close()

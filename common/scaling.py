@@ -118,6 +118,11 @@ def communication_seconds(model: nn.Module, bucket_mb: float, size: int, repeats
     return median(seconds[1:])
 
 
+def imbalance(values: Sequence[float]) -> float | None:
+    """How much more the largest is than the mean, 0 when all are equal; None where there is only one."""
+    return max(values) / mean(values) - 1 if len(values) > 1 else None
+
+
 def wait_for(value: Tensor) -> None:
     """Until the device has done everything that it was given."""
     if value.is_cuda:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.config import UserError, user_errors
-from configs.pipeline import Pipeline
+from configs.pipeline import Pipeline, Stages
 
 
 class Action(NamedTuple):
@@ -224,8 +224,8 @@ def draw(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
 
 def preflight(settings: object) -> None:
     """Refuse a schedule that cannot work before anything starts; settings without one pass."""
-    if isinstance(settings, Pipeline) and settings.engine == "own":
-        of(settings)
+    if isinstance(settings, Stages) and settings.pipeline().engine == "own":
+        of(settings.pipeline())
 
 
 def main() -> None:

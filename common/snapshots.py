@@ -240,10 +240,27 @@ def set_aside(snapshot: Snapshot) -> Path:
 def prune(attempt: Folder, keep: int, best: int | None) -> list[Path]:
     """Set aside all but the newest `keep` checkpoints, at least 2, and the one of step `best`. Raises OSError.
 
+    Those of older attempts stay until this one has as many of its own, the last best one until this has a better.
     Once a newer attempt exists all are kept: it may have started from any of these.
     """
-    old = [snapshot for snapshot in of_attempt(attempt)[: -max(2, keep)] if snapshot.step != best]
-    return [set_aside(snapshot) for snapshot in old if not attempt.superseded]
+    if attempt.superseded:
+        return []
+    keep, own = max(2, keep), of_attempt(attempt)
+    old, left = [snapshot for snapshot in own[:-keep] if snapshot.step != best], list[Path]()
+    if len(own) >= keep:
+        for earlier in (one for one in attempt.attempts() if one.number < attempt.number):
+            spared = None if best is not None else pointed(earlier, "best")
+            old += [snapshot for snapshot in of_attempt(earlier) if snapshot.name != spared]
+            left += room(earlier).glob(".step-*")  # half-written when its processes ended
+    return [set_aside(snapshot) for snapshot in old] + left
+
+
+def pointed(attempt: Folder, pointer: str) -> str | None:
+    """The name of the checkpoint that `latest` or `best` points to."""
+    try:
+        return (room(attempt) / pointer).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def sweep(paths: list[Path]) -> None:

@@ -59,21 +59,55 @@ def read_cifar10(root: Path) -> Arrays:
     return images[0], labels[0], images[1], labels[1]
 
 
-def read_folder(root: Path, side: int) -> Arrays:
-    """root/train/<class>/* and root/val/<class>/*: the shorter edge resized to `side`, the middle cut out."""
+def read_folder(root: Path, side: int, unreadable: str) -> tuple[Arrays, str]:
+    """root/train/<class>/* and root/val/<class>/*: the shorter edge resized to `side`, the middle cut out.
+
+    Also says what was left out: files that are no images by their name and, with `unreadable` = skip, those that
+    cannot be read. Else these are refused with a ValueError that names them.
+    """
     import torch
     from torchvision.datasets import ImageFolder
+    from torchvision.datasets.folder import default_loader
     from torchvision.transforms import v2
 
     decode = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
-    parts = [ImageFolder(str(root / name), decode) for name in ("train", "val")]
+    parts = [ImageFolder(str(root / name)) for name in ("train", "val")]
     if parts[0].classes != parts[1].classes:
         differing = sorted(set(parts[0].classes) ^ set(parts[1].classes))
         raise ValueError(f"train and val have different classes: {', '.join(differing[:5])}")
     arrays: list[np.ndarray] = []
+    broken: list[str] = []
     for part in parts:
         images = torch.empty(len(part), 3, side, side, dtype=torch.uint8)
-        for number, (image, _) in enumerate(part):
-            images[number] = image
-        arrays += [images.numpy(), np.asarray(part.targets, np.int32)]
-    return arrays[0], arrays[1], arrays[2], arrays[3]
+        labels: list[int] = []
+        for path, label in part.samples:
+            try:
+                images[len(labels)] = decode(default_loader(path))
+            except Exception as error:  # noqa: BLE001 (Pillow raises many kinds for what it cannot read)
+                broken.append(f"{Path(path).relative_to(root)} ({first_line(error, path)})")
+            else:
+                labels.append(label)
+        left = sorted(set(part.class_to_idx.values()) - set(labels))
+        if left and unreadable == "skip":
+            raise ValueError(f"no image of {part.root}/{part.classes[left[0]]} can be read: {named(broken)}")
+        arrays += [images[: len(labels)].numpy(), np.asarray(labels, np.int32)]
+    if broken and unreadable == "refuse":
+        raise ValueError(f"{named(broken)} cannot be read; mend or remove them, or set data.unreadable=skip")
+    known = {path for part in parts for path, _ in part.samples}
+    listed = sorted(path for part in parts for path in Path(part.root).rglob("*") if path.is_file())
+    others = [str(path.relative_to(root)) for path in listed if str(path) not in known]
+    told = [(broken, "cannot be read"), (others, "no images by their names")]
+    return (arrays[0], arrays[1], arrays[2], arrays[3]), "; ".join(
+        f"left out, {why}: {named(files)}" for files, why in told if files
+    )
+
+
+def named(files: list[str], most: int = 5) -> str:
+    """How many, and the first of them by name."""
+    more = f" and {len(files) - most} more" if len(files) > most else ""
+    return f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(files[:most])}{more}"
+
+
+def first_line(error: Exception, path: str) -> str:
+    """An error in few words, without the path that is told anyway."""
+    return (str(error).replace(repr(path), "it").strip().splitlines() or [type(error).__name__])[0]

@@ -15,6 +15,12 @@ import torch
 from torch import Tensor, nn
 
 
+def begins_in_place(stage: nn.Module) -> bool:
+    """Whether a stage's first layer writes into its input, which autograd allows on a copy only."""
+    first = next((module for module in stage.modules() if not any(module.children())), None)
+    return bool(getattr(first, "inplace", False))
+
+
 def cut(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
     """The stages of a model; `starts` names the layers that begin a new stage, in order.
 
@@ -59,6 +65,7 @@ def time_costs(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, 
     """Seconds of each layer for forward and backward on `x`, the least of `repeats` (the first is dropped).
 
     Runs in train mode and leaves gradients as None; layers with buffers such as BatchNorm see `x`.
+    The model's weights and `x` are on one device.
     """
     costs = {name: float("inf") for name, _ in model.named_children()}
     for repeat in range(repeats + 1):
@@ -66,8 +73,9 @@ def time_costs(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, 
         for name, layer in model.named_children():
             value = value.detach()
             value.requires_grad_(value.is_floating_point())
+            given = value.clone() if begins_in_place(layer) else value
             start = time.perf_counter()
-            out = layer(value)
+            out = layer(given)
             out.backward(torch.ones_like(out))
             if value.is_cuda:
                 torch.cuda.synchronize()

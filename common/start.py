@@ -22,7 +22,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import checkup, config, launch, prepare, processes, provenance, schedules, seeds, snapshots, tracking
+from common import (
+    checkup,
+    config,
+    launch,
+    prepare,
+    processes,
+    provenance,
+    schedules,
+    seeds,
+    snapshots,
+    sweep,
+    tracking,
+)
 from common.errors import LEFT, UserError
 from common.folder import Folder, disk_errors, read_json, write_json
 from common.launch import Place, World
@@ -35,8 +47,8 @@ T = TypeVar("T", bound=Experiment)
 Main = Callable[[T, World, Run], None]
 
 
-def start(main: Main[T], schema: type[T]) -> None:
-    """Run an experiment from its command line; never returns."""
+def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) -> None:
+    """Run an experiment from its command line, with `sweep=true` the grid; never returns."""
     with config.user_errors():
         settings = config.load(schema, sys.argv[1:])
         schedules.preflight(settings)
@@ -44,7 +56,10 @@ def start(main: Main[T], schema: type[T]) -> None:
         place = launch.outside(os.environ)
         resume = config.parse(sys.argv[1:]).resume
         given = Folder(resume.absolute()) if resume else None
-        sys.exit(start_here(main, settings, given) if place is None else join_there(main, settings, place, given))
+        if grid is not None and settings.sweep:  # type: ignore[attr-defined]
+            sweep.only_here(given is None and place is None)
+            sys.exit(sweep.run(grid, settings, sys.argv[1:], lambda chosen: start_here(main, chosen)))
+        sys.exit(start_here(main, settings, given)[1] if place is None else join_there(main, settings, place, given))
 
 
 def is_finished(folder: Folder | None, speaks: bool = True) -> bool:
@@ -146,10 +161,14 @@ def leave_together() -> None:
     dist.barrier()
 
 
-def start_here(main: Main[T], settings: T, given: Folder | None = None) -> int:
-    """Start the processes on this machine; returns the exit status. `given` is the folder of a run to go on with."""
-    if is_finished(given):
-        return 0
+def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple[Folder, int]:
+    """Start the processes on this machine; returns the run folder and the exit status.
+
+    `given` is the folder of a run to go on with.
+    """
+    if given is not None and is_finished(given):
+        return given, 0
+    settings.adapt(launch.visible_gpus())
     folder, prepared = go_on(settings, given) if given else set_up(settings, fallback=True)
     if given:
         print(f"{given.experiment}: {settings.processes} processes, goes on in run folder {given.path}", flush=True)
@@ -179,7 +198,7 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> int:
     finally:
         if folder.path.exists():
             conclude(folder, status, tracker, settings)
-    return status
+    return folder, status
 
 
 def join_there(
@@ -196,6 +215,12 @@ def join_there(
         return 0
     notice = listening(settings, None, place.rank)
     with launch.group(place, settings.launch) as world:
+        if given is None and place.again:
+            name = config.name_of(type(settings))
+            mine = provenance.started_before(Path(settings.runs), name, sys.argv) if world.is_main else None
+            given = world.broadcast(mine)
+            if is_finished(given, world.is_main):
+                return 0
         answer = world.broadcast(begin(settings, world, given) if world.is_main else None)
         if isinstance(answer, UserError):
             leave_together()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from common.config import UserError
 
+T = TypeVar("T")
 Named = Iterable[tuple[str, Tensor]]
+WRAPPER = "module."  # what DistributedDataParallel and DataParallel call the model in them
 PRIMITIVES = (str, int, float, bool, bytes, type(None))
 
 
@@ -66,9 +68,19 @@ def tensors(named: Named, keep: bool = True) -> dict[str, Tensor]:
     return found if keep else {}
 
 
+def plain_names(saved: Mapping[str, T]) -> dict[str, T]:
+    """The same under the model's own names, if a wrapper such as DataParallel has put `module.` before them all."""
+    wrapped = bool(saved) and all(name.startswith(WRAPPER) for name in saved)
+    return {name.removeprefix(WRAPPER) if wrapped else name: value for name, value in saved.items()}
+
+
 @torch.no_grad()
 def load_tensors(named: Named, saved: Mapping[str, Tensor]) -> None:
-    """Copy saved values into this process's parameters and buffers. Raises UserError where they do not fit."""
+    """Copy saved values into this process's parameters and buffers. Raises UserError where they do not fit.
+
+    They may have been saved by a wrapper, whose `module.` stands before every name.
+    """
+    saved = plain_names(saved)
     for name, tensor in named:
         if name not in saved:
             raise UserError(
@@ -95,7 +107,7 @@ def optimizer_state(optimizer: Optimizer, named: Named, keep: bool = True) -> di
 
 def load_optimizer(optimizer: Optimizer, named: Named, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Give an optimizer its memory back; its settings, such as the learning rate, stay as they are."""
-    names = {parameter: name for name, parameter in named}
+    names, saved = {parameter: name for name, parameter in named}, plain_names(saved)
     content = optimizer.state_dict()
     ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     content["state"] = {

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from common import state
 from common.checkpoint import Loaded, State
-from common.data import Loader
+from common.data import Loader, Windows
 from common.launch import World
 
 
@@ -19,13 +20,22 @@ class Training:
     """`parts` are this process's parts of the model; their parameters have the names of the whole model.
 
     With `replicated` every process holds the whole model, as in data parallelism: rank 0's is kept. BatchNorm's
-    statistics differ between such processes, so each keeps its own, too.
+    statistics differ between such processes, so each keeps its own, too. A `scaler` of the loss is alike in
+    all processes.
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], optimizer: Optimizer, loader: Loader, world: World, *, replicated: bool
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        loader: Loader | Windows,
+        world: World,
+        *,
+        replicated: bool,
+        scaler: GradScaler | None = None,
     ) -> None:
         self.optimizer, self.loader, self.world, self.replicated = optimizer, loader, world, replicated
+        self.scaler = scaler
         self.parameters = [pair for part in parts for pair in part.named_parameters()]
         kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
         self.buffers = [(name, value) for part in parts for name, value in part.named_buffers() if name in kept]
@@ -38,7 +48,7 @@ class Training:
         return State(
             model=model | means if keep else {},
             optimizer=state.optimizer_state(self.optimizer, self.parameters, keep),
-            common=self.loader.state_dict(),
+            common=self.loader.state_dict() | ({"scaler": self.scaler.state_dict()} if self.scaler else {}),
             local={"random": state.random_state(), "buffers": dict(self.buffers) if self.replicated else {}},
         )
 
@@ -58,5 +68,7 @@ class Training:
         state.load_tensors(self.buffers, loaded.model | own)
         state.load_optimizer(self.optimizer, self.parameters, loaded.optimizer)
         self.loader.load_state_dict({name: loaded.common[name] for name in self.loader.state_dict()})
+        if self.scaler is not None and self.scaler.is_enabled() and loaded.common.get("scaler"):
+            self.scaler.load_state_dict(loaded.common["scaler"])  # there is none where training went on without one
         if loaded.local:
             state.set_random_state(loaded.local["random"])

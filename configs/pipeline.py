@@ -12,9 +12,9 @@ TORCH = (*OWN, "interleaved_1f1b", "zero_bubble")
 
 
 @dataclass
-class Pipeline:
-    engine: Literal["own", "torch"] = "own"
-    """own is the executor of common/pipeline.py; torch is torch.distributed.pipelining."""
+class Stages:
+    """What every experiment with stages can set."""
+
     transport: Literal["auto", "network"] = "auto"
     """How the own engine's training messages travel: auto takes shared memory between processes of one host (CPU)."""
     schedule: str = "gpipe"
@@ -23,12 +23,27 @@ class Pipeline:
     """Pieces the model is cut into; 1 trains the unsplit model."""
     stages_per_process: int = between(1, 64, 1)
     """Stages that one process holds; stage s sits in process s modulo the number of processes."""
-    microbatches: int = between(1, 4096, 4)
-    """Equal pieces of a batch that travel through the stages one behind the other."""
     split: list[str] = field(default_factory=list)
     """Layers that begin a new stage, such as [fc2]; empty balances the stages by `balance`."""
     balance: Literal["parameters", "time"] = "parameters"
     """What an automatic split evens out: parameter counts, or the measured time of each layer."""
+
+    def pipeline(self) -> Pipeline:
+        """What the executor is told."""
+        raise NotImplementedError
+
+
+@dataclass
+class Pipeline(Stages):
+    """What the executor is told, and what an experiment that is all about the pipeline can set."""
+
+    engine: Literal["own", "torch"] = "own"
+    """own is the executor of common/pipeline.py; torch is torch.distributed.pipelining."""
+    microbatches: int = between(1, 4096, 4)
+    """Equal pieces of a batch that travel through the stages one behind the other."""
+
+    def pipeline(self) -> Pipeline:
+        return self
 
     @property
     def processes(self) -> int:
@@ -54,7 +69,7 @@ class Pipeline:
         if self.split and len(self.split) != self.stages - 1:
             raise ValueError(
                 f"split={self.split} makes {len(self.split) + 1} stages, stages={self.stages}; "
-                f"name {self.stages - 1} layers or set stages={len(self.split) + 1}"
+                f"name {self.stages - 1} layers, set stages={len(self.split) + 1}, or split=[] to balance them"
             )
         self.check_schedule()
 

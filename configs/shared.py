@@ -44,6 +44,10 @@ class Data:
     """Seconds to wait for a download server; 0 never downloads."""
     block: int = between(1, 100_000, 8)
     """Batches that are gathered and normalised in one vectorised step."""
+    augment: Literal["none", "crop", "crop_flip"] = "none"
+    """How training images change by chance: shifted by up to an eighth of their side; also mirrored (no digits)."""
+    unreadable: Literal["refuse", "skip"] = "refuse"
+    """What to do with files of imagefolder that are no images or cut off: name and refuse them, or go on without."""
     workers: int = between(0, 64, 0)
     """Processes beside each rank that gather and normalise batches ahead; 0 does it in the rank."""
     train_limit: int = at_least(0, 0)
@@ -138,6 +142,8 @@ class Checkpoint:
     keep: int = at_least(2, 2)
     """Checkpoints of a start that stay on disk, beside the best one. At least 2: should the newest be damaged, the
     one before it is used."""
+    best: Literal["none", "test_loss", "test_accuracy"] = "none"
+    """Save after every evaluation in which this is better than ever before, and keep that until a better one comes."""
     retries: int = between(0, 10, 1)
     """How often writing is tried again after an error of the disk, before training goes on without."""
     grace: float = between(1, 3600, 60)
@@ -177,6 +183,9 @@ class Experiment:
     def processes(self) -> int:
         """How many processes the run needs, over all nodes."""
         raise NotImplementedError
+
+    def adapt(self, gpus: int) -> None:
+        """Settle what depends on the GPUs that a local start sees; called before the run folder is made."""
 
     def check(self) -> None:
         """Raise ValueError, with the remedy, where fields do not fit together."""

@@ -23,18 +23,13 @@ from __future__ import annotations
 
 import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
 
-import time
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import data, hooks, models, norm, optim, report, scaling
-from common.config import UserError
-from common.evaluate import classify
+from common import alone, data, epochs, hooks, models, norm, optim, report, scaling
+from common.evaluate import classify_shared
 from common.launch import World
 from common.run import Run
 from common.start import start
@@ -47,8 +42,7 @@ PATIENCE = 10.0  # seconds
 
 def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
     """The model, with the same weights in every process: they draw from one seed."""
-    kind = models.ResNet18 if cfg.model == "resnet18" else models.ConvNet
-    return kind(train.shape, train.classes).to(world.device, getattr(torch, cfg.dtype))
+    return models.for_images(cfg.model, train.shape, train.classes).to(world.device, getattr(torch, cfg.dtype))
 
 
 def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
@@ -64,14 +58,13 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
             fully_shard(layer, mesh=mesh)  # a layer's parameters are gathered when it is reached
         fully_shard(model, mesh=mesh)
         return model
-    ddp = DistributedDataParallel(
+    ddp = hooks.wrapped(
         model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        world.device,
         bucket_cap_mb=hooks.bucket_mb(cfg.communication, cfg.bucket_mb, world.backend),
         gradient_as_bucket_view=cfg.gradient_as_bucket_view,
         static_graph=cfg.static_graph,
         find_unused_parameters=cfg.find_unused_parameters,
-        **hooks.BUFFERS_STAY,
     )
     hooks.register(ddp, cfg.communication, cfg.powersgd_rank)
     return ddp
@@ -109,60 +102,36 @@ def train_epoch(
 
 def evaluate(cfg: Config, model: nn.Module, test: data.Images, world: World) -> dict[str, float]:
     """Loss and accuracy over all test samples, each seen by one process."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    norm.agree(inner)  # each process's BatchNorm has seen other samples
-    inner.eval()
-    dtype = getattr(torch, cfg.dtype)
-    return classify(lambda x, _: inner(x), test, world, batch=cfg.eval_batch, dtype=dtype, split=True)
+    return classify_shared(hooks.inner(model), test, world, batch=cfg.eval_batch, dtype=getattr(torch, cfg.dtype))
 
 
 def seconds_alone(cfg: Config, train: data.Images, world: World) -> float:
     """Seconds of one process's step with the whole batch, measured on rank 0 while the others wait."""
     seconds = 0.0
     if world.is_main:
-        model = build(cfg, train, world).train()
-        optimizer = optim.make(model.parameters(), cfg.optim)
-        loader = data.Loader(train, cfg.batch, cfg.seed, world.device, getattr(torch, cfg.dtype), block=cfg.data.block)
-        began, marks = time.perf_counter(), []
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            scaling.wait_for(loss)
-            marks.append(time.perf_counter())
-            if len(marks) > 2 and (len(marks) == ALONE or marks[-1] - began > PATIENCE):
-                break
-        seconds = (marks[-1] - marks[1]) / max(1, len(marks) - 2)
+        model = build(cfg, train, world)
+        seconds = alone.seconds(alone.trainer(cfg, model, model, train, world.device), ALONE, PATIENCE)
     return float(world.broadcast(seconds))
 
 
 def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
-    dtype = getattr(torch, cfg.dtype)
-    ahead: Any = {"share": (world.rank, world.size), "block": cfg.data.block, "workers": cfg.data.workers}
-    try:
-        loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, **ahead)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    loader = data.Loader.of(train, cfg, world.device, share=(world.rank, world.size))
     model = wrap(cfg, build(cfg, train, world), world)
     optimizer = optim.make(model.parameters(), cfg.optim)
     times = scaling.StepTimes(model, world.device)
-    total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
-    run.averaged, run.total = True, total  # the loss of a step is the mean over the processes
+    run.total = total = epochs.total_steps(cfg, loader)
+    run.averaged = True  # the loss of a step is the mean over the processes
 
-    hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
-    whole = [model.module if isinstance(model, DistributedDataParallel) else model]
-    step = run.resume(Training(whole, optimizer, loader, world, replicated=True))
-    while True:
-        if step < total:  # not where only the last evaluation is missing
-            step = train_epoch(cfg, model, optimizer, loader, run, times, step, total)
-        scores = evaluate(cfg, model, test, world)
-        run.record(step, **scores)
-        words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.say(f"epoch {step / loader.steps:.3g}  step {step}  {words}")
-        if step >= total:
-            break
+    hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype)))
+    step = run.resume(Training([hooks.inner(model)], optimizer, loader, world, replicated=True))
+    scores = epochs.train(
+        run,
+        loader,
+        step,
+        lambda done: train_epoch(cfg, model, optimizer, loader, run, times, done, total),
+        lambda: evaluate(cfg, model, test, world),
+    )
     conclude(cfg, world, run, model, times, scores, seconds_alone(cfg, train, world) if cfg.compare else 0.0)
 
 
@@ -188,13 +157,7 @@ def conclude(
     scaled = scaling.ScalingReport(ranks, world.hosts, communication, alone, seconds, names_stragglers)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
     run.finish(**scores, **speed, data=run.prepared.name, **scaled.result())
-    hosts = ", ".join(sorted(set(world.hosts)))
-    rows = {
-        "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
-        "test accuracy": f"{scores['test_accuracy']:.2%}",
-        "test loss": f"{scores['test_loss']:.4f}",
-        "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
-        "processes": f"{world.size} with {world.threads} threads each on {world.device.type} of {hosts}",
+    rows = epochs.rows(run, world, scores) | {
         "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {world.size} x {cfg.batch // world.size}",
     }
     run.say(report.table(rows | scaled.rows() | run.places()))

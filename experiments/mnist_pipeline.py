@@ -23,11 +23,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.optim import Optimizer
 
-from common import data, optim, report, splits
-from common.config import UserError
+from common import data, epochs, optim, report, stages
 from common.evaluate import classify
 from common.launch import World
 from common.models import SimpleNN
@@ -38,27 +36,11 @@ from common.training import Training
 from configs.mnist_pipeline import Config
 
 
-def choose_cuts(cfg: Config, model: nn.Sequential, world: World) -> list[str]:
-    """The layers that begin a new stage: as set, or so that the stages cost about the same."""
-    if cfg.split or cfg.balance == "parameters":
-        return cfg.split or splits.balance(splits.parameter_costs(model), cfg.stages)
-    # measured once, so that all processes cut at the same places
-    batch = torch.randn(cfg.batch // cfg.microbatches, *data.IMAGE)
-    costs = splits.time_costs(model, batch) if world.is_main else None
-    return splits.balance(world.broadcast(costs), cfg.stages)
-
-
-def build(cfg: Config, world: World, dtype: torch.dtype) -> Pipeline:
+def build(cfg: Config, world: World, run: Run, dtype: torch.dtype) -> Pipeline:
     """The model, cut into stages, of which this process keeps its own."""
     model = SimpleNN(cfg.width, cfg.depth)  # one seed: the same weights in every process
-    try:
-        stages = splits.cut(model, choose_cuts(cfg, model, world))
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    engine = Pipeline
-    if cfg.engine == "torch":
-        from common.pipeline_torch import TorchPipeline as engine  # a second to import, so only when asked for
-    return engine(cfg, stages, F.cross_entropy, world, batch=cfg.batch, sample=data.IMAGE, dtype=dtype)
+    parts = stages.choose(cfg, model, torch.randn(cfg.batch // cfg.microbatches, *data.IMAGE), run)
+    return stages.engine(cfg)(cfg, parts, F.cross_entropy, world, batch=cfg.batch, sample=data.IMAGE, dtype=dtype)
 
 
 def train_epoch(
@@ -82,25 +64,20 @@ def train_epoch(
 def main(cfg: Config, world: World, run: Run) -> None:
     dtype = getattr(torch, cfg.dtype)
     train, test = data.load(run.prepared, cfg.data)
-    pipe = build(cfg, world, dtype)
+    pipe = build(cfg, world, run, dtype)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
-    ahead: Any = {"block": cfg.data.block, "workers": cfg.data.workers}
-    loader = data.Loader(train, cfg.batch, cfg.seed, world.device, dtype, **ahead, **ends)
-    total = min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
-    run.source, run.total = pipe.last_rank, total
+    loader = data.Loader.of(train, cfg, world.device, **ends)
+    run.source, run.total = pipe.last_rank, epochs.total_steps(cfg, loader)
+
+    def evaluate() -> dict[str, float]:
+        pipe.train(False)
+        return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
 
     step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
-    while True:
-        if step < total:  # not where only the last evaluation is missing
-            step = train_epoch(cfg, pipe, optimizer, loader, run, step, total)
-        pipe.train(False)
-        scores = classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
-        run.record(step, **scores)
-        words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.say(f"epoch {step / loader.steps:.3g}  step {step}  {words}")
-        if step >= total:
-            break
+    scores = epochs.train(
+        run, loader, step, lambda done: train_epoch(cfg, pipe, optimizer, loader, run, done, run.total), evaluate
+    )
     conclude(cfg, world, run, pipe, scores)
 
 
@@ -113,13 +90,7 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Pipeline, scores: dict[s
     pipeline = report.PipelineReport.of(spans, pipe.plan, cfg.stages)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
     run.finish(**scores, **speed, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
-    hosts = ", ".join(sorted(set(world.hosts)))
-    rows = {
-        "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
-        "test accuracy": f"{scores['test_accuracy']:.2%}",
-        "test loss": f"{scores['test_loss']:.4f}",
-        "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
-        "processes": f"{world.size} with {world.threads} threads each on {world.device.type} of {hosts}",
+    rows = epochs.rows(run, world, scores) | {
         "schedule": f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches",
         "stages": " | ".join(" ".join(names) for names in pipe.layers),
     }

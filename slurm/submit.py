@@ -170,7 +170,12 @@ def main(arguments: list[str]) -> int:
     if resumed and resumed.result.get("state") == "finished":
         print(f"{resumed.path} is finished; see {resumed.path / 'result.json'}")
         return 0
-    scheduler = choose(given.launch or "auto")
+    alone = getattr(settings, "sweep", False)
+    if alone and given.launch == "slurm":
+        raise UserError(
+            "sweep=true runs on this machine, one run after the other; leave LAUNCH=slurm out, or see make sweep"
+        )
+    scheduler = None if alone else choose(given.launch or "auto")
     if scheduler is None:
         here(name, settings, words, resumed)
         return 0

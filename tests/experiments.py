@@ -16,6 +16,8 @@ class Entry:
     produces: tuple[str, ...]
     spread: Callable[[int], tuple[str, ...]]
     """The settings that give a run so many processes; they take a batch of 24."""
+    others: tuple[tuple[str, ...], ...] = ()
+    """Settings under which resuming is no matter of course: each must go on to the bit, too."""
 
 
 EXPERIMENTS = [
@@ -25,6 +27,10 @@ EXPERIMENTS = [
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second"),
         spread=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
+        others=(
+            ("engine=torch", "schedule=zero_bubble", "stages=2", "microbatches=2"),
+            ("stages=4", "stages_per_process=2", "depth=3", "microbatches=2", "optim.name=adam"),
+        ),
     ),
     Entry(
         name="ddp_multinode",
@@ -32,5 +38,35 @@ EXPERIMENTS = [
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "ranks", "communication_exposed"),
         spread=lambda count: (f"processes_per_node={count}",),
+        others=(
+            ("strategy=fsdp", "optim.name=adam", "clip=1"),
+            ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "steps=6"),
+        ),
+    ),
+    Entry(
+        name="amp_accum",
+        smallest=("batch=16", "optim.base_batch=16", "optim.warmup=0"),
+        processes=2,
+        produces=("test_accuracy", "samples_per_second", "peak_memory", "bytes_sent", "steps_skipped", "final_loss"),
+        # three microbatches of 8 samples: the last window of an epoch of 320 has only one of them
+        spread=lambda count: (f"processes_per_node={count}", "precision=fp32", f"accumulate={2 if count == 3 else 3}"),
+        others=(
+            ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3"),
+            ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3"),
+        ),
+    ),
+    Entry(
+        name="resnet_dataparallel",
+        smallest=("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
+        processes=2,
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "devices", "memory_megabytes"),
+        spread=lambda count: ("model=convnet", "compare=false", f"processes_per_node={count}"),
+    ),
+    Entry(
+        name="resnet_modelparallel",
+        smallest=("width=8", "batch=16", "split_size=8", "plot=false"),
+        processes=2,
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "peak_memory"),
+        spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
     ),
 ]

@@ -79,13 +79,13 @@ def train(cfg: Config, mistake: str, world: World, prepared: prepare.Prepared, f
     """One case on this process; on rank 0 its losses, joined parameters and scores."""
     torch.manual_seed(1234)
     train_set, test_set = data.load(prepared, cfg.data)
-    pipe = mnist_pipeline.build(cfg, world, torch.float64)
+    run = Run(cfg, folder, world, prepared)
+    pipe = mnist_pipeline.build(cfg, world, run, torch.float64)
     widen(pipe.module.parameters())
     sabotage(pipe, mistake)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}
     loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, **ends)
-    run = Run(cfg, folder, world, prepared)
     run.source, run.total = pipe.last_rank, cfg.steps
     step = 0
     while step < cfg.steps:

@@ -234,6 +234,24 @@ def test_a_start_that_was_superseded_removes_nothing(disk: Disk) -> None:
     assert [(s.attempt.number, s.step) for s in snapshots.candidates(disk.folder)] == [(2, 2), (1, 1)]
 
 
+def test_older_starts_keep_theirs_until_this_one_has_enough(disk: Disk) -> None:
+    disk.save(1)
+    assert disk.checkpoints.save(2, state_of(2), best=True)
+    disk.save(3)
+    older = Folder(disk.folder.path, 1)
+    (older.attempt / "checkpoints" / ".step-00000004.new").mkdir()
+    disk.restart(1, 3)
+    disk.save(4)
+    assert [s.step for s in snapshots.of_attempt(older)] == [2, 3], "one of its own may turn out damaged"
+    disk.save(5)
+    disk.checkpoints.close()
+    assert [s.step for s in snapshots.of_attempt(older)] == [2], "the best so far"
+    assert sorted(p.name for p in (older.attempt / "checkpoints").iterdir()) == ["best", "latest", "step-00000002"]
+    assert disk.checkpoints.save(6, state_of(6), best=True)
+    disk.checkpoints.close()
+    assert not snapshots.of_attempt(older) and disk.load() == 6
+
+
 def test_all_is_on_the_disk_before_the_rename(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real calls, taken down in their order: what a power failure leaves follows from it."""
     calls: list[str] = []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import multiprocessing
 import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,3 +179,54 @@ def test_workers_hand_out_the_same_batches_from_any_position(images: data.Images
         source.load_state_dict({"epoch": 3, "position": 5 * 64})
     assert batches(helped) == batches(alone) and len(batches(loader(images))) == 15
     assert helped.state_dict() == alone.state_dict() == {"epoch": 4, "position": 0}
+
+
+def ragged(images: data.Images, share: tuple[int, int] = (0, 1), **settings: Any) -> data.Loader:
+    keywords: dict[str, Any] = {"block": 4, "ragged": True} | settings
+    return data.Loader(images, 64, 0, torch.device("cpu"), torch.float32, share=share, **keywords)
+
+
+def test_a_ragged_last_batch_is_shared_as_evenly_as_it_can_be(images: data.Images) -> None:
+    whole, parts = ragged(images), [ragged(images, (rank, 4)) for rank in range(4)]
+    assert whole.steps == 16 and len(images) == 15 * 64 + 40
+    rest = data.Images.__new__(data.Images)
+    rest.__dict__ |= images.__dict__ | {"images": images.images[: 64 + 2], "labels": images.labels[: 64 + 2]}
+    everything = [y.tolist() for _, y in whole]
+    assert [len(y) for y in everything] == [64] * 15 + [40]
+    assert sorted(itertools.chain(*everything)) == sorted(images.labels.tolist())
+    shared = [[y.tolist() for _, y in part] for part in parts]
+    assert [list(itertools.chain(*pieces)) for pieces in zip(*shared, strict=True)] == everything
+    sizes = [[(len(y), loader.size) for _, y in loader] for loader in (ragged(rest, (rank, 4)) for rank in range(4))]
+    assert sizes == [[(16, 64), (1, 2)]] * 2 + [[(16, 64), (0, 2)]] * 2
+    later = ragged(images)
+    later.load_state_dict({"epoch": 0, "position": 15 * 64})
+    assert [y.tolist() for _, y in later] == everything[15:]
+    assert later.state_dict() == {"epoch": 1, "position": 0}
+
+
+def test_an_image_changes_by_its_place_alone(images: data.Images) -> None:
+    def pixels(**settings: Any) -> torch.Tensor:
+        source = ragged(images, augment="crop_flip", **settings)
+        source.load_state_dict({"epoch": 2, "position": 0})
+        return torch.cat([x for x, _ in source])
+
+    stream = torch.get_rng_state()
+    changed = pixels()
+    assert torch.equal(stream, torch.get_rng_state()), "dropout's stream goes on as without"
+    assert torch.equal(changed, pixels(block=1)) and torch.equal(changed, pixels(workers=2))
+    halves = [ragged(images, (rank, 2), augment="crop_flip") for rank in range(2)]
+    for half in halves:
+        half.load_state_dict({"epoch": 2, "position": 7 * 64})
+    later = [torch.cat(pair) for pair in zip(*[[x for x, _ in half] for half in halves], strict=True)]
+    assert torch.equal(torch.cat(later), changed[7 * 64 :])
+    plain = ragged(images)
+    plain.load_state_dict({"epoch": 2, "position": 0})
+    unchanged = torch.cat([x for x, _ in plain])
+    same = (changed.flatten(1) == unchanged.flatten(1)).all(1)
+    assert same.double().mean() < 0.1
+    again = ragged(images, augment="crop_flip")
+    again.load_state_dict({"epoch": 3, "position": 0})
+    rows = [data.order(1000, 0, epoch).argsort()[5] for epoch in (2, 3)]
+    assert not torch.equal(torch.cat([x for x, _ in again])[rows[1]], changed[rows[0]]), "another epoch, another change"
+    shifted = changed[rows[0]].sort().values  # only whole pixels move, and mirrored images are the same pixels
+    assert torch.isin(shifted, torch.cat([unchanged[rows[0]].flatten(), unchanged.min()[None]])).all()

@@ -183,3 +183,54 @@ def test_an_image_folder_is_decoded_once(tmp_path: Path) -> None:
     Image.new("RGB", (9, 9)).save(tmp_path / "val" / "green" / "x.png")
     with pytest.raises(UserError, match="different classes: green"):
         prepare.prepare(settings)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """Two classes of six images; three files cannot be read, and one is none by its name."""
+    for part in ("train", "val"):
+        for colour in ("red", "blue"):
+            (tmp_path / part / colour).mkdir(parents=True)
+            for number in range(3):
+                noise = np.random.default_rng(number).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+                Image.fromarray(noise).save(tmp_path / part / colour / f"{number}.{'png' if number else 'jpg'}")
+    for name in ("0.jpg", "1.png"):
+        whole = (tmp_path / "train" / "red" / name).read_bytes()
+        (tmp_path / "train" / "red" / name).write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "val" / "blue" / "2.png").write_text("no image at all")
+    (tmp_path / "train" / "blue" / "notes.txt").write_text("where these come from")
+    return tmp_path
+
+
+def test_files_that_cannot_be_read_are_named_and_refused(damaged: Path) -> None:
+    settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
+    with pytest.raises(UserError) as caught:
+        prepare.prepare(settings)
+    told = str(caught.value)
+    assert "3 files: train/red/0.jpg (" in told and "train/red/1.png (" in told and "val/blue/2.png (" in told
+    assert "data.unreadable=skip" in told and "\n" not in told
+    assert not list((damaged / "cache").glob("imagefolder*"))
+
+
+def test_files_that_cannot_be_read_are_skipped_if_asked_and_told_of_every_time(damaged: Path) -> None:
+    settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
+    settings.unreadable = "skip"
+    for _ in range(2):  # when it is prepared, and when it lies there
+        found = prepare.prepare(settings)
+        assert "cannot be read: 3 files: train/red/0.jpg" in found.notice
+        assert "no images by their names: 1 file: train/blue/notes.txt" in found.notice
+        train_set, test_set = data.load(found, settings)
+        assert train_set.labels.tolist() == [0, 0, 0, 1] and test_set.labels.tolist() == [0, 0, 1, 1, 1]
+    noise = np.random.default_rng(2).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    kept = torch.from_numpy(noise).permute(2, 0, 1).double().mean()
+    assert abs(train_set.images[3].double().mean() - kept) < 5, "the label goes with its own image"
+    settings.unreadable = "refuse"
+    with pytest.raises(UserError, match="3 files"):
+        prepare.prepare(settings)
+
+
+def test_a_class_without_a_readable_image_is_refused(damaged: Path) -> None:
+    (damaged / "train" / "red" / "2.png").write_text("gone")
+    settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), unreadable="skip")
+    with pytest.raises(UserError, match=r"no image of .*train/red can be read: 3 files"):
+        prepare.prepare(settings)

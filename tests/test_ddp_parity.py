@@ -22,7 +22,7 @@ from tests.helpers import ROOT, environment
 from tests.test_parity import differences
 
 # glibc keeps what is freed: otherwise a third of ResNet's time goes into page faults
-KEEP = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+KEEP: dict[str, Any] = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 DDP = ["strategy=ddp", "gradient_as_bucket_view=false,bucket_mb=25", "static_graph=true", "find_unused_parameters=true"]
 MISTAKES = ("sums_losses", "no_communication", "same_share")
 SLOW = "slow_rank,steps=25"

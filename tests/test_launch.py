@@ -270,6 +270,28 @@ def test_torchrun_starts_the_same_script(tmp_path: Path, digits: tuple[str, ...]
     assert '"launched_by": "torchrun"' in (folder / "meta.json").read_text()
 
 
+def test_torchrun_that_starts_again_goes_on_in_the_same_folder(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    words = ("steps=200", "batch=16", "checkpoint.every_steps=5", "data.test_limit=100")
+    script = command("ddp_multinode", *digits, *words, runs=tmp_path / "runs")[1:]
+    places = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    launched = subprocess.Popen([*launcher, *places, *script], cwd=ROOT, env=environment(), stderr=subprocess.PIPE)
+    try:
+        while not list(tmp_path.glob("runs/*/attempts/0001/checkpoints/step-*")):
+            assert launched.poll() is None
+            time.sleep(0.05)
+        os.kill(children(launched.pid)[1], signal.SIGKILL)
+        _, err = launched.communicate(timeout=90)
+    finally:
+        launched.kill()
+    assert launched.returncode == 0, err.decode()[-3000:]
+    (path,) = (tmp_path / "runs").iterdir()
+    folder = Folder(path)
+    assert folder.result["state"] == "finished" and len(folder.attempts()) == 2
+    assert folder.attempts()[1].origin[1] >= 5  # type: ignore[index]
+    assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 201))
+
+
 def test_torchrun_with_the_wrong_number_is_refused(tmp_path: Path, digits: tuple[str, ...]) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = run("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **environ)

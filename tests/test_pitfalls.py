@@ -156,3 +156,7 @@ def test_without_set_epoch_every_epoch_has_the_same_order(cache: Path) -> None:
     loader = data.Loader(images, 10, 0, torch.device("cpu"), torch.float32, share=(0, 2))
     epochs = [[label for _, y in loader for label in y.tolist()] for _ in range(2)]
     assert epochs[0] != epochs[1], "the order follows from the epoch, and nobody has to say which one it is"
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters())))

@@ -72,11 +72,11 @@ def final_state(folder: Folder) -> dict[str, torch.Tensor]:
     """Parameters and the optimizer's memory after the last step, over all ranks."""
     (attempt, _), *_ = folder.chain()
     path = snapshots.of_attempt(attempt)[-1].path
-    assert path.name == f"step-{STEPS:08d}"
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("rank-*.pt")):
         part = torch.load(file, weights_only=True)
         found |= part["model"]
+        found |= {f"scaler/{key}": torch.tensor(value) for key, value in part["common"].get("scaler", {}).items()}
         memory = {f"{name}/{key}": value for name, of in part["optimizer"].items() for key, value in of.items()}
         found |= {name: value for name, value in memory.items() if isinstance(value, torch.Tensor)}
     return found
@@ -123,6 +123,46 @@ def test_resume_is_equal_to_the_bit(entry: Entry, processes: int, tmp_path: Path
     assert same(folder, whole.folder), f"resumed after step {step}"
     assert folder.result["test_loss"] == whole.folder.result["test_loss"]
     assert [row[0] for row in numbers(folder) if row[2] is not None] == list(range(1, STEPS + 1))
+
+
+OTHERS = [(entry, words) for entry in EXPERIMENTS for words in entry.others]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"), OTHERS, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value.name
+)
+def test_resume_is_equal_to_the_bit_with_other_settings(
+    entry: Entry, words: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
+) -> None:
+    whole = run(entry.name, *quick, *words, runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    (attempt,) = whole.folder.attempts()
+    step = random.choice(snapshots.of_attempt(attempt)[:-1]).step
+    folder = interrupted(whole.folder, step, tmp_path / "cut")
+    done = resume(entry, folder)
+    assert done.returncode == 0, done.stderr
+    assert same(folder, whole.folder), f"resumed after step {step}"
+
+
+@every
+def test_the_best_state_is_kept(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
+    words = (
+        *quick,
+        *entry.spread(2),
+        "checkpoint.keep=2",
+        "checkpoint.best=test_loss",
+        "epochs=8",
+        "steps=0",
+        "optim.lr=0.3",
+    )
+    whole = run(entry.name, *words, runs=tmp_path)
+    assert whole.status == 0, whole.err
+    (attempt,) = whole.folder.attempts()
+    scores = {row["test_loss"]: row["global_step"] for row in whole.folder.metrics() if "test_loss" in row}
+    best = scores[min(scores)]
+    assert (attempt.attempt / "checkpoints" / "best").read_text() == f"step-{best:08d}\n"
+    steps = [snapshot.step for snapshot in snapshots.of_attempt(attempt)]
+    assert steps == sorted({best, *steps[-2:]}) and len(scores) == 8
 
 
 def test_without_settled_buckets_it_is_not(tmp_path: Path, quick: tuple[str, ...]) -> None:

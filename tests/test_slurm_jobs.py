@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.experiments import EXPERIMENTS, Entry
+from tests.faults import until
 from tests.helpers import processes_of, run
 from tests.site import Site, up
 
@@ -98,6 +100,27 @@ def test_srun_starts_the_script(site: Site, entry: Entry) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     meta = json.loads((site.run_of(f"srun-{entry.name}").path / "meta.json").read_text())
     assert meta["world"]["hosts"] == ["node1", "node2"]
+
+
+def test_a_script_of_ones_own_that_is_queued_again_goes_on_in_the_same_folder(site: Site) -> None:
+    words = [
+        *settings_words(site, "own-script"),
+        "steps=3000",
+        "epochs=50",
+        "checkpoint.every_steps=20",
+        "launch.nodes=2",
+    ]
+    command = shlex.join([sys.executable, "experiments/mnist_pipeline.py", *words])
+    script = site.folder / "job.sh"
+    script.write_text(f"#!/bin/sh\ncd {shlex.quote(str(site.checkout))}\nsrun --kill-on-bad-exit=1 {command}\n")
+    options = ("--nodes=2", "--ntasks-per-node=1", "--requeue", f"--output={site.folder}/own-script.out")
+    job = site.inside("sbatch", "--parsable", *options, str(script)).stdout.strip()
+    until("a checkpoint", lambda: list(site.runs.glob("own-script/*/attempts/0001/checkpoints/step-*")))
+    site.inside("scontrol", "requeue", job)
+    until("the end", lambda: site.run_of("own-script").result.get("state") == "finished", 120)
+    folder = site.run_of("own-script")
+    assert len(folder.attempts()) == 2 and folder.attempts()[1].origin[1] >= 20  # type: ignore[index]
+    assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 201))
 
 
 def test_torchrun_inside_an_allocation_goes_first(site: Site) -> None:

@@ -60,9 +60,9 @@ class Learner:
             Folder.create(runs, "bench", config.to_yaml(cfg)).claim().path if world.is_main else None
         )
         self.cfg, self.step, self.world = cfg, 0, world
-        self.pipe = experiment.build(cfg, world, torch.float32)
-        self.optimizer = optim.make(self.pipe.module.parameters(), cfg.optim)
         self.run = Run(cfg, Folder(path, 1), world, bench.prepared)
+        self.pipe = experiment.build(cfg, world, self.run, torch.float32)
+        self.optimizer = optim.make(self.pipe.module.parameters(), cfg.optim)
         self.run.source, self.run.total, self.total = self.pipe.last_rank, total, total
 
     def train(self, batches: Any) -> None:

@@ -1,0 +1,24 @@
+"""A few steps of a run, looked at closely: a Chrome trace and the ten costliest operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def begin(steps: int, trace: Path, say: Callable[[str], None]) -> torch.profiler.profile | None:
+    """A running profiler that is told of each step, and after the first four profiles so many; None for 0."""
+    if not steps:
+        return None
+
+    def write(profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(trace))
+        costly = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=10)
+        say(f"profile of {steps} steps in {trace}\n{costly}")
+
+    plan = torch.profiler.schedule(wait=2, warmup=2, active=steps, repeat=1)
+    profiler = torch.profiler.profile(schedule=plan, on_trace_ready=write, acc_events=True)
+    profiler.start()
+    return profiler

@@ -1,0 +1,76 @@
+"""A model as stages: where it is cut, decided once in the life of a run, and what trains it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from common import config, splits
+from common.config import UserError
+from common.folder import write_atomic
+from common.launch import World
+from common.pipeline import Pipeline
+from common.run import Run
+from configs.pipeline import Pipeline as Settings
+
+
+def choose(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -> list[nn.Sequential]:
+    """The stages of a model, cut as set or so that they cost about the same. All processes call it.
+
+    `sample` is a microbatch, to measure with. A measured cut goes into config.yaml.
+    """
+    try:
+        if settings.split or settings.stages == 1:
+            return splits.cut(model, settings.split)
+        if settings.balance == "parameters":
+            return splits.cut(model, splits.balance(splits.parameter_costs(model), settings.stages))
+        return splits.cut(model, settled(run, "split", lambda: measured_cut(settings, model, sample, run.world)))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def measured_cut(settings: Settings, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
+    """Where to cut so that the slowest stage is as quick as can be, by a copy's times on this process's device."""
+    twin = copy.deepcopy(model).to(world.device)  # BatchNorm counts what it sees
+    return splits.balance(splits.time_costs(twin, sample.to(world.device), repeats=3), settings.stages)
+
+
+def settled(run: Run, name: str, find: Callable[[], list[str]]) -> list[str]:
+    """What a run finds out for itself, once: it then stands in config.yaml. All processes call it, rank 0 finds.
+
+    A start with other settings than those in config.yaml finds its own value, and leaves the file alone.
+    """
+    value: list[str] = []
+    if run.world.is_main:
+        file = run.folder.path / "config.yaml"
+        value = config.read_file(file)[name]
+        setattr(run.settings, name, value)
+        same = config.to_yaml(run.settings) == file.read_text()
+        value = value if value and same else find()
+        setattr(run.settings, name, value)
+        if same:
+            write_atomic(file, config.to_yaml(run.settings))
+    value = run.world.broadcast(value)
+    setattr(run.settings, name, value)
+    return value
+
+
+def checked_devices(names: Sequence[str]) -> Sequence[str]:
+    """The devices, which are all there. Raises UserError."""
+    count = torch.cuda.device_count()
+    absent = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]
+    if absent:
+        raise UserError(f"devices: {absent[0]} is not there, {count} GPUs are visible; name others, or devices=[]")
+    return names
+
+
+def engine(settings: Settings) -> type[Pipeline]:
+    """The class that trains stages in processes of their own."""
+    if settings.engine == "own":
+        return Pipeline
+    from common.pipeline_torch import TorchPipeline  # a second to import, so only when asked for
+
+    return TorchPipeline

@@ -1,0 +1,109 @@
+"""Settings of experiments/resnet_modelparallel.py."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from configs.pipeline import OWN, Pipeline, Stages
+from configs.shared import Experiment, at_least, between, divisors
+from configs.sweep import Sweep
+
+DEVICE = re.compile(r"cpu|cuda:\d+")
+
+
+@dataclass
+class Config(Sweep, Stages, Experiment):
+    model: Literal["toy", "resnet18", "resnet50", "resnet101"] = "resnet18"
+    """toy has two linear layers, 10-10-5 with data.name=vectors. The ResNets take images of any set; from 64 pixels on
+    they begin as for ImageNet."""
+    width: int = between(1, 4096, 64)
+    """Channels of a ResNet's first group of blocks; the later ones have 2, 4 and 8 times as many."""
+    weights: str = "none"
+    """File with a state dict to begin with, under our names or torchvision's; none begins at random."""
+    channels_last: bool = False
+    """Whether a ResNet's weights and activations lie pixel by pixel, which suits large ones, or channel by channel."""
+    mode: Literal["single", "naive", "pipelined"] = "pipelined"
+    """single trains the unsplit model; naive lets one stage work at a time; pipelined lets all work, by `schedule`."""
+    split_size: int = at_least(0, 0)
+    """Samples in a microbatch. 0 takes the whole batch with single and naive, a quarter of it with pipelined."""
+    engine: Literal["auto", "own", "torch"] = "auto"
+    """own is the executor of common/pipeline.py, torch is torch.distributed.pipelining; auto takes our own where it has
+    the schedule."""
+    devices: list[str] = field(default_factory=lambda: ["auto"])
+    """A device for each stage, such as [cuda:0,cuda:1]: one process works on all of them. [] takes one process a stage;
+    auto does so, too, unless a local start sees two or more GPUs."""
+    split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32", "64"])
+    """With sweep=true, the sizes of microbatches that the pipelined mode is run with."""
+    plot: bool = True
+    """Draw one step as timeline.png; takes half a second at the end."""
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether several devices belong to one process."""
+        return self.mode != "single" and self.devices not in ([], ["auto"])
+
+    @property
+    def processes(self) -> int:
+        return 1 if self.in_one_process else self.pipeline().processes
+
+    @property
+    def microbatch(self) -> int:
+        """Samples in a microbatch."""
+        return self.split_size or (max(1, self.batch // 4) if self.mode == "pipelined" else self.batch)
+
+    def pipeline(self) -> Pipeline:
+        schedule = self.schedule if self.mode == "pipelined" else "naive"
+        known = schedule in OWN or ":" in schedule
+        single = self.mode == "single"
+        return Pipeline(
+            transport=self.transport,
+            schedule=schedule,
+            stages=1 if single else self.stages,
+            stages_per_process=1 if single else self.stages_per_process,
+            split=[] if single else self.split,
+            balance=self.balance,
+            engine=("own" if known or single else "torch") if self.engine == "auto" or single else self.engine,
+            microbatches=max(1, self.batch // self.microbatch),
+        )
+
+    def adapt(self, gpus: int) -> None:
+        fits = self.mode != "single" and self.launch.nodes == 1 and self.launch.device != "cpu"
+        if self.devices == ["auto"] and gpus > 1 and fits and self.pipeline().schedule in ("gpipe", "naive"):
+            self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
+
+    def check(self) -> None:
+        if self.batch % self.microbatch:
+            near = [str(d) for d in divisors(self.batch)]
+            raise ValueError(
+                f"batch={self.batch} does not divide into microbatches of split_size={self.microbatch}; "
+                f"valid sizes are {', '.join(near)}"
+            )
+        if self.sweep and not all(size.isdecimal() and int(size) for size in self.split_sizes):
+            raise ValueError(f"split_sizes=[{','.join(self.split_sizes)}]: write sizes as [8,16,32]")
+        if self.in_one_process:
+            self.check_devices()
+        try:
+            self.pipeline().check_pipeline(self.batch)
+        except ValueError as error:
+            hint = "; microbatches are batch / split_size" if "microbatches" in str(error) else ""
+            raise ValueError(f"{error}{hint}") from None
+        super().check()
+
+    def check_devices(self) -> None:
+        wrong = [name for name in self.devices if not DEVICE.fullmatch(name)]
+        if wrong:
+            raise ValueError(f"devices: {wrong[0]} is no device; write a list as [cuda:0,cuda:1], or auto")
+        if len(self.devices) != self.stages:
+            raise ValueError(
+                f"devices=[{','.join(self.devices)}] names {len(self.devices)} devices for stages={self.stages}; "
+                "name one for each stage, or set stages"
+            )
+        if self.launch.nodes > 1 or self.stages_per_process > 1:
+            raise ValueError("devices= belong to one process on one host; leave it out for a process a stage")
+        if self.pipeline().schedule not in ("gpipe", "naive") or self.engine != "auto":
+            raise ValueError(
+                f"schedule={self.schedule}: one process works through its devices as gpipe does; "
+                "set devices=[] for other schedules and engines"
+            )

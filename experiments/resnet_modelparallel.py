@@ -1,0 +1,218 @@
+"""Model parallelism: a ResNet cut into stages that sit on different devices, one at a time or as a pipeline.
+
+    python experiments/resnet_modelparallel.py                                   two stages, GPipe
+    python experiments/resnet_modelparallel.py mode=naive                        one stage works, the other waits
+    python experiments/resnet_modelparallel.py mode=single                       the unsplit model
+    python experiments/resnet_modelparallel.py schedule=zero_bubble stages=3     another schedule, three processes
+    python experiments/resnet_modelparallel.py model=resnet50 data.image_size=64 split=[layer3_0]
+    python experiments/resnet_modelparallel.py devices=[cuda:0,cuda:1]           one process, two GPUs
+    python experiments/resnet_modelparallel.py model=toy data.name=vectors       10-10-5, the smallest example
+    python experiments/resnet_modelparallel.py sweep=true                        all modes over sizes of microbatches
+
+One run takes about half a minute on 2 CPU cores, the sweep a few minutes. Expect the pipelined mode between the naive
+one and half of it; one process with both cores is a strong opponent.
+
+How it works. A batch is cut into microbatches of `split_size` samples. Naively a microbatch goes through all stages
+and back before the next one starts, so one of p stages works at a time. As a pipeline, stage 1 works on microbatch 0
+while stage 0 works on microbatch 1; with m microbatches of equal cost a stage waits (p - 1) / (m + p - 1) of the time.
+Small microbatches leave less bubble, and each one works less efficiently.
+
+BatchNorm takes its statistics over a microbatch, and its running statistics see one microbatch after the other: both
+exactly as in the unsplit model that is fed the same microbatches and adds up their gradients, which is what
+mode=single with a split_size does. A smaller split_size is thus another training, whatever the mode.
+"""
+
+from __future__ import annotations
+
+import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from common import clock, data, epochs, models, optim, plots, report, schedules, stages, sweep
+from common.evaluate import classify
+from common.launch import World
+from common.pipeline import Pipeline
+from common.run import Run
+from common.start import start
+from common.training import Training
+from configs.resnet_modelparallel import Config
+
+
+class OnDevices:
+    """All stages in this one process, each on a device of its own.
+
+    Work on a GPU is only queued: the call returns at once. So one process keeps all its GPUs busy, if it queues
+    a microbatch's next stage before the previous stage's next microbatch.
+    """
+
+    has_first = has_last = True
+    last_rank = 0
+
+    def __init__(self, parts: Sequence[nn.Sequential], devices: Sequence[str], cfg: Config, dtype: torch.dtype) -> None:
+        self.devices = [torch.device(name) for name in devices]
+        self.stages = [part.to(device, dtype) for part, device in zip(parts, self.devices, strict=True)]
+        self.local = dict(enumerate(self.stages))
+        self.layers = [[name for name, _ in part.named_children()] for part in parts]
+        self.size, self.mode = cfg.microbatch, cfg.mode
+        self.plan = schedules.SCHEDULES[cfg.pipeline().schedule](len(parts), len(parts), cfg.batch // self.size)
+        self.module = nn.ModuleList(self.stages)
+        self.watch = clock.Watch(self.stages, self.devices)
+
+    def work(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
+        return self.watch.forward(stage, microbatch, x.to(self.devices[stage]))
+
+    def naive(self, x: Tensor, microbatch: int = 0) -> Tensor:
+        """One stage after the other: while one works, the others have nothing to do."""
+        for stage in range(len(self.stages)):
+            x = self.work(stage, microbatch, x)
+        return x
+
+    def pipelined(self, x: Tensor) -> Tensor:
+        """At each tick stage s works on microbatch tick - s, so all stages work at the same time."""
+        pieces = list(x.split(self.size))
+        for tick in range(len(pieces) + len(self.stages) - 1):
+            for stage in reversed(range(len(self.stages))):  # the last one first: its microbatch is the oldest
+                if 0 <= tick - stage < len(pieces):
+                    pieces[tick - stage] = self.work(stage, tick - stage, pieces[tick - stage])
+        return torch.cat(pieces)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Forward and backward of a batch; backward, too, visits the devices in the order of their dependencies."""
+        self.watch.begin()
+        y = y.to(self.devices[-1])
+        if self.mode == "pipelined":
+            loss = F.cross_entropy(self.pipelined(x), y)
+            loss.backward()
+            return loss.detach()
+        losses, count = [], len(x) // self.size
+        for number, (piece, target) in enumerate(zip(x.split(self.size), y.split(self.size), strict=True)):
+            losses.append(F.cross_entropy(self.naive(piece, number), target) / count)
+            losses[-1].backward()  # gradients add up
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    @torch.no_grad()
+    def predict(self, x: Tensor, count: int) -> Tensor:
+        return self.naive(x).to(x.device)
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+
+def build(cfg: Config, shape: Sequence[int], classes: int, world: World, run: Run) -> Pipeline | OnDevices:
+    """The model, cut into stages: all of them on this process's devices, or this process's own."""
+    toy, dtype = cfg.model == "toy", getattr(torch, cfg.dtype)
+    model = models.Toy(shape, classes) if toy else models.ResNet(cfg.model, shape, classes, width=cfg.width)
+    models.load(model, cfg.weights)  # without a file one seed: the same weights in every process
+    if cfg.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    settings = cfg.pipeline()
+    parts = stages.choose(settings, model, torch.randn(cfg.microbatch, *shape), run)
+    if cfg.in_one_process:
+        return OnDevices(parts, stages.checked_devices(cfg.devices), cfg, dtype)
+    kind = stages.engine(settings)
+    return kind(settings, parts, F.cross_entropy, world, batch=cfg.batch, sample=shape, dtype=dtype)
+
+
+def train_epoch(
+    cfg: Config, pipe: Any, optimizer: Optimizer, loader: data.Loader, run: Run, step: int, total: int
+) -> int:
+    """Train on the rest of the loader's epoch, or up to `total` steps; returns the steps done since the start."""
+    pipe.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = pipe.step(x, y)  # every microbatch forward and backward
+        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
+        optimizer.step()  # each process updates its own stages
+        step += 1
+        run.log(step, loss=loss)
+        run.safe_point(step)  # saves now and then, and leaves if it was told to
+        if step == total:
+            break
+    return step
+
+
+def main(cfg: Config, world: World, run: Run) -> None:
+    train, test = data.load(run.prepared, cfg.data)
+    dtype = getattr(torch, cfg.dtype)
+    pipe: Any = build(cfg, train.shape, train.classes, world, run)
+    optimizer = optim.make(pipe.module.parameters(), cfg.optim)
+    ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
+    loader = data.Loader.of(train, cfg, world.device, **ends)
+    run.source, run.total = pipe.last_rank, epochs.total_steps(cfg, loader)
+
+    def evaluate() -> dict[str, float]:
+        pipe.train(False)
+        return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
+
+    step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
+    scores = epochs.train(
+        run, loader, step, lambda done: train_epoch(cfg, pipe, optimizer, loader, run, done, run.total), evaluate
+    )
+    conclude(cfg, world, run, pipe, scores)
+
+
+def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, float]) -> None:
+    """The result file, the table and the plot of one step."""
+    seconds, rate = run.step_seconds(), run.samples_per_second()
+    if cfg.in_one_process:
+        spans, place = pipe.watch.spans(), "stage"
+        memory = {str(device): report.peak_memory(device) for device in pipe.devices}
+    else:
+        spans, place = world.gather(pipe.spans()), "process"
+        memory = {f"process {rank}": held for rank, held in enumerate(world.gather(report.peak_memory(world.device)))}
+    if not world.is_main:
+        return
+    pipeline = report.PipelineReport.of(spans, pipe.plan, len(pipe.layers), memory, place)
+    speed = {"samples_per_second": rate, "step_seconds": seconds}
+    run.finish(**scores, **speed, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
+    settings = cfg.pipeline()
+    pieces = f"{settings.microbatches} microbatches of {cfg.microbatch}"
+    rows = epochs.rows(run, world, scores) | {
+        "mode": f"{cfg.mode}, {cfg.model}: {settings.schedule} ({settings.engine}), {pieces}",
+        "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else "one process a stage",
+        "stages": "\n".join(f"{names[0]} to {names[-1]}" for names in pipe.layers),
+    }
+    drawn = run.folder.path / "timeline.png"
+    if cfg.plot and pipeline.draw(drawn, f"one step of {cfg.model}, {cfg.mode}"):
+        rows["timeline"] = str(drawn)
+    run.say(report.table(rows | pipeline.rows() | run.places()))
+
+
+def cells(cfg: Config) -> list[sweep.Cell]:
+    """single and naive with the whole batch, pipelined with each size of microbatches."""
+    sizes = [int(size) for size in cfg.split_sizes]
+    whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.batch} for mode in ("single", "naive")]
+    return whole + [{"mode": "pipelined", "split_size": size} for size in sizes]
+
+
+def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
+    """Time per batch against the size of microbatches."""
+    times = sweep.gather(rows, ("mode", "split_size"), "step_seconds")
+    lines = [f"{'mode':<10} split size      ms a batch    idle  ideal"]
+    for (mode, size), (mean, deviation, _) in times.items():
+        found = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
+        idle = sum(sum(row["idle_share"]) / len(row["idle_share"]) for row in found) / len(found)
+        ideal = found[0]["ideal_bubble"]
+        lines.append(f"{mode:<10} {size:>10} {mean * 1e3:>9.1f} ± {deviation * 1e3:<5.1f} {idle:>6.1%} {ideal:>6.1%}")
+    series = {
+        "pipelined": [(s, mean * 1e3, dev * 1e3) for (mode, s), (mean, dev, _) in times.items() if mode == "pipelined"]
+    }
+    levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
+    if "naive" in levels:  # p stages of equal cost share its work, and each waits p - 1 of m + p - 1 turns
+        counts = {s: cfg.batch // s for s, _, _ in series["pipelined"]}
+        p = cfg.stages
+        series["ideal"] = [(s, levels["naive"] / p * (m + p - 1) / m, 0.0) for s, m in counts.items()]
+    title = f"{cfg.model}, batch {cfg.batch}, {cfg.stages} stages"
+    plots.curves(folder / "split_size.png", series, "split size", "ms a batch", levels, log=True, title=title)
+    return {"times": "\n".join(lines), "plot": str(folder / "split_size.png")}
+
+
+if __name__ == "__main__":
+    start(main, Config, sweep.Sweep(cells, show))
