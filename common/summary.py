@@ -24,8 +24,17 @@ def waiting(result: dict[str, Any]) -> float | None:
     return None if sent is None or exposed is None or not step else sent * exposed / step
 
 
+def memory(result: dict[str, Any]) -> float | None:
+    """MB that the process or device with most took at its peak, as its experiment measures that."""
+    bytes_of, megabytes = result.get("peak_memory"), result.get("memory_megabytes")
+    each = list(bytes_of.values()) if isinstance(bytes_of, dict) else [bytes_of]
+    found = [one / 1e6 for one in map(number, each) if one is not None]
+    found += [one for one in map(number, megabytes if isinstance(megabytes, list) else []) if one is not None]
+    return max(found, default=None)
+
+
 def flat(result: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and words of a result, with the share of waiting among them."""
-    share = waiting(result)
+    """The numbers and words of a result, with the share of waiting and the memory among them."""
     found = {name: value for name, value in result.items() if isinstance(value, int | float | str)}
-    return found | ({} if share is None else {"waiting": share})
+    more = {"waiting": waiting(result), "memory_mb": memory(result)}
+    return found | {name: value for name, value in more.items() if value is not None}

@@ -79,7 +79,7 @@ class Compared:
             "samples_per_second": self.status.samples_per_second or None,
             "efficiency": self.final("efficiency"),
             "waiting": summary.waiting(self.result),
-            "peak_memory_mb": self.final("peak_memory_mb"),
+            "memory_mb": summary.memory(self.result),
         }
 
 
@@ -131,9 +131,9 @@ SHOWN = {
     "samples_per_second": "{:,.0f}",
     "efficiency": "{:.0%}",
     "waiting": "{:.0%}",
-    "peak_memory_mb": "{:,.0f}",
+    "memory_mb": "{:,.0f}",
 }
-HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "peak_memory_mb": "MB"}
+HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "memory_mb": "MB"}
 
 
 def shown(facts: dict[str, Any], name: str) -> str:
@@ -171,7 +171,7 @@ def picture(run: Compared, place: Path, differing: list[str]) -> Picture:
         columns,
         {key: run.settings[key] for key in differing if key in run.settings},
         facts["waiting"],
-        facts["peak_memory_mb"],
+        facts["memory_mb"],
         links(run.folder, place),
     )
 
