@@ -144,6 +144,18 @@ def test_damaged_files_do_not_hide_the_others(made: Path, tmp_path: Path) -> Non
     assert len(as_json(runs)["runs"]) == 6
 
 
+def test_status_is_told_to_machines(made: Path) -> None:
+    command = [sys.executable, "-m", "slurm.status", f"--runs={made}", "--json=1", "--", "status"]
+    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 60}
+    every = json.loads(subprocess.run(command, check=True, **run).stdout)  # type: ignore[call-overload]
+    assert [one["run"] for one in every] == sorted(path.parent.name for path in made.glob("*/config.yaml"))
+    (broken,) = (one for one in every if one["run"].endswith("-0003"))
+    assert (broken["state"], broken["step"], broken["restarts"]) == ("failed", 500, 0)
+    alone = subprocess.run([*command, broken["run"]], check=False, **run)  # type: ignore[call-overload]
+    assert alone.returncode == 1  # as without --json
+    assert json.loads(alone.stdout)[0]["detail"] == "the loss is nan"
+
+
 def test_it_needs_no_torch() -> None:
     program = "import sys, slurm.compare; print('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -186,7 +198,7 @@ def test_the_page_works_from_disk_without_a_network(made: Path, tmp_path: Path) 
         assert "Zoom" in buttons and not [title for title in buttons if "Share" in title or "loud" in title]
         lines = chrome.execute_script("return document.querySelectorAll('.subplot.xy path.js-line').length")
         assert lines == 5  # all but the run that never began
-        assert chrome.execute_script("return document.querySelectorAll('.barlayer .point path').length") == 5
+        assert chrome.execute_script("return document.querySelectorAll('.barlayer .point path').length") == 6
         check_legend(chrome)
         check_axes(chrome)
         check_links(chrome, page)
