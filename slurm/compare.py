@@ -183,6 +183,7 @@ def links(folder: Folder, place: Path) -> dict[str, str]:
         logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
         files |= {f"log of {path.stem.replace('-', ' ')}": path for path in logs[:LOGS]}
         files |= {"all logs": attempt.attempt / "logs"} if len(logs) > LOGS else {}
+        files |= {"job": status.rank_0_log(folder)} if (folder.path / "submit").exists() else {}
     found = {word: quote(os.path.relpath(path, place.absolute())) for word, path in files.items() if path.exists()}
     online = str(read_json(folder.path / "wandb" / "status.json").get("url"))
     return found | ({"W&B": online} if online.startswith("https://") else {})
