@@ -26,6 +26,8 @@ ELSEWHERE = {
     "make bench": "takes minutes",
     "make exp 'RESUME=<id>'": "tests/test_resume.py",
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/test_resume.py",
+    "make rerun 'RUN=<id>'": "tests/test_rerun.py",
+    "make rerun 'RUN=<id>' ARGS=seed=1": "tests/test_rerun.py",
     "make cluster-up NODES=2": "tests/test_cluster.py",
     "make cluster-status": "tests/test_cluster.py",
     "make cluster-down": "tests/test_cluster.py",
