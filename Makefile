@@ -31,7 +31,7 @@ override PY := .venv/bin/python
 override READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help exp rerun doctor status logs cancel compare cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
+.PHONY: help exp rerun sweep doctor status logs cancel compare cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,10 @@ exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=va
 
 rerun: $(READY)  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
 	@$(PY) -m slurm.rerun --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" -- "$$RUN"
+
+sweep: $(READY)  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
+	@$(PY) -m slurm.sweep --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" --failed="$$FAILED" \
+	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" -- "$$GRID"
 
 doctor: $(READY)  ## look at every host before a long job [NODES=2] [LAUNCH= CLUSTER=]
 	@$(PY) -m slurm.doctor --nodes="$$NODES" --launch="$$LAUNCH" --cluster="$$CLUSTER"

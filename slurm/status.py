@@ -217,7 +217,7 @@ def rank_0_log(folder: Folder) -> Path:
     """What rank 0 said, on the screen of a job or in its log file."""
     job = read_json(folder.path / "meta.json").get("job")
     if job:
-        return folder.path / "submit" / f"{job['id']}_0_log.out"
+        return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
     attempts = folder.attempts()
     if not attempts:
         raise UserError(f"{folder.path.name} has no log yet")
