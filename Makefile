@@ -16,6 +16,8 @@ override DB := $(value DB)
 override RUNS := $(value RUNS)
 override LAST := $(value LAST)
 override WHERE := $(value WHERE)
+override GRID := $(value GRID)
+override FAILED := $(value FAILED)
 override SWEEP := $(value SWEEP)
 override PAGE := $(value PAGE)
 override JSON := $(value JSON)
@@ -23,13 +25,13 @@ override PROJECT := $(value PROJECT)
 override TESTS := $(value TESTS)
 PYTHON ?= python3
 override PYTHON := $(value PYTHON)
-export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB RUNS LAST WHERE SWEEP PAGE JSON PROJECT \
+export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB RUNS LAST WHERE GRID FAILED SWEEP PAGE JSON PROJECT \
   TESTS PYTHON
 override PY := .venv/bin/python
 override READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help exp doctor status logs cancel compare sync dashboard leet prune-runs tour \
+.PHONY: help exp rerun sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
   cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
 
 help:  ## list the targets
@@ -47,6 +49,13 @@ $(READY): requirements.txt
 exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1] or RESUME=<id>
 	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
 	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" --strict="$$STRICT" --resume="$$RESUME" -- "$$NAME"
+
+rerun: $(READY)  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
+	@$(PY) -m slurm.rerun --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" -- "$$RUN"
+
+sweep: $(READY)  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
+	@$(PY) -m slurm.sweep --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" --failed="$$FAILED" \
+	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" -- "$$GRID"
 
 doctor: $(READY)  ## look at every host before a long job [NODES=2] [LAUNCH= CLUSTER=]
 	@$(PY) -m slurm.doctor --nodes="$$NODES" --launch="$$LAUNCH" --cluster="$$CLUSTER"

@@ -77,6 +77,11 @@ def find(name: str, runs: Path) -> Folder:
     raise UserError(f"RUN={name!r}: no such run folder in {runs}; make status lists them")
 
 
+def short(folder: Folder) -> str:
+    """What to write for RUN=: the id, or the path of a run that is not in runs/."""
+    return folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path)
+
+
 def tail(path: Path, size: int) -> list[dict[str, Any]]:
     """The last rows of a metrics file, without reading all of it."""
     rows = []
@@ -212,7 +217,7 @@ def rank_0_log(folder: Folder) -> Path:
     """What rank 0 said, on the screen of a job or in its log file."""
     job = read_json(folder.path / "meta.json").get("job")
     if job:
-        return folder.path / "submit" / f"{job['id']}_0_log.out"
+        return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
     attempts = folder.attempts()
     if not attempts:
         raise UserError(f"{folder.path.name} has no log yet")

@@ -28,6 +28,10 @@ ELSEWHERE = {
     "make tour": "tests/test_tour.py",
     "make exp 'RESUME=<id>'": "tests/test_resume.py",
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/test_resume.py",
+    "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "takes a minute; tests/test_sweep.py",
+    "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/test_sweep.py",
+    "make rerun 'RUN=<id>'": "tests/test_rerun.py",
+    "make rerun 'RUN=<id>' ARGS=seed=1": "tests/test_rerun.py",
     "make cluster-up NODES=2": "tests/test_cluster.py",
     "make cluster-status": "tests/test_cluster.py",
     "make cluster-down": "tests/test_cluster.py",
@@ -37,6 +41,8 @@ ELSEWHERE = {
 def quick(words: list[str], cache: Path, runs: Path) -> list[str]:
     """A command with settings that make it short, kept out of the checkout."""
     settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
+    if words[1] == "sweep":
+        return words
     if words[0] == "python":
         return [sys.executable, *words[1:], *(settings if words[1].startswith("experiments/") else [])]
     args = next((w.removeprefix("ARGS=") for w in words if w.startswith("ARGS=")), "")
