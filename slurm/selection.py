@@ -84,9 +84,12 @@ def named(names: list[str], root: Path) -> list[Folder]:
     """Runs by id, path, or the last four characters of an id."""
     found = []
     for name in names:
-        ends = [path for path in root.glob("*/config.yaml") if path.parent.name.endswith(f"-{name}")]
-        exact = not re.fullmatch("[0-9a-f]{4}", name)
-        found.append(Folder(ends[0].parent.absolute()) if len(ends) == 1 and not exact else status.find(name, root))
+        ends = list(root.glob(f"*-{name}/config.yaml")) if re.fullmatch("[0-9a-f]{4}", name) else []
+        if len(ends) > 1:
+            raise UserError(
+                f"RUNS: {name} is the end of {' and '.join(path.parent.name for path in ends)}; write one out"
+            )
+        found.append(Folder(ends[0].parent.absolute()) if ends else status.find(name, root))
     return found
 
 

@@ -125,6 +125,14 @@ def test_mistakes_are_answered(made: Path, words: tuple[str, ...], part: str) ->
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
 
 
+def test_an_ending_of_two_runs_is_refused(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("mnist_pipeline", "ddp_multinode"):
+        Made(name, 7, 10).write(runs)
+    done = compare(runs, "--pick=0007")
+    assert done.returncode == 2 and "mnist_pipeline-" in done.stderr and "ddp_multinode-" in done.stderr
+
+
 def test_without_runs_there_is_a_remedy(tmp_path: Path) -> None:
     done = compare(tmp_path / "runs")
     assert done.returncode == 2 and "make exp NAME=" in done.stderr
@@ -157,7 +165,8 @@ def test_status_is_told_to_machines(made: Path) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    program = "import sys, slurm.compare; print('torch' in sys.modules, 'wandb' in sys.modules)"
+    program = "import sys, slurm.compare, slurm.dashboard, slurm.prune, slurm.upload\n"
+    program += "print('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
