@@ -1,7 +1,7 @@
 """What a pipeline gains: training ResNet-50 at 64 px, batch 128, channels_last, 4 microbatches, one thread a stage.
 
     python tests/benchmarks/resnet_modelparallel.py                about ten minutes on an idle machine
-    python tests/benchmarks/resnet_modelparallel.py --rounds 1     only whether it runs
+    python tests/benchmarks/resnet_modelparallel.py --rounds 1 model=resnet18 batch=16     only whether it runs
 
 Two stages in two processes, cut by measured cost and as the well-known tutorial cuts (behind layer2), against the naive
 split, where one stage works at a time, and against one process with one thread and with two. The bound is what two
@@ -15,7 +15,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -47,22 +47,23 @@ SPLIT = {
     "1f1b": ("mode=pipelined", "schedule=1f1b"),
     "tutorial's cut": ("mode=pipelined", "schedule=gpipe", "split=[layer3_0]"),
 }
-WHOLE = {"single": ("mode=single",), "accumulating": ("mode=single", f"split_size={128 // PIECES}")}
+WHOLE = {"single": ("mode=single",), "accumulating": ("mode=single", "split_size={piece}")}
 
 
 class Bench:
     """The prepared images and a scratch folder."""
 
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
+    def __init__(self, scratch: Path, extra: Sequence[str]) -> None:
+        self.scratch, self.extra = scratch, extra
         self.prepared: Prepared = prepare.prepare(self.settings().data)
 
     def settings(self, *values: str) -> Config:
-        return config.load(Config, [*QUIET, *SETTINGS, f"data.cache={self.scratch}", *values])
+        return config.load(Config, [*QUIET, *SETTINGS, f"data.cache={self.scratch}", *self.extra, *values])
 
     def side(self, name: str, world: World, *values: str) -> Side:
         """The experiment's own training, with its time stamps and its log."""
-        cfg = self.settings(*values)
+        piece = self.settings().batch // PIECES
+        cfg = self.settings(*(value.format(piece=piece) for value in values))
         path = Folder.create(self.scratch / name, "bench", config.to_yaml(cfg)).claim().path if world.is_main else None
         run = Run(cfg, Folder(world.broadcast(path), 1), world, self.prepared)
         images = data.Images(self.prepared, "train")
@@ -100,9 +101,9 @@ class Bench:
         return ",".join(config.read_file(path / "config.yaml")["split"])
 
 
-def main(rounds: int) -> None:
+def main(rounds: int, extra: Sequence[str]) -> None:
     with config.user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        bench = Bench(Path(scratch))
+        bench = Bench(Path(scratch), extra)
         report = Report("resnet_modelparallel", ROOT / "tests" / "benchmarks" / "results")
 
         def sides(chosen: dict[str, tuple[str, ...]]) -> Callable[[World], dict[str, Side]]:
@@ -129,11 +130,13 @@ def main(rounds: int) -> None:
         rows += [
             at_least("the tutorial's cut / the measured one", taken.ratio("tutorial's cut", "pipelined"), 1.12, note)
         ]
-        report.section(f"two stages, {PIECES} microbatches: {' '.join(SETTINGS)}", rows, {"": taken})
+        report.section(f"two stages, {PIECES} microbatches: {' '.join([*SETTINGS, *extra])}", rows, {"": taken})
         print(f"\nraw samples: {report.file.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
-    main(parser.parse_args().rounds)
+    parser.add_argument("settings", nargs="*", help="other settings of the experiment, as key=value")
+    asked = parser.parse_args()
+    main(asked.rounds, asked.settings)
