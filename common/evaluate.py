@@ -53,7 +53,8 @@ def classify(
         logits = predict(x, piece.stop - piece.start)
         if logits is not None:
             y = test.targets(piece, world.device)
-            sums[0] += F.cross_entropy(logits, y, reduction="sum")
+            # autocast gives logits in few bits: summed up in bf16, a thousand losses would be a whole number
+            sums[0] += F.cross_entropy(logits.to(dtype), y, reduction="sum")
             sums[1] += (logits.argmax(1) == y).sum()
             sums[2] += len(y)
     dist.all_reduce(sums)

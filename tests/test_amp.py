@@ -203,6 +203,14 @@ def test_tf32_on_a_cpu_is_fp32_and_says_so(tmp_path: Path, digits: tuple[str, ..
     assert "tf32 is a mode of NVIDIA GPUs" in done["tf32"].out and "NVIDIA" not in done["fp32"].out
 
 
+def test_the_test_loss_is_summed_up_in_float32(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    quick = (*digits, "model=mlp", "steps=10", "launch.device=cpu", "processes_per_node=1", "precision=bf16")
+    done = run("amp_accum", *quick, "eval_batch=1000", runs=tmp_path)
+    assert done.status == 0, done.err
+    total = 1000 * done.folder.result["test_loss"]
+    assert total > 256 and abs(total - round(total)) > 1e-3, "from 256 on a sum in bf16 is a whole number"
+
+
 def test_gradients_that_always_overflow_end_the_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
     quick = (*digits, "model=mlp", "steps=900", "optim.lr=100", "optim.warmup=0", "precision=fp16")
     done = run("amp_accum", *quick, runs=tmp_path)
