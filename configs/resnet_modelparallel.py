@@ -78,7 +78,7 @@ class Config(Sweep, Stages, Experiment):
         )
 
     def adapt(self, gpus: int) -> None:
-        fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == 1
+        fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == self.replicas == 1
         fits = fits and self.engine == "auto" and self.pipeline().schedule in ("gpipe", "naive")
         if self.devices == ["auto"] and gpus > 1 and fits and self.launch.device != "cpu":
             self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
