@@ -68,7 +68,7 @@ class Pipeline:
         self.copied = {s for s in self.local if s and begins_in_place(self.local[s])}
         self.clock = Clock(world.device)
         if len(set(world.hosts)) > 1:
-            dist.barrier()
+            dist.barrier(world.group)  # replicas may lie otherwise: not all of them have several hosts
             self.clock.start_now()  # hosts count from their own start: the same moment becomes everybody's zero
         self.history: deque[Marks] = deque(maxlen=HISTORY)
         found = routes(self.plan, self.shapes, self.size)
