@@ -96,6 +96,7 @@ def test_settings_that_do_not_fit_are_refused_with_the_remedy(words: list[str], 
         (["engine=torch"], 2, ["auto"]),
         (["stages=4", "stages_per_process=2"], 2, ["auto"]),
         (["launch.nodes=2"], 2, ["auto"]),
+        (["replicas=2"], 2, ["auto"]),
         (["launch.device=cpu"], 2, ["auto"]),
         (["devices=[]"], 2, []),
     ],
@@ -104,7 +105,8 @@ def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, de
     cfg = settings(*words)
     cfg.adapt(gpus)
     assert cfg.devices == devices
-    assert cfg.processes == (1 if devices not in ([], ["auto"]) or cfg.mode == "single" else cfg.pipeline().processes)
+    alone = devices not in ([], ["auto"]) or cfg.mode == "single"
+    assert cfg.processes == (1 if alone else cfg.pipeline().processes * cfg.replicas)
     cfg.check()
 
 
@@ -122,11 +124,11 @@ def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
     cases = {
         "split=[layer9_0]": "layer9_0 cannot begin a stage",
         "weights=/nowhere.pt": "weights=/nowhere.pt: no such file",
-        "devices=[cpu,cuda:7]": "cuda:7 is not there",
+        "devices=[cpu,cuda:7] memory_cap=500": "cuda:7 is not there",
         "stages=20": "stages=20 exceeds the 14 layers",
     }
     for word, words in cases.items():
-        quick = (*SMALL, f"data.cache={tmp_path / 'cache'}", word)
+        quick = (*SMALL, f"data.cache={tmp_path / 'cache'}", *word.split())
         done = run(NAME, *quick, runs=tmp_path / "runs")
         assert done.status == 2 and words in done.err and done.err.count("\n") <= 2, done.err
 
