@@ -12,6 +12,7 @@ import contextlib
 import csv
 import io
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from common import config
 from common.config import UserError
+from common.errors import LEFT
 from common.folder import Folder, write_atomic, write_json
 from common.processes import SIGNALS
 from configs.shared import Experiment
@@ -81,8 +83,8 @@ def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[
         rows.append(row | {"run": made.path.name, "exit_status": status} | made.result)
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         keep(folder, name, rows)
-        if status == 128 + signal.SIGINT:
-            return status
+        if status in (LEFT, *(128 + number for number in SIGNALS)):
+            return status  # it was the sweep that was told to stop
     done = [row for row in rows if row.get("state") == "finished"]
     if done:
         for title, line in (sweep.show(settings, done, folder) | {"sweep": str(folder)}).items():
@@ -146,8 +148,12 @@ def keep(folder: Path, name: str, rows: Sequence[Row]) -> None:
 
 
 def gather(rows: Sequence[Row], by: Sequence[str], value: str) -> dict[tuple[Any, ...], tuple[float, float, int]]:
-    """Mean, standard deviation (0 of a single one) and count of a number, by the settings that tell cells apart."""
+    """Mean, standard deviation (0 of a single one) and count of a number, by the settings that tell cells apart.
+
+    A number that a result does not hold, such as a loss that was none, counts as nan.
+    """
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        groups.setdefault(tuple(row["cell"].get(key) for key in by), []).append(float(row[value]))
+        number = math.nan if row[value] is None else float(row[value])
+        groups.setdefault(tuple(row["cell"].get(key) for key in by), []).append(number)
     return {key: (fmean(v), stdev(v) if len(v) > 1 else 0.0, len(v)) for key, v in groups.items()}
