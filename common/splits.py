@@ -64,19 +64,21 @@ def parameter_costs(model: nn.Sequential) -> dict[str, float]:
 def time_costs(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
     """Seconds of each layer for forward and backward on `x`, the least of `repeats` (the first is dropped).
 
-    Runs in train mode and leaves gradients as None; layers with buffers such as BatchNorm see `x`.
+    As in training nobody asks for the gradient of `x` itself. Runs in train mode and leaves gradients as None; layers
+    with buffers such as BatchNorm see `x`.
     The model's weights and `x` are on one device.
     """
     costs = {name: float("inf") for name, _ in model.named_children()}
     for repeat in range(repeats + 1):
         value = x
-        for name, layer in model.named_children():
+        for number, (name, layer) in enumerate(model.named_children()):
             value = value.detach()
-            value.requires_grad_(value.is_floating_point())
+            value.requires_grad_(number > 0 and value.is_floating_point())
             given = value.clone() if begins_in_place(layer) else value
             start = time.perf_counter()
             out = layer(given)
-            out.backward(torch.ones_like(out))
+            if out.requires_grad:  # not behind a first layer without parameters
+                out.backward(torch.ones_like(out))
             if value.is_cuda:
                 torch.cuda.synchronize()
             if repeat:
