@@ -54,6 +54,7 @@ BUFFERS = {  # what becomes of its running statistics
     "single": "one device sees every sample",
     "data_parallel": "kept from the first GPU's {} samples, thrown away with the other copies",
     "ddp": "each process keeps its own, of {} samples a step; averaged before evaluations and saves",
+    "synchronised": "the same in all processes: each sees the statistics of the whole batch",
 }
 
 
@@ -68,12 +69,13 @@ def gpus(world: World) -> list[int]:
 
 
 def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
-    """The model as the strategy calls it. DataParallel in one process without GPUs calls the model itself."""
+    """The model as the strategy calls it: without GPUs DataParallel is the model itself."""
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
             model = norm.synchronised(model, world.device)
         return hooks.wrapped(model, world.device, gradient_as_bucket_view=True)
-    return nn.DataParallel(model, gpus(world)) if cfg.strategy == "data_parallel" else model
+    # told to use none of the GPUs that are there, the class fails, where without any it calls the model
+    return nn.DataParallel(model, gpus(world)) if cfg.strategy == "data_parallel" and gpus(world) else model
 
 
 def forward_of(cfg: Config, model: nn.Module, world: World) -> Forward:
@@ -248,10 +250,11 @@ def conclude(cfg: Config, world: World, run: Run, scores: dict[str, float], foun
         compare=found.rates,
         **{name: value for name, value in scaled.result().items() if value is not None},
     )
+    seen = "synchronised" if cfg.sync_batchnorm and devices > 1 else cfg.strategy if devices > 1 else "single"
     rows = epochs.rows(run, world, scores) | {
         "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {words(shares(cfg, cfg.batch, devices))}",
         "memory": f"{', '.join(f'{value:,.0f}' for value in found.memory)} MB at most, by device",
-        "BatchNorm": BUFFERS[cfg.strategy if devices > 1 else "single"].format(shares(cfg, cfg.batch, devices)[0]),
+        "BatchNorm": BUFFERS[seen].format(shares(cfg, cfg.batch, devices)[0]),
         "checkpoints": "the model's own names, without module., whatever the strategy",
     }
     if found.rest:
