@@ -145,7 +145,7 @@ def build(cfg: Config, shape: Sequence[int], classes: int, world: World, run: Ru
     settings = cfg.pipeline()
     parts = stages.choose(settings, model, torch.randn(cfg.microbatch, *shape), run)
     if cfg.in_one_process:
-        return OnDevices(parts, stages.checked_devices(cfg.devices), cfg, dtype)
+        return OnDevices(parts, cfg.devices, cfg, dtype)
     kind = stages.engine(settings)
     return kind(settings, parts, F.cross_entropy, world, batch=cfg.share, sample=shape, dtype=dtype)
 
@@ -182,7 +182,9 @@ def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
     dtype = getattr(torch, cfg.dtype)
     team = Team.of(cfg, world)
-    own = [torch.device(name) for name in cfg.devices] if cfg.in_one_process else [world.device]
+    own = [world.device]
+    if cfg.in_one_process:
+        own = [torch.device(name) for name in stages.checked_devices(cfg.devices)]
     with memory_cap(cfg.memory_cap, own):
         pipe: Any = build(cfg, train.shape, train.classes, team.pipeline, run)
         optimizer = optim.make(pipe.module.parameters(), cfg.optim)
@@ -258,12 +260,13 @@ def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) ->
     levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
     pipelined = [(size, mean * 1e3, dev * 1e3) for (mode, size), (mean, dev, _) in times.items() if mode == "pipelined"]
     p, computed = cfg.stages, {}
-    if "naive" in levels:
+    if "naive" in levels and pipelined:
         ideal = [(size, levels["naive"] / p * (1 + (p - 1) * size / cfg.share), 0.0) for size, _, _ in pipelined]
         computed["ideal: naive / p x (m + p - 1) / m"] = ideal
     threads = "" if cfg.launch.threads else "; single has the threads of all of them"
     more: Any = {"log": True, "title": f"{cfg.model}, batch {cfg.batch}, {p} stages{threads}"}
-    plots.curves(path, {"pipelined": pipelined}, "split size", "ms a batch", levels, computed=computed, **more)
+    series = {"pipelined": pipelined} if pipelined else {}  # none where all those runs failed
+    plots.curves(path, series, "split size", "ms a batch", levels, computed=computed, **more)
     return str(path)
 
 
