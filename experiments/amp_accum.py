@@ -19,7 +19,7 @@ microbatches' means. The order of a step, in `add_up` and `update`:
         loss / length of the window, forward and backward
     unscale the gradients                   once, so that clipping sees their true length
     clip
-    step                                    left out if any gradient is inf or NaN, on all processes alike
+    step                                    with fp16 left out if any gradient is inf or NaN, on all processes alike
     update the scale
 
 Autocast computes products in bf16 or fp16 and keeps parameters, sums and losses in float32. bf16 has float32's range.
@@ -31,6 +31,7 @@ from __future__ import annotations
 import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
 
 import contextlib
+import math
 import shutil
 from pathlib import Path
 
@@ -74,10 +75,7 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     """The model that averages gradients over all processes in its backward; one process alone needs none."""
     if cfg.compile:
         model.compile()  # in place: parameters keep their names
-    if world.size == 1:
-        return model
-    devices = [world.device.index] if world.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **hooks.BUFFERS_STAY)
+    return model if world.size == 1 else hooks.wrapped(model, world.device, gradient_as_bucket_view=True)
 
 
 def autocast(cfg: Config, device: torch.device) -> torch.autocast:
@@ -115,7 +113,7 @@ def add_up(
 
 
 def update(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
-    """Take the optimizer's step; returns whether it was left out because a gradient is inf or NaN.
+    """Take the optimizer's step; returns whether it was left out because a gradient is inf or NaN (fp16 only).
 
     After the exchange such a gradient is every process's, so all leave the same step out.
     """
@@ -159,7 +157,7 @@ def train_epoch(
 
 def evaluate(cfg: Config, model: nn.Module, test: data.Images, world: World) -> dict[str, float]:
     """Loss and accuracy over all test samples, each seen by one process, in the precision of the training."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = hooks.inner(model)
     norm.agree(inner)  # each process's BatchNorm has seen other samples
     inner.eval()
 
@@ -199,8 +197,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     with autocast(cfg, device):
         hooks.settle(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), device, dtype)))
     footprint = Footprint(device)
-    whole = [model.module if isinstance(model, DistributedDataParallel) else model]
-    step = run.resume(Training(whole, optimizer, windows, world, replicated=True, scaler=scaler))
+    step = run.resume(Training([hooks.inner(model)], optimizer, windows, world, replicated=True, scaler=scaler))
 
     def epoch(step: int) -> int:
         return train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, step, run.total)
@@ -247,7 +244,8 @@ def cells(cfg: Config) -> list[sweep.Cell]:
     Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
     """
     brief = {} if cfg.steps else {"steps": BRIEF, "optim.warmup": 5, "data.test_limit": 1000}
-    gpu = cfg.launch.device != "cpu" and torch.cuda.device_count() > 0  # asks without touching it: forks follow
+    # asks without touching one: forks follow; with fewer GPUs than processes they run on the CPU
+    gpu = cfg.launch.device != "cpu" and torch.cuda.device_count() >= cfg.processes
     grid: list[sweep.Cell] = []
     for precision in ("fp32", "tf32", "bf16", "fp16") if gpu else ("fp32", "bf16", "fp16"):
         grid.append({"precision": precision, "accumulate": 1, "no_sync": True})
@@ -261,7 +259,7 @@ def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
     """What each cell costs, and how far its result is from fp32's with one microbatch."""
     names = ("samples_per_second", "peak_memory", "bytes_sent", "steps_skipped", "final_loss", "test_accuracy")
     found = {name: sweep.gather(rows, ("precision", "accumulate", "no_sync"), name) for name in names}
-    exact = {name: found[name].get(("fp32", 1, True), (0.0,))[0] for name in names}
+    exact = {name: found[name].get(("fp32", 1, True), (math.nan,))[0] for name in names}
     lines = [
         "precision  microbatches  no_sync  samples/s  peak MB  sent MB  skipped  loss, less fp32  accuracy, less fp32"
     ]
