@@ -16,6 +16,8 @@ override DB := $(value DB)
 override RUNS := $(value RUNS)
 override LAST := $(value LAST)
 override WHERE := $(value WHERE)
+override GRID := $(value GRID)
+override FAILED := $(value FAILED)
 override SWEEP := $(value SWEEP)
 override PAGE := $(value PAGE)
 override JSON := $(value JSON)
@@ -23,13 +25,14 @@ override PROJECT := $(value PROJECT)
 override TESTS := $(value TESTS)
 PYTHON ?= python3
 override PYTHON := $(value PYTHON)
-export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB RUNS LAST WHERE SWEEP PAGE JSON PROJECT \
+export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB RUNS LAST WHERE GRID FAILED SWEEP PAGE JSON PROJECT \
   TESTS PYTHON
 override PY := .venv/bin/python
 override READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help exp doctor status logs cancel compare cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
+.PHONY: help exp rerun sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
+  cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +50,13 @@ exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=va
 	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
 	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" --strict="$$STRICT" --resume="$$RESUME" -- "$$NAME"
 
+rerun: $(READY)  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
+	@$(PY) -m slurm.rerun --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" -- "$$RUN"
+
+sweep: $(READY)  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
+	@$(PY) -m slurm.sweep --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" --failed="$$FAILED" \
+	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" -- "$$GRID"
+
 doctor: $(READY)  ## look at every host before a long job [NODES=2] [LAUNCH= CLUSTER=]
 	@$(PY) -m slurm.doctor --nodes="$$NODES" --launch="$$LAUNCH" --cluster="$$CLUSTER"
 
@@ -62,6 +72,22 @@ cancel: $(READY)  ## end a run: RUN=<id>
 compare: $(READY)  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
 	@$(PY) -m slurm.compare --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
 	  --page="$$PAGE" --json="$$JSON"
+
+sync: $(READY)  ## send to W&B what runs without a network left, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
+	@$(PY) -m slurm.upload sync --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
+	  --dry-run="$$DRY_RUN"
+
+dashboard: $(READY)  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
+	@$(PY) -m slurm.dashboard --project="$$PROJECT" --dry-run="$$DRY_RUN"
+
+leet: $(READY)  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
+	@$(PY) -m slurm.upload leet --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP"
+
+prune-runs: $(READY)  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
+	@$(PY) -m slurm.prune --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --dry-run="$$DRY_RUN"
+
+tour: $(READY)  ## every experiment at its smallest, then all of them side by side
+	@$(PY) -m tests.tour
 
 cluster-up: $(READY)  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [DB=1, with accounting]
 	@$(PY) -m slurm.cluster up --name="$$NAME" --nodes="$$NODES" --db="$$DB"

@@ -168,7 +168,9 @@ class Loader:
 
     def samples(self, steps: int) -> int:
         """Samples in so many steps from the start, over all processes."""
-        return steps * self.batch
+        epochs, rest = divmod(steps, self.steps)
+        whole = len(self.data) if self.ragged else self.steps * self.batch
+        return epochs * whole + min(rest * self.batch, whole)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}

@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -280,13 +279,6 @@ def choose_device(place: Place, settings: Launch) -> tuple[torch.device, str]:
     if settings.device == "cuda":
         raise UserError("launch.device=cuda: no GPU is visible; use launch.device=auto or cpu")
     return torch.device("cpu"), "gloo"
-
-
-def visible_gpus() -> int:
-    """The GPUs that a process started here would see. Asks neither torch nor CUDA: a parent that has cannot fork."""
-    there = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return there if mask is None else min(there, sum(bool(name.strip()) for name in mask.split(",")))
 
 
 def roll_call(store: dist.Store, place: Place, timeout: datetime.timedelta) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ def bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, titl
     at = axes()
     means, deviations = zip(*heights.values(), strict=True)
     drawn = at.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")
-    at.bar_label(drawn, fmt="%.3g", padding=3)
+    at.bar_label(drawn, fmt=lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}", padding=3)
     at.set(ylabel=y, title=title)
     at.margins(y=0.12)
     save(at, path)

@@ -62,6 +62,13 @@ def cpu_model() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
+def visible_gpus() -> int:
+    """The GPUs that a process started here would see. Asks neither torch nor CUDA: a parent that has cannot fork."""
+    there = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if mask is None else min(there, sum(bool(name.strip()) for name in mask.split(",")))
+
+
 def dirty() -> bool | None:
     """Whether the checkout has changes that are not committed; None where there is none."""
     status = git("status", "--porcelain")

@@ -227,9 +227,9 @@ class Run:
 
         A step that was `skipped` has harmed nothing: its gradients were too large for fp16.
         """
-        losses, skipped = columns.get("loss", []), columns.get("skipped")
-        wrong = (i for i, loss in enumerate(losses) if not math.isfinite(loss) and not (skipped and skipped[i]))
-        at = next(wrong, None)
+        losses = columns.get("loss", [])
+        skipped = columns.get("skipped", [0.0] * len(losses))
+        at = next((i for i, loss in enumerate(losses) if not math.isfinite(loss) and not skipped[i]), None)
         if at is None or self.diverged or self.training is None:
             return
         epoch = (steps[at] - 1) // self.training.loader.steps

@@ -168,10 +168,11 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
     """
     if given is not None and is_finished(given):
         return given, 0
-    settings.adapt(launch.visible_gpus())
+    settings.adapt(provenance.visible_gpus())
     folder, prepared = go_on(settings, given) if given else set_up(settings, fallback=True)
     if given:
-        print(f"{given.experiment}: {settings.processes} processes, goes on in run folder {given.path}", flush=True)
+        word = "goes on in run folder" if folder.number > 1 else "run folder"
+        print(f"{given.experiment}: {settings.processes} processes, {word} {given.path}", flush=True)
 
     def body(place: Place) -> None:
         notice = listening(settings, folder, place.rank)

@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
 from common.errors import LEFT, Absent
@@ -30,7 +31,7 @@ class Job:
         folder = Folder(Path(self.folder))
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, leave)
-        remove_result(folder.path / "submit")
+        remove_result()
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
         from common import config, launch, start  # takes seconds
@@ -68,7 +69,6 @@ def leave(number: int, frame: object) -> None:
     sys.exit(LEFT)
 
 
-def remove_result(folder: Path) -> None:
+def remove_result() -> None:
     """Submitit keeps a process's result, also a failure; after a requeue that is not this start's."""
-    name = f"{os.environ['SLURM_JOB_ID']}_{os.environ['SLURM_PROCID']}_result.pkl"
-    (folder / name).unlink(missing_ok=True)
+    JobEnvironment().paths.result_pickle.unlink(missing_ok=True)

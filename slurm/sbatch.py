@@ -6,13 +6,15 @@ import contextlib
 import io
 import os
 import re
+import secrets
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from submitit.core import utils
-from submitit.slurm.slurm import SlurmExecutor
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from common import config
 from common.config import ROOT, UserError
@@ -41,9 +43,17 @@ def load_profile(name: str, words: list[str]) -> Profile:
     return profile
 
 
-def parameters(profile: Profile, name: str, nodes: int, per_node: int, folder: Path) -> dict[str, Any]:
-    """Submitit's parameters; empty values are left out, so that the cluster's own defaults hold."""
-    code = shlex.quote(str(folder / "code"))
+def parameters(
+    profile: Profile, name: str, nodes: int, per_node: int, folder: Path, tasks: Path | None = None
+) -> dict[str, Any]:
+    """Submitit's parameters; empty values are left out, so that the cluster's own defaults hold.
+
+    `tasks` is a file with the run folders of an array's tasks, one a line; else all is about `folder`.
+    """
+    here = shlex.quote(str(folder))
+    if tasks:
+        here = '"$RUN"'
+    which = [f'RUN="$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(tasks))})"'] if tasks else []
     asked: dict[str, Any] = {
         "job_name": name,
         "nodes": nodes,
@@ -55,9 +65,9 @@ def parameters(profile: Profile, name: str, nodes: int, per_node: int, folder: P
         "wckey": profile.wckey or None,
         # the job runs the source as it was submitted, and `python -m` must not look into the folder it is called in;
         # srun does not take over sbatch's processors by itself
-        "setup": [f"export PYTHONPATH={code} PYTHONSAFEPATH=1", *profile.setup],
+        "setup": [*which, f"export PYTHONPATH={here}/code PYTHONSAFEPATH=1", *profile.setup],
         # outside the step, where no rank's death reaches it
-        "teardown": [f"{shlex.quote(sys.executable)} -m slurm.after {shlex.quote(str(folder))} $?"],
+        "teardown": [f"{shlex.quote(sys.executable)} -m slurm.after {here} $?"],
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={profile.cpus}", *profile.container],
         "additional_parameters": {"requeue" if profile.requeue else "no-requeue": True},
     }
@@ -89,6 +99,24 @@ class Executor(SlurmExecutor):
         """The exact text for sbatch."""
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
+    def submit_as_array(self, jobs: list[Job]) -> list[Any]:
+        """All jobs as one array. Submitit's own way would leave this class, and so the chosen SLURM, behind."""
+        paths = []
+        for job in jobs:
+            delayed = utils.DelayedSubmission(job)
+            delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+            paths.append(self.room / f"{secrets.token_hex(16)}.pkl")
+            delayed.dump(paths[-1])
+        self.parameters["map_count"] = len(jobs)
+        first = self._submit_command(self._submitit_command_str)
+        tasks = list(range(first.num_tasks))
+        found: list[SlurmJob[Any]] = [
+            SlurmJob(self.room, f"{first.job_id}_{number}", tasks) for number in range(len(jobs))
+        ]
+        for task, path in zip(found, paths, strict=True):
+            task.paths.move_temporary_file(path, "submitted_pickle")
+        return found
+
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text: str = super()._make_submission_file_text(command, uid)
         write_atomic(self.room / "job.sh", text)
@@ -107,20 +135,56 @@ def executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any])
         )
     made = Executor(folder, scheduler)
     with disk_errors(made.room):
-        made.room.mkdir(exist_ok=True)
+        made.room.mkdir(parents=True, exist_ok=True)
     made.update_parameters(**asked)
     return made
 
 
+def array(
+    room: Path, folders: list[Folder], nodes: int, per_node: int, profile: Profile, scheduler: Scheduler, parallel: int
+) -> Executor:
+    """An executor for an array of jobs, one a run folder; `room` is the sweep's folder."""
+    for folder in folders:
+        renew(folder)
+    name = folders[0].experiment
+    made = executor(Folder(room), scheduler, {})
+    tasks = made.room / f"tasks-{secrets.token_hex(4)}.txt"
+    write_atomic(tasks, "".join(f"{folder.path}\n" for folder in folders))
+    asked = parameters(profile, name, nodes, per_node, room, tasks)
+    made.update_parameters(**asked, array_parallelism=parallel)
+    return made
+
+
+def renew(folder: Folder) -> None:
+    """What a job reads: the run's own settings."""
+    with disk_errors(folder.path):
+        (folder.path / "submit").mkdir(exist_ok=True)
+    write_atomic(folder.path / "submit" / "config.yaml", (folder.path / "config.yaml").read_text())
+    (folder.path / "result.json").unlink(missing_ok=True)  # how an earlier start ended
+
+
+def submit_array(made: Executor, folders: list[Folder]) -> list[str]:
+    """Submit an array; returns the job ids of its tasks. Raises UserError with sbatch's own words."""
+    with asking(made):
+        return [str(job.job_id) for job in made.submit_as_array([Job(str(folder.path)) for folder in folders])]
+
+
 def submit(made: Executor) -> str:
     """Submit the run; returns the job id. Raises UserError with sbatch's own words."""
+    with asking(made):
+        return str(made.submit(Job(str(made.run_folder.path))).job_id)
+
+
+@contextlib.contextmanager
+def asking(made: Executor) -> Iterator[None]:
+    """What sbatch complains of becomes a UserError; it sees nothing of an allocation around us."""
     assert made.scheduler is not None
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(scrubbed(before))
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # Submitit repeats sbatch's complaint
-            job = made.submit(Job(str(made.run_folder.path)))
+            yield
     except FileNotFoundError as error:
         raise UserError(f"{error.filename} is not installed here; go to a login node, or use LAUNCH=local") from None
     except utils.FailedJobError as error:
@@ -130,4 +194,3 @@ def submit(made: Executor) -> str:
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return str(job.job_id)

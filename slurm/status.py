@@ -68,13 +68,18 @@ HEAD = f"{'run':<44}  {'state':<9}  {'restarts':>8}  {'step':>7}  {'samples/s':>
 def find(name: str, runs: Path) -> Folder:
     """The run folder of an id or a path. Raises UserError."""
     for path in (Path(name), runs / name):
-        if name and (path / "config.yaml").is_file():
+        if name and os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises where a name is too long)
             return Folder(path.absolute())
     if not name:
         newest = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
         names = ", ".join(path.parent.name for path in newest) or "none"
         raise UserError(f"RUN is missing; write RUN=<id> (newest in {runs}: {names})")
     raise UserError(f"RUN={name!r}: no such run folder in {runs}; make status lists them")
+
+
+def short(folder: Folder) -> str:
+    """What to write for RUN=: the id, or the path of a run that is not in runs/."""
+    return folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path)
 
 
 def tail(path: Path, size: int) -> list[dict[str, Any]]:
@@ -212,7 +217,7 @@ def rank_0_log(folder: Folder) -> Path:
     """What rank 0 said, on the screen of a job or in its log file."""
     job = read_json(folder.path / "meta.json").get("job")
     if job:
-        return folder.path / "submit" / f"{job['id']}_0_log.out"
+        return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
     attempts = folder.attempts()
     if not attempts:
         raise UserError(f"{folder.path.name} has no log yet")

@@ -64,20 +64,27 @@ def checked_switch(name: str, text: str) -> bool:
     return text == "1"
 
 
-def here(name: str, settings: Experiment, words: list[str], resumed: Folder | None) -> None:
-    """Become the experiment's script, for a resumed run the one it was started with; never returns."""
-    root, environ = ROOT, dict(os.environ)
-    if resumed:
-        root = resumed.path / "code"
-        environ |= {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"}
+def own_source(folder: Folder) -> dict[str, str]:
+    """The environment in which a run's own code/ is imported, and nothing beside it."""
+    return dict(os.environ) | {"PYTHONPATH": str(folder.path / "code"), "PYTHONSAFEPATH": "1"}
+
+
+def say_no_slurm(settings: Experiment) -> None:
     if settings.launch.nodes > 1:
         print(f"no SLURM is used: {settings.launch.nodes} nodes are laid out as processes on this machine", flush=True)
+
+
+def here(name: str, settings: Experiment, words: list[str], resumed: Folder | None) -> None:
+    """Become the experiment's script, for a resumed run the one it was started with; never returns."""
+    root = resumed.path / "code" if resumed else ROOT
+    say_no_slurm(settings)
+    environ = own_source(resumed) if resumed else dict(os.environ)
     os.execve(sys.executable, [sys.executable, str(root / "experiments" / f"{name}.py"), *words], environ)
 
 
-def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler) -> Folder:
+def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
     """A run folder with everything the job needs: data, settings, source, description."""
-    found = prepare.prepare(settings.data, fallback=scheduler.local is not None)
+    found = prepare.prepare(settings.data, fallback=scheduler is None or scheduler.local is not None)
     if found.notice:
         print(found.notice, flush=True)
     settings.data.name = found.name  # type: ignore[assignment]
@@ -110,19 +117,55 @@ def give(
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     folder = resumed or prepared_folder(name, settings, scheduler)
-    nodes = settings.launch.nodes
     try:
-        asked = sbatch.parameters(profile, name, nodes, settings.processes // nodes, folder.path)
-        made = sbatch.executor(folder, scheduler, asked)
-        write_atomic(made.room / "config.yaml", config.to_yaml(settings))
-        (folder.path / "result.json").unlink(missing_ok=True)  # how an earlier start failed
-        job = sbatch.submit(made)
+        return folder, queue(folder, settings, config.to_yaml(settings), profile, scheduler)
     except BaseException:
         if not resumed:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
+
+
+def queue(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
+    """Submit a run folder that holds all the job needs; `text` are its settings as YAML. Returns the job id."""
+    nodes = settings.launch.nodes
+    asked = sbatch.parameters(profile, folder.experiment, nodes, settings.processes // nodes, folder.path)
+    made = sbatch.executor(folder, scheduler, asked)
+    write_atomic(made.room / "config.yaml", text)
+    (folder.path / "result.json").unlink(missing_ok=True)  # how an earlier start failed
+    job = sbatch.submit(made)
     provenance.amend(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
-    return folder, job
+    return job
+
+
+def tell(folder: Folder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
+    """Where a job's run is, and how to follow and end it."""
+    nodes, run = settings.launch.nodes, shlex.quote(status.short(folder))
+    print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes} nodes, {settings.processes} processes")
+    print(
+        f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1\n  cancel      make cancel RUN={run}",
+        flush=True,
+    )
+
+
+def settle(settings: Experiment, profile: Profile) -> None:
+    """Where the processes of a host are not set: one for each GPU that the profile asks for."""
+    if getattr(settings, "processes_per_node", None) == 0:
+        settings.processes_per_node = profile.per_node  # type: ignore[attr-defined]
+
+
+def divided(text: str) -> tuple[list[str], list[str]]:
+    """ARGS as words for the experiment and `cluster.key=value` words for the profile."""
+    words = split_arguments(text)
+    for_profile = [word for word in words if re.match(r"cluster\.\w+=", word)]
+    return [word for word in words if word not in for_profile], for_profile
+
+
+def check_patience(settings: Experiment, profile: Profile) -> None:
+    if settings.launch.step_timeout >= profile.signal_seconds:
+        raise UserError(
+            f"launch.step_timeout={settings.launch.step_timeout:g} is no shorter than cluster.signal_seconds="
+            f"{profile.signal_seconds}: a job that hangs would not save in time; lower the first or raise the second"
+        )
 
 
 def show(name: str, settings: Experiment, profile: Profile) -> None:
@@ -143,9 +186,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     resumed = checked_run(given.resume, given.name) if given.resume else None
     name = checked_name(resumed.experiment if resumed else given.name)
-    words = split_arguments(given.args)
-    for_profile = [word for word in words if re.match(r"cluster\.\w+=", word)]
-    words = [word for word in words if word not in for_profile]
+    words, for_profile = divided(given.args)
     if given.nodes:
         words.append(f"launch.nodes={checked_nodes(given.nodes)}")
     if resumed:
@@ -155,11 +196,7 @@ def main(arguments: list[str]) -> int:
     schedules.preflight(settings)
     tracking.asked_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
-    if settings.launch.step_timeout >= profile.signal_seconds:
-        raise UserError(
-            f"launch.step_timeout={settings.launch.step_timeout:g} is no shorter than cluster.signal_seconds="
-            f"{profile.signal_seconds}: a job that hangs would not save in time; lower the first or raise the second"
-        )
+    check_patience(settings, profile)
     if strict and provenance.dirty():
         raise UserError(
             "STRICT=1, but the checkout has changes that are not committed; commit them, or leave STRICT out"
@@ -180,15 +217,9 @@ def main(arguments: list[str]) -> int:
         here(name, settings, words, resumed)
         return 0
     scheduler.check(settings.launch.nodes, profile.partition)
-    if getattr(settings, "processes_per_node", None) == 0:  # not set: one for each GPU that the profile asks for
-        settings.processes_per_node = profile.per_node  # type: ignore[attr-defined]
+    settle(settings, profile)
     folder, job = give(name, settings, profile, scheduler, resumed)
-    print(f"{name}: job {job} on {scheduler.name}, {settings.launch.nodes} nodes, {settings.processes} processes")
-    run = shlex.quote(folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path))
-    print(
-        f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1\n  cancel      make cancel RUN={run}",
-        flush=True,
-    )
+    tell(folder, settings, job, scheduler)
     return status.follow(folder, status.rank_0_log(folder)) if follow else 0
 
 

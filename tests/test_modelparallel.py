@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import config, launch, models, plots, report, schedules, splits
+from common import config, models, plots, provenance, report, schedules, splits
 from common.config import UserError
 from common.folder import Folder
 from common.schedules import Action, Span
@@ -112,10 +112,10 @@ def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev") / name for name in names])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert launch.visible_gpus() == 3
+    assert provenance.visible_gpus() == 3
     for mask, count in (("", 0), ("1", 1), ("0,1", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-        assert launch.visible_gpus() == count
+        assert provenance.visible_gpus() == count
 
 
 def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:

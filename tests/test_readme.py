@@ -19,13 +19,19 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = sorted(
     {shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""}
 )
-ON_RUNS = {"compare"}  # these need runs, and get some of their own
+ON_RUNS = {"compare", "sync", "dashboard", "prune-runs"}  # these need runs, and get some of their own
 BY_CI = {"make lint", "make test", "make test-slurm"}  # .ci/run calls them as they are
 ELSEWHERE = {
     "make requirements": "needs the package index",
     "make bench": "takes minutes",
+    "make leet": "tests/test_upload.py",
+    "make tour": "tests/test_tour.py",
     "make exp 'RESUME=<id>'": "tests/test_resume.py",
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/test_resume.py",
+    "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "takes a minute; tests/test_sweep.py",
+    "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/test_sweep.py",
+    "make rerun 'RUN=<id>'": "tests/test_rerun.py",
+    "make rerun 'RUN=<id>' ARGS=seed=1": "tests/test_rerun.py",
     "make cluster-up NODES=2": "tests/test_cluster.py",
     "make cluster-status": "tests/test_cluster.py",
     "make cluster-down": "tests/test_cluster.py",
@@ -35,6 +41,8 @@ ELSEWHERE = {
 def quick(words: list[str], cache: Path, runs: Path) -> list[str]:
     """A command with settings that make it short, kept out of the checkout."""
     settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
+    if words[1] == "sweep":
+        return words
     if words[0] == "python":
         return [sys.executable, *words[1:], *(settings if words[1].startswith("experiments/") else [])]
     args = next((w.removeprefix("ARGS=") for w in words if w.startswith("ARGS=")), "")
@@ -101,3 +109,5 @@ def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) 
 def test_every_experiment_and_pitfall_is_told() -> None:
     for script in (ROOT / "experiments").glob("*.py"):
         assert f"](experiments/{script.name})" in TEXT
+        tour = TEXT.partition("## A tour\n")[2].partition("\n## ")[0]
+        assert re.search(rf"^\| {script.stem} \|[^|]+\?[^|]* \|[^|]{{20,}}\|$", tour, re.MULTILINE)

@@ -1,0 +1,173 @@
+"""The file of a sweep: one experiment, settings of all points, a grid or a list of what differs between them.
+
+    experiment: mnist_pipeline
+    settings: {epochs: 1}             of every point
+    grid: {optim.lr: [0.01, 0.1]}     every combination
+    points: [{batch: 32}]             single ones beside them
+    repeats: 1                        of each point; the n-th one more has a seed higher by n
+    parallel: 1                       points at once
+    nodes: 1                          hosts of each point
+
+Read as text and checked by the types of the experiment's settings, all points before the first one starts.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common import config, schedules, tracking
+from common.config import UserError
+from configs.shared import Experiment
+from slurm.submit import checked_name
+
+KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+MOST = 10_000  # points
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    values: dict[str, str]
+    repeat: int
+    settings: Experiment
+
+    @property
+    def words(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+    @property
+    def key(self) -> str:
+        """What tells it from the others."""
+        return key_of(self.values, self.repeat)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A sweep as its file says it."""
+
+    name: str
+    experiment: str
+    settings: dict[str, str]
+    points: list[Point]
+    parallel: int
+
+
+def key_of(values: Mapping[str, str], repeat: int) -> str:
+    return json.dumps([sorted(values.items()), repeat])
+
+
+def read(path: str, more: list[str]) -> Grid:
+    """The sweep of a file, with `key=value` words for all of its points on top. Raises UserError."""
+    if not path:
+        found = ", ".join(
+            str(file.relative_to(config.ROOT)) for file in (config.ROOT / "configs/sweeps").glob("*.yaml")
+        )
+        raise UserError(f"GRID is missing; write make sweep GRID=<file> (there are {found})")
+    tree, name = parsed(Path(path)), Path(path).stem
+    if not NAME.fullmatch(name):
+        raise UserError(f"GRID={path}: the sweep is named after its file; use letters, digits and ._- alone")
+    for key in tree:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            raise UserError(f"{path}: unknown key {key}; " + (f"did you mean {near[0]}?" if near else ", ".join(KEYS)))
+    try:
+        experiment = checked_name(scalar(tree.get("experiment", ""), "experiment"))
+        repeats, parallel, nodes = (number(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes"))
+        common = group(tree.get("settings") or {}, "settings") | config.parse(more).values
+        cells = cells_of(tree)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    seeds = [cell.get("seed", common.get("seed")) for cell in cells] if repeats > 1 else []
+    if any("seed" in cell for cell in cells) and seeds:
+        raise UserError(f"{path}: repeats={repeats} chooses seeds, and so do the points; leave one of them out")
+    common |= {"launch.nodes": str(nodes)} if nodes > 1 else {}
+    points = [point(path, name, experiment, common, cell, r) for r in range(repeats) for cell in cells]
+    for key, same in itertools.groupby(sorted(points, key=lambda one: one.key), lambda one: one.key):
+        if len(list(same)) > 1:
+            raise UserError(f"{path}: the point {dict(json.loads(key)[0])} is there more than once")
+    return Grid(name, experiment, common, points, parallel)
+
+
+def parsed(path: Path) -> dict[str, Any]:
+    """The file's tree, all scalars as text."""
+    try:
+        tree = yaml.load(path.read_text(), Loader=config.LOADER)  # noqa: S506 (it builds only str, list, dict)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"GRID={path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except yaml.YAMLError as error:
+        where = str(getattr(error, "problem_mark", "")).strip()
+        raise UserError(f"{path}: not valid YAML {where}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected `key: value` lines with experiment and grid or points")
+    return tree
+
+
+def scalar(value: Any, key: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{key}: expected one value")
+    return value
+
+
+def number(value: Any, key: str) -> int:
+    found = config.read_number(int, scalar(value, key))
+    if found is None or not 1 <= found <= MOST:
+        raise UserError(f"{key}: {value!r} is no number from 1 to {MOST}")
+    return int(found)
+
+
+def group(tree: Any, key: str) -> dict[str, str]:
+    """Nested or dotted settings, each one value; a list is written as on the command line."""
+    if not isinstance(tree, dict):
+        raise UserError(f"{key}: expected `key: value`")
+    flat = config.flatten(tree)
+    return {name: f"[{','.join(value)}]" if isinstance(value, list) else str(value) for name, value in flat.items()}
+
+
+def cells_of(tree: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Every combination of the grid, and the single points after them."""
+    axes, listed = tree.get("grid") or {}, tree.get("points") or []
+    if not isinstance(axes, dict) or not isinstance(listed, list):
+        raise UserError("grid is `key: [values]`, and points a list of `{key: value}`")
+    flat = config.flatten(axes)
+    for key, values in flat.items():
+        if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+            raise UserError(f"grid: {key}: expected a list of values, as in [1, 2]")
+    product = itertools.product(*([(key, value) for value in values] for key, values in flat.items()))
+    cells = [dict(cell) for cell in product] if flat else []
+    cells += [group(one, "points") for one in listed]
+    if not cells or len(cells) > MOST:
+        raise UserError(f"{len(cells)} points; name some in grid or points, at most {MOST}")
+    return cells
+
+
+def point(path: str, name: str, experiment: str, common: dict[str, str], cell: dict[str, str], repeat: int) -> Point:
+    """One point, its settings checked as those of a run are. Raises UserError that says where."""
+    grouped = {"wandb.group": name} | common
+    schema = config.schema_of(experiment)
+    try:
+        settings = config.load(schema, [f"{key}={value}" for key, value in (grouped | cell).items()])
+        if repeat:
+            cell = cell | {"seed": str(settings.seed + repeat)}
+            settings.seed += repeat
+        if getattr(settings, "sweep", False):
+            raise UserError("sweep=true runs a grid of its own; leave it out")
+        if settings.runs != common.get("runs", settings.runs):
+            raise UserError("runs is the same for all points; write it under settings")
+        schedules.preflight(settings)
+        tracking.asked_mode(settings)
+    except UserError as error:
+        where = " ".join(f"{key}={value}" for key, value in cell.items())
+        raise UserError(f"{path}, at {where}: {error}") from None
+    return Point(cell, repeat, settings)

@@ -1,0 +1,246 @@
+"""`make rerun`: repeats a run from its own settings and source in a new run folder, and compares. Imports no torch.
+
+    python -m slurm.rerun [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] -- RUN
+
+Before it starts it says what differs from then: settings, packages, machine, processes, data. After it, whether losses
+and final numbers are equal to the bit, or how far apart. Exit status: 0 equal, 3 different, 2 refused; a repetition
+that does not finish has its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common import config, prepare, provenance
+from common.config import UserError
+from common.folder import Folder, disk_errors, read_json
+from common.prepare import Prepared
+from configs.profile import Profile
+from configs.shared import Experiment
+from slurm import sbatch, status, submit
+from slurm.scheduler import Scheduler, choose
+
+DIFFERENT = 3  # exit status
+PLACES = ("runs", "data.root", "data.cache")  # where things lie changes no number
+Lines = Iterator[tuple[str, Any, Any]]
+
+
+def checked(run: str) -> Folder:
+    """The folder of a run that is over and can be repeated. Raises UserError."""
+    folder = status.find(run, Path("runs"))
+    state, _ = status.state_of(folder)
+    if state in ("RUNNING", "PENDING"):
+        raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
+    if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
+        raise UserError(f"{folder.path} has no source in code/ any more, and cannot be repeated; start a new run")
+    return folder
+
+
+def resolved(old: Folder, words: list[str]) -> str:
+    """The settings as YAML, read and checked by the run's own source: keys may have come and gone since."""
+    arguments = ["--config", str(old.path / "config.yaml"), *words, "--print-config"]
+    command = [sys.executable, "-m", "slurm.submit", f"--args={shlex.join(arguments)}", "--", old.experiment]
+    done = subprocess.run(command, env=submit.own_source(old), capture_output=True, text=True, check=False)
+    if done.returncode:
+        problem = done.stderr.strip().splitlines() or ["its own source cannot be imported"]
+        raise UserError(problem[-1].removeprefix("error: "))
+    return done.stdout
+
+
+def flat(text: str) -> dict[str, Any]:
+    return config.flatten(yaml.load(text, Loader=config.LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
+
+
+def as_known(name: str, text: str) -> Experiment:
+    """The settings as far as today's source knows their keys."""
+    schema = config.schema_of(name)
+    known = config.keys(schema)
+    return config.resolve(schema, [{key: value for key, value in flat(text).items() if key in known}])
+
+
+def create(old: Folder, text: str, settings: Experiment, found: Prepared) -> Folder:
+    """A new run folder with the old run's source."""
+    new = Folder.create(Path(settings.runs), old.experiment, text)
+    try:
+        with disk_errors(new.path):
+            leave = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
+        provenance.describe(new, ["make", "rerun", f"RUN={old.path.name}"], found.facts())
+        provenance.amend(new, git=read_json(old.path / "meta.json").get("git"), repeats=old.path.name)
+    except BaseException:
+        shutil.rmtree(new.path, ignore_errors=True)
+        raise
+    return new
+
+
+# ---- before it starts
+
+
+def differences(old: Folder, text: str, settings: Experiment, found: Prepared, scheduler: Scheduler | None) -> Lines:
+    """What is not as it was: its name, then, now."""
+    then, now = flat((old.path / "config.yaml").read_text()), flat(text)
+    for key in now | then:
+        if key not in PLACES and then.get(key) != now.get(key):
+            yield key, then.get(key), now.get(key)
+    meta = read_json(old.path / "meta.json")
+    for package in provenance.PACKAGES:
+        yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.version(package)
+    yield "python", meta.get("python"), platform.python_version()
+    world, machine = meta.get("world") or {}, meta.get("machine") or {}
+    yield "processes", world.get("processes"), settings.processes
+    if scheduler is None and world.get("launched_by") == "local":  # else nobody knows the hosts before
+        yield "cpu", machine.get("cpu"), provenance.cpu_model()
+        if settings.launch.threads == 0:
+            yield "cores", machine.get("cores"), len(os.sched_getaffinity(0))
+        there = provenance.visible_gpus() > 0 and settings.launch.device != "cpu"
+        yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if there else "cpu"
+    for part, known in ((meta.get("data") or {}).get("sha256") or {}).items():
+        file = found.path / f"{part}.npy"
+        yield f"data {part} of {found.name} (sha256 of {file})", known[:16], prepare.file_hash(file)[:16]
+
+
+def say(lines: Lines, then: str, now: str) -> int:
+    """Print those that differ; returns how many."""
+    count = 0
+    for name, before, after in lines:
+        if before is not None and before != after:
+            print(f"differs     {name}: {then} {before}, {now} {after}", flush=True)
+            count += 1
+    return count
+
+
+# ---- running
+
+
+def run_here(new: Folder, settings: Experiment) -> int:
+    """Run on this machine to the end; returns the exit status."""
+    submit.say_no_slurm(settings)
+    script = new.path / "code" / "experiments" / f"{new.experiment}.py"
+    with subprocess.Popen([sys.executable, str(script), "--resume", str(new.path)], env=submit.own_source(new)) as run:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it hears Ctrl-C itself, and saves
+        signal.signal(signal.SIGTERM, lambda number, frame: run.send_signal(number))
+        return run.wait()
+
+
+def run_there(new: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
+    """Run on a cluster, followed to the end; returns the exit status."""
+    try:
+        job = submit.queue(new, settings, text, profile, scheduler)
+    except BaseException:
+        shutil.rmtree(new.path, ignore_errors=True)
+        raise
+    submit.tell(new, settings, job, scheduler)
+    return status.follow(new, status.rank_0_log(new))
+
+
+# ---- after it
+
+
+def losses(folder: Folder) -> dict[int, float | None]:
+    """Of each step; None for one that is no number."""
+    return {row["global_step"]: row["loss"] for row in folder.rows() if "loss" in row}
+
+
+def apart(a: float | None, b: float | None) -> float:
+    """How far two numbers are apart; infinitely if only one of them is a number."""
+    return abs(a - b) if a is not None and b is not None else 0.0 if a is b else math.inf
+
+
+def outcome(folder: Folder) -> dict[str, Any]:
+    """The final numbers that depend on the training alone, not on its speed."""
+    return {key: value for key, value in folder.result.items() if key.startswith("test_")}
+
+
+def compare(old: Folder, new: Folder) -> bool:
+    """Say whether two runs are equal to the bit, and how far apart if not."""
+    then, now = losses(old), losses(new)
+    both = [step for step in then if step in now]
+    gaps = {step: apart(then[step], now[step]) for step in both}
+    wrong = [step for step in both if gaps[step]]
+    finished = old.result.get("state") == "finished"
+    missing = len(then) - len(both) + (len(now) - len(both) if finished else 0)
+    if wrong:
+        far = max(wrong, key=lambda step: gaps[step])
+        count = f"{len(wrong)} of {len(both)} steps"
+        print(f"losses      differ in {count}, first in step {wrong[0]}, by at most {gaps[far]:.3g} (step {far})")
+    elif both:
+        print(f"losses      equal to the bit in {len(both)} steps")
+    if missing or not both:
+        print(f"losses      {len(then)} steps then, {len(now)} now")
+    if not finished:
+        print(f"result      the run that was repeated did not finish ({old.result.get('state', 'no result')})")
+        return bool(both) and not wrong and not missing
+    a, b = outcome(old), outcome(new)
+    odd = [key for key in a | b if a.get(key) != b.get(key)]
+    for key in odd:
+        gap = f", {apart(a[key], b[key]):.3g} apart" if key in a and key in b else ""
+        print(f"result      {key}: then {a.get(key)}, now {b.get(key)}{gap}")
+    if not odd:
+        print(f"result      equal to the bit: {', '.join(a)}")
+    return bool(both) and not wrong and not missing and not odd
+
+
+def worlds(old: Folder, new: Folder) -> Lines:
+    """What can only be known when the processes have met."""
+    then, now = (read_json(folder.path / "meta.json").get("world") or {} for folder in (old, new))
+    for key in ("launched_by", "nodes", "device", "backend", "threads"):
+        yield key, then.get(key), now.get(key)
+
+
+def profile_of(old: Folder, cluster: str, words: list[str]) -> Profile:
+    """The cluster's profile: the one that is named, else the run's own, else the default."""
+    job: Mapping[str, Any] = read_json(old.path / "meta.json").get("job") or {}
+    known = {key: value for key, value in (job.get("profile") or {}).items() if key in vars(Profile())}
+    if cluster or not known or words:
+        return sbatch.load_profile(cluster or "default", words)
+    return Profile(**known)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make rerun")
+    parser.add_argument("run", nargs="?", default="")
+    for option in ("args", "launch", "cluster"):
+        parser.add_argument(f"--{option}", default="")
+    given = parser.parse_args(arguments)
+    old = checked(given.run)
+    words, for_profile = submit.divided(given.args)
+    profile = profile_of(old, given.cluster, for_profile)
+    scheduler = choose(given.launch or "auto")
+    text = resolved(old, [f"runs={old.path.parent}", *words])
+    settings = as_known(old.experiment, text)
+    if scheduler is not None:  # the job starts in another folder
+        paths = {"runs": settings.runs, "data.root": settings.data.root, "data.cache": settings.data.cache}
+        text = resolved(old, words + [f"{key}={Path(path).absolute()}" for key, path in paths.items()])
+        settings = as_known(old.experiment, text)
+        submit.check_patience(settings, profile)
+        scheduler.check(settings.launch.nodes, profile.partition)
+    found = prepare.prepare(settings.data, fallback=False)
+    print(f"repeats     {old.path}", flush=True)
+    if not say(differences(old, text, settings, found, scheduler), "then", "now"):
+        print("differs     nothing that is known before it starts", flush=True)
+    found.verify()
+    new = create(old, text, settings, found)
+    code = run_there(new, settings, text, profile, scheduler) if scheduler else run_here(new, settings)
+    if new.result.get("state") != "finished":
+        print(f"the repetition did not finish; see {new.path}", file=sys.stderr)
+        return code or 1
+    say(worlds(old, new), "then", "now")
+    return 0 if compare(old, new) else DIFFERENT
+
+
+if __name__ == "__main__":
+    with config.user_errors():
+        sys.exit(main(sys.argv[1:]))

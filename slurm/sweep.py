@@ -1,0 +1,291 @@
+"""`make sweep`: every point of a grid as a run of its own, as an array of jobs on SLURM or one after the other here.
+
+    python -m slurm.sweep [--args=] [--launch=] [--cluster=] [--failed=1] [--follow=1] [--dry-run=1] -- FILE
+
+What is there already is in runs/sweeps/<file's name>/sweep.json: called again, only what is missing is submitted. A
+point that was cancelled or lost goes on where it was saved; a failed one is left alone, and with FAILED=1 begins anew
+with the source as it is now. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import itertools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import config, provenance
+from common.config import UserError
+from common.folder import Folder, disk_errors, read_json, write_json
+from configs.profile import Profile
+from slurm import grid, sbatch, status, submit
+from slurm.grid import Grid, Point
+from slurm.scheduler import Scheduler, choose
+
+GO_ON = ("CANCELLED", "PREEMPTED", "LOST")  # these go on where they were saved
+PAUSE = 2.0  # seconds between two looks at all points
+
+
+class Sweep:
+    """A sweep's folder: which run belongs to which point."""
+
+    def __init__(self, path: Path, plan: Grid) -> None:
+        self.path, self.plan, self.runs = path, plan, path.parent.parent
+        known = read_json(path / "sweep.json")
+        for what, now in (("experiment", plan.experiment), ("settings", plan.settings)):
+            if known.get(what, now) != now:
+                raise UserError(
+                    f"{path} was begun with other {what} ({known[what]}); give the file another name, or remove {path}"
+                )
+        cells = [cell for cell in known.get("cells", []) if isinstance(cell, dict)]
+        self.cells = {grid.key_of(cell["values"], cell["repeat"]): cell for cell in cells}
+
+    def folder(self, point: Point) -> Folder | None:
+        """The run folder of a point; None where it has none, or one that was never started."""
+        run = self.cells.get(point.key, {}).get("run")
+        folder = Folder(self.runs / run) if run else None
+        if folder is None or not (folder.path / "config.yaml").is_file():
+            return None
+        begun = read_json(folder.path / "meta.json").get("job") or folder.attempts() or folder.result
+        return folder if begun else None
+
+    def state(self, point: Point) -> str:
+        folder = self.folder(point)
+        return "MISSING" if folder is None else status.state_of(folder)[0]
+
+    def put(self, point: Point, folder: Folder, state: str) -> None:
+        """Note a point's run; one that it replaces is remembered."""
+        known = self.cells.get(point.key, {})
+        earlier = known.get("earlier", [])
+        if known.get("run") not in (None, folder.path.name):
+            earlier = [*earlier, known["run"]]
+        cell = {"values": point.values, "repeat": point.repeat, "run": folder.path.name, "state": state.lower()}
+        self.cells[point.key] = cell | ({"earlier": earlier} if earlier else {})
+
+    def forget(self, point: Point) -> None:
+        """A run that could not be submitted."""
+        cell = self.cells.pop(point.key)
+        if cell.get("earlier"):
+            self.cells[point.key] = cell | {"run": cell["earlier"][-1], "earlier": cell["earlier"][:-1]}
+
+    def save(self) -> None:
+        order = {point.key: number for number, point in enumerate(self.plan.points)}
+        cells = [self.cells[key] for key in sorted(self.cells, key=lambda key: order.get(key, len(order)))]
+        facts = {"experiment": self.plan.experiment, "group": self.plan.name, "settings": self.plan.settings}
+        write_json(self.path / "sweep.json", facts | {"cells": cells})
+
+    def states(self) -> dict[str, str]:
+        """Of every point, noted."""
+        found = {point.key: self.state(point) for point in self.plan.points}
+        for point in self.plan.points:
+            if point.key in self.cells:
+                self.cells[point.key]["state"] = found[point.key].lower()
+        self.save()
+        return found
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One `make sweep` at a time for a sweep. Raises UserError where there is another."""
+    with disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another make sweep is busy with {path}; wait for it, or end it") from None
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def to_run(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tuple[Point, Folder | None]]:
+    """The points to start now, each with the folder in which it goes on."""
+    found: list[tuple[Point, Folder | None]] = []
+    for point in sweep.plan.points:
+        state = states[point.key]
+        if state == "FAILED" if failed else state == "MISSING":
+            found.append((point, None))
+        elif state in GO_ON and not failed:
+            found.append((point, sweep.folder(point)))
+    return found
+
+
+# ---- on a cluster
+
+
+def shape(point: Point) -> tuple[int, int]:
+    """Hosts, and processes on each: the same for all tasks of an array."""
+    return point.settings.launch.nodes, point.settings.processes // point.settings.launch.nodes
+
+
+def send(sweep: Sweep, chosen: list[tuple[Point, Folder | None]], profile: Profile, scheduler: Scheduler) -> None:
+    """Submit points as arrays of jobs, one for each number of hosts and processes."""
+    for point, _ in chosen:
+        submit.settle(point.settings, profile)
+        submit.check_patience(point.settings, profile)
+    for nodes in {shape(point)[0] for point, _ in chosen}:
+        scheduler.check(nodes, profile.partition)
+    for (nodes, per_node), same in itertools.groupby(
+        sorted(chosen, key=lambda one: shape(one[0])), lambda one: shape(one[0])
+    ):
+        send_array(sweep, list(same), nodes, per_node, profile, scheduler)
+
+
+def send_array(
+    sweep: Sweep,
+    chosen: list[tuple[Point, Folder | None]],
+    nodes: int,
+    per_node: int,
+    profile: Profile,
+    scheduler: Scheduler,
+) -> None:
+    folders: list[Folder] = []
+    try:
+        for point, given in chosen:
+            folders.append(given or submit.prepared_folder(sweep.plan.experiment, point.settings, scheduler))
+            sweep.put(point, folders[-1], "pending")
+        sweep.save()
+        made = sbatch.array(sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel)
+        jobs = sbatch.submit_array(made, folders)
+    except BaseException:
+        for (point, given), folder in zip(chosen, folders, strict=False):
+            if given is None:
+                shutil.rmtree(folder.path, ignore_errors=True)
+                sweep.forget(point)
+        sweep.save()
+        raise
+    for folder, job in zip(folders, jobs, strict=True):
+        facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(made.room)}
+        provenance.amend(folder, job=facts)
+    most = min(sweep.plan.parallel, len(folders))
+    print(f"  job {jobs[0].partition('_')[0]} on {scheduler.name}: an array of {len(folders)}, at most {most} at once, "
+          f"{nodes} nodes and {nodes * per_node} processes each", flush=True)  # fmt: skip
+
+
+def follow(sweep: Sweep) -> int:
+    """Tell what becomes of the points until all are over; returns the exit status."""
+    told: dict[str, str] = {}
+    try:
+        while True:
+            states = sweep.states()
+            for point in sweep.plan.points:
+                if told.get(point.key) != states[point.key]:
+                    print(f"  {states[point.key]:<9}  {point.words}", flush=True)
+            told = states
+            if all(state in (*status.OVER, "MISSING") for state in states.values()):
+                return 0 if all(state == "FINISHED" for state in states.values()) else 1
+            time.sleep(PAUSE)
+    except KeyboardInterrupt:
+        print(f"\nno longer following; the jobs go on, see make compare SWEEP={sweep.plan.name}")
+        return 128 + signal.SIGINT
+
+
+# ---- here
+
+
+def start_here(point: Point, folder: Folder) -> subprocess.Popen[bytes]:
+    """Start a point on this machine; what it says goes into its folder."""
+    script = folder.path / "code" / "experiments" / f"{folder.experiment}.py"
+    with disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
+        command = [sys.executable, str(script), "--resume", str(folder.path)]
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=submit.own_source(folder)
+        )
+
+
+def work_off(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
+    """Run points on this machine, some at once; returns the exit status. Ctrl-C lets those that run save and leave."""
+    busy: dict[Any, Any] = {}
+    waiting, stopped, bad = list(chosen), 0, 0
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal stopped
+        stopped = number
+        for run in busy:
+            if number == signal.SIGTERM:  # Ctrl-C reaches them, too
+                run.send_signal(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while busy or (waiting and not stopped):
+            while waiting and len(busy) < sweep.plan.parallel and not stopped:
+                point, given = waiting.pop(0)
+                folder = given or submit.prepared_folder(sweep.plan.experiment, point.settings, None)
+                run = start_here(point, folder)
+                busy[run] = point
+                sweep.put(point, folder, "running")
+                sweep.save()
+            for run in [run for run in busy if run.poll() is not None]:
+                point = busy.pop(run)
+                state = sweep.state(point)
+                sweep.cells[point.key]["state"] = state.lower()
+                sweep.save()
+                bad += run.returncode != 0
+                print(f"  {state:<9}  {point.words}  {sweep.cells[point.key]['run']}", flush=True)
+            time.sleep(0.1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 + stopped if stopped else int(bool(bad))
+
+
+# ---- the command
+
+
+def show(sweep: Sweep, states: dict[str, str]) -> None:
+    for point in sweep.plan.points:
+        run = sweep.cells.get(point.key, {}).get("run", "")
+        print(f"  {states[point.key]:<9}  {point.words}  {run}".rstrip())
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make sweep")
+    parser.add_argument("grid", nargs="?", default="")
+    for option in ("args", "launch", "cluster", "failed", "follow", "dry-run"):
+        parser.add_argument(f"--{option}", default="")
+    given = parser.parse_args(arguments)
+    failed, wants, dry = (submit.checked_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
+    words, for_profile = submit.divided(given.args)
+    plan = grid.read(given.grid, words)
+    profile = sbatch.load_profile(given.cluster or "default", for_profile)
+    scheduler = choose(given.launch or "auto")
+    path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
+    if dry:
+        sweep = Sweep(path, plan)
+        show(sweep, {point.key: sweep.state(point) for point in plan.points})
+        return 0
+    with alone(path):
+        sweep = Sweep(path, plan)
+        states = sweep.states()
+        chosen = to_run(sweep, states, failed)
+        counts = ", ".join(f"{count} {state.lower()}" for state, count in Counter(states.values()).items())
+        print(f"sweep {plan.name}: {len(plan.points)} points of {plan.experiment} ({counts}); {len(chosen)} to run now")
+        print(f"  folder   {path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
+        if "FAILED" in states.values() and not failed:
+            print("  failed ones begin anew with FAILED=1", flush=True)
+        if chosen and scheduler is None:
+            return work_off(sweep, chosen)
+        if chosen:
+            assert scheduler is not None
+            send(sweep, chosen, profile, scheduler)
+        if wants:
+            return follow(sweep)
+        return 0
+
+
+if __name__ == "__main__":
+    with config.user_errors():
+        sys.exit(main(sys.argv[1:]))
