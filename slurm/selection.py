@@ -99,10 +99,8 @@ def cells(sweep: str, root: Path) -> list[Folder]:
         file = path / "sweep.json"
         if os.path.isfile(file):  # noqa: PTH113 (is_file raises where a name is too long)
             ids = [str(cell.get("run") or "") for cell in read_json(file).get("cells", []) if isinstance(cell, dict)]
-            ids = sorted(dict.fromkeys(ids), key=ids.index)
-            found = [
-                Folder((root / name).absolute()) for name in ids if name and (root / name / "config.yaml").is_file()
-            ]
+            places = [path.absolute().parent.parent / name for name in dict.fromkeys(ids) if name]  # in its order
+            found = [Folder(place) for place in places if (place / "config.yaml").is_file()]
             if not found:
                 raise UserError(f"SWEEP={sweep!r}: none of its runs has begun, or their folders are gone")
             return found

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,38 +23,52 @@ from tests.helpers import ROOT, Done, command, environment, run
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 
 
+class Once(dict[str, Any]):
+    """What is made of an experiment when a test first asks for it, so that its time is that test's."""
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self.make(name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Done]]:
     """Each experiment, run twice with the same settings."""
-    pairs = {}
-    for entry in EXPERIMENTS:
-        common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
-        pairs[entry.name] = tuple(
-            run(entry.name, *common, *entry.smallest, runs=tmp_path_factory.mktemp(entry.name) / "my runs")
-            for _ in range(2)
-        )
-    return pairs  # type: ignore[return-value]
+    smallest = {entry.name: entry.smallest for entry in EXPERIMENTS}
+    common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
+
+    def make(name: str) -> tuple[Done, ...]:
+        folders = [tmp_path_factory.mktemp(name) / "my runs" for _ in range(2)]
+        return tuple(run(name, *common, *smallest[name], runs=folder) for folder in folders)
+
+    return Once(make)
 
 
 @pytest.fixture(scope="module")
-def repeated(finished: dict[str, tuple[Done, Done]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """Each first run again, from its configuration, now with a profile."""
-    return {
-        name: run(
-            name, "--config", str(first.folder.path / "config.yaml"), "profile=2", runs=tmp_path_factory.mktemp(name)
-        )
-        for name, (first, _) in finished.items()
-    }
+def again(finished: dict[str, tuple[Done, Done]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Once]:
+    """Each first run from its configuration, with a few words more."""
+
+    def repeat(name: str, *words: str) -> Done:
+        file = str(finished[name][0].folder.path / "config.yaml")
+        return run(name, "--config", file, *words, runs=tmp_path_factory.mktemp(name))
+
+    return lambda *words: Once(lambda name: repeat(name, *words))
 
 
 @pytest.fixture(scope="module")
-def other(finished: dict[str, tuple[Done, Done]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+def repeated(again: Callable[..., Once]) -> dict[str, Done]:
+    """Each first run again, now with a profile."""
+    return again("profile=2")
+
+
+@pytest.fixture(scope="module")
+def other(again: Callable[..., Once]) -> dict[str, Done]:
     """Each first run again, with another seed and a quiet screen."""
-    words = ("seed=1", "log.level=error")
-    return {
-        name: run(name, "--config", str(first.folder.path / "config.yaml"), *words, runs=tmp_path_factory.mktemp(name))
-        for name, (first, _) in finished.items()
-    }
+    return again("seed=1", "log.level=error")
 
 
 def test_the_list_is_complete() -> None:
@@ -116,9 +132,9 @@ def test_the_screen_tells_the_essentials(entry: Entry, finished: dict[str, tuple
     for words in ("data digits", "test accuracy", "samples/s", str(done.folder.path), "--config"):
         assert words in done.out
     assert not done.err
-    shown, again = (shlex.split(line)[1:] for line in done.out.splitlines() if line.split()[0] in ("show", "repeat"))
+    shown, repeated = (shlex.split(line)[1:] for line in done.out.splitlines() if line.split()[0] in ("show", "repeat"))
     assert shown == ["cat", str(done.folder.path / "result.json")]
-    assert again[-1] == str(done.folder.path / "config.yaml")
+    assert repeated[-1] == str(done.folder.path / "config.yaml")
 
 
 @every
