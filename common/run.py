@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import shlex
@@ -19,10 +18,11 @@ from torch import Tensor
 from common import config, profile
 from common.checkpoint import Checkpoints
 from common.config import UserError
-from common.folder import Folder, disk_errors, read_json, write_json
+from common.folder import Folder, read_json, write_json
 from common.launch import World
 from common.preemption import Left, Notice, SafePoints
 from common.prepare import Prepared
+from common.rows import Rows, finite
 from common.screen import Screen
 from common.training import Training
 from configs.shared import Experiment
@@ -30,11 +30,6 @@ from configs.shared import Experiment
 WARM_UP = 10  # steps left out of the throughput, of a short run a third
 HEARTBEAT = 5.0  # seconds
 METRICS_TAG = 1 << 20  # above every tag of the pipeline
-
-
-def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with null for what JSON cannot hold: a loss that is no number or infinite."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 class Run:
@@ -66,7 +61,7 @@ class Run:
         self.training: Training | None = None
         self.diverged = ""
         self.best: float | None = None  # what `checkpoint.best` names, in the best evaluation so far
-        self.written = 0  # rows of metrics
+        self.metrics = Rows(folder.metrics_file, lambda text: self.say(text, logging.WARNING))
         if world.is_main:
             write_json(folder.attempt / "world.json", self._world())
 
@@ -144,12 +139,15 @@ class Run:
 
     def _save(self, step: int, *, best: bool = False) -> bool:
         assert self.training is not None, "resume comes before the first step"
+        if self.world.broadcast(bool(self.metrics.waiting)):  # the next start would miss these rows
+            self.say(f"WARNING: no checkpoint of step {step}: the disk does not even take its metrics", logging.WARNING)
+            return False
         state = self.training.state()
         finite = all(bool(value.isfinite().all()) for value in state.model.values())
         if not self.world.broadcast(all(self.world.gather(finite))):
             raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
         wandb = read_json(self.folder.path / "wandb" / "id.json").get("id")
-        state.common |= {"rows": self.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
+        state.common |= {"rows": self.metrics.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
         state.common["best"] = self.best
         return self.checkpoints.save(step, state, best=best)
 
@@ -216,7 +214,7 @@ class Run:
             return
         columns = table.tolist()
         self._look_for_divergence([row[0] for row in rows], dict(zip(names, columns, strict=False)))
-        self._write(
+        self.metrics.add(
             {"global_step": s, "samples": self._samples(s), "time": round(t - self.began, 6)}
             | {name: columns[i][at] for i, name in enumerate(names)}
             for at, (s, t, _) in enumerate(rows)
@@ -269,15 +267,9 @@ class Run:
         self.flush()
         if self.world.is_main:
             now = time.perf_counter() - self.began
-            self._write([{"global_step": step, "samples": self._samples(step), "time": round(now, 6)} | values])
+            self.metrics.add([{"global_step": step, "samples": self._samples(step), "time": round(now, 6)} | values])
         self._save_best(step, values)
         self.safe_point(step, now=True)
-
-    def _write(self, rows: Any) -> None:
-        lines = [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
-        with disk_errors(self.folder.metrics_file), open(self.folder.metrics_file, "a") as file:
-            file.write("".join(lines))
-        self.written += len(lines)
 
     def step_seconds(self) -> float:
         """The mean training step, evaluation and the first steps left out; 0 before there is one."""
@@ -296,6 +288,7 @@ class Run:
         """Write the final numbers; rank 0 calls it. A start that was cut off and overtaken by a newer one does not."""
         if self.folder.superseded:
             return
+        self.metrics.flush()
         result = {"state": "finished", "exit_status": 0} | finite(result)
         write_json(self.folder.path / "result.json", result)
 
@@ -315,7 +308,8 @@ class Run:
         self.checkpoints.close()
         for handler in self.logger.handlers[:]:
             self.logger.removeHandler(handler)
-            handler.close()
+            with contextlib.suppress(OSError):  # a full disk does not take the last words
+                handler.close()
         if self.profiler is not None:
             self.profiler.stop()
         self.screen.close()

@@ -148,7 +148,8 @@ class Checkpoint:
     retries: int = between(0, 10, 1)
     """How often writing is tried again after an error of the disk, before training goes on without."""
     grace: float = between(1, 3600, 60)
-    """Seconds after a notice to stop until a process that has not saved and left ends itself."""
+    """Seconds after a notice to stop until a process that has not saved and left ends itself. Longer than an evaluation
+    takes, which is finished first."""
     max_restarts: int = at_least(0, 3)
     """On a cluster, starts in a row that may fail without a new checkpoint before the job is given up."""
 
