@@ -23,13 +23,23 @@ def choose(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -
     `sample` is a microbatch, to measure with. A measured cut goes into config.yaml.
     """
     try:
-        if settings.split or settings.stages == 1:
-            return splits.cut(model, settings.split)
-        if settings.balance == "parameters":
-            return splits.cut(model, splits.balance(splits.parameter_costs(model), settings.stages))
-        return splits.cut(model, settled(run, "split", lambda: measured_cut(settings, model, sample, run.world)))
+        parts = splits.cut(model, where(settings, model, sample, run))
     except ValueError as error:
         raise UserError(str(error)) from None
+    empty = [part for part in parts if not any(True for _ in part.parameters())]
+    if settings.engine == "torch" and empty:
+        name = next(name for name, _ in empty[0].named_children())
+        raise UserError(f"split: the stage from {name} on has no parameters, which engine=torch needs; set split")
+    return parts
+
+
+def where(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -> list[str]:
+    """The layers that begin a new stage."""
+    if settings.split or settings.stages == 1:
+        return settings.split
+    if settings.balance == "parameters":
+        return splits.balance(splits.parameter_costs(model), settings.stages)
+    return settled(run, "split", lambda: measured_cut(settings, model, sample, run.world))
 
 
 def measured_cut(settings: Settings, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
