@@ -10,6 +10,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class Run:
         self.checkpoints = Checkpoints(folder, world, settings.checkpoint, self.say)
         self.training: Training | None = None
         self.diverged = ""
+        self.before_backward: Callable[[], float | None] = lambda: None  # seconds of a step, where they are measured
         self.best: float | None = None  # what `checkpoint.best` names, in the best evaluation so far
         self.written = 0  # rows of metrics
         if world.is_main:
@@ -100,6 +102,12 @@ class Run:
         self.logger.log(level, text)
         if level >= logging.getLevelName(self.settings.log.level.upper()):
             self.screen.line(text)
+
+    def note(self, error: BaseException | str) -> None:
+        """Write into this rank's log when and why it failed."""
+        plain = isinstance(error, str | UserError)
+        words = str(error) if plain else f"{type(error).__name__}: {error}"
+        self.logger.error("after step %d: %s", self.last, words, exc_info=None if plain else error)  # type: ignore[arg-type]
 
     # ---- going on where an earlier start of this run ended
 
@@ -185,7 +193,7 @@ class Run:
         if now - self.beat > HEARTBEAT:
             self.beat = now
             with contextlib.suppress(UserError):  # a full disk is told of by what matters more
-                self.folder.heartbeat(self.world.rank, step, time.time())
+                self.folder.heartbeat(self.world.rank, step, time.time(), self.before_backward())
         if self.profiler is not None:
             self.profiler.step()
 
