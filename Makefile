@@ -31,7 +31,8 @@ override PY := .venv/bin/python
 override READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help exp rerun sweep doctor status logs cancel compare cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
+.PHONY: help exp rerun sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
+  cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -72,6 +73,22 @@ cancel: $(READY)  ## end a run: RUN=<id>
 compare: $(READY)  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
 	@$(PY) -m slurm.compare --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
 	  --page="$$PAGE" --json="$$JSON"
+
+sync: $(READY)  ## send to W&B what runs without a network left, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
+	@$(PY) -m slurm.upload sync --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
+	  --dry-run="$$DRY_RUN"
+
+dashboard: $(READY)  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
+	@$(PY) -m slurm.dashboard --project="$$PROJECT" --dry-run="$$DRY_RUN"
+
+leet: $(READY)  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
+	@$(PY) -m slurm.upload leet --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP"
+
+prune-runs: $(READY)  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
+	@$(PY) -m slurm.prune --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --dry-run="$$DRY_RUN"
+
+tour: $(READY)  ## every experiment at its smallest, then all of them side by side
+	@$(PY) -m tests.tour
 
 cluster-up: $(READY)  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [DB=1, with accounting]
 	@$(PY) -m slurm.cluster up --name="$$NAME" --nodes="$$NODES" --db="$$DB"

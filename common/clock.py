@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.schedules import Action, Span
+from common.splits import begins_in_place
 
 Stamp = float | torch.cuda.Event
 HISTORY = 100  # steps whose time stamps are kept
@@ -66,8 +67,10 @@ class Watch:
         """The stage's output for a microbatch, with stamps before and behind, and again in the backward."""
         if not torch.is_grad_enabled():
             return self.stages[stage](x)
-        if stage and x.requires_grad:  # before the stage can write into it
-            x.register_hook(lambda _: self._mark("B", stage, microbatch))
+        if stage and x.requires_grad:
+            x = x.clone() if begins_in_place(self.stages[stage]) else x.view_as(x)
+            assert x.grad_fn is not None
+            x.grad_fn.register_hook(lambda *_: self._mark("B", stage, microbatch))  # a node of the stage's own
         self.on_first = microbatch
         self._mark("F", stage, microbatch)
         out: Tensor = self.stages[stage](x)

@@ -27,6 +27,7 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
     "generated": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
+    "vectors": (0.5, 0.29),
 }
 IMAGE = (28, 28)  # of mnist and digits
 # inputs and targets of several batches, their number, and the samples that this process has of each
@@ -154,8 +155,9 @@ class Loader:
     def of(cls, data: Images, cfg: Experiment, device: torch.device, **more: Any) -> Loader:
         """As the settings say. Raises UserError where they do not fit the data."""
         said: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("block", "workers", "augment")}
+        said |= {"batch": cfg.batch, "seed": cfg.seed, "device": device, "dtype": getattr(torch, cfg.dtype)}
         try:
-            return cls(data, cfg.batch, cfg.seed, device, getattr(torch, cfg.dtype), **(said | more))
+            return cls(data, **(said | more))
         except ValueError as error:
             raise UserError(str(error)) from None
 
@@ -166,7 +168,9 @@ class Loader:
 
     def samples(self, steps: int) -> int:
         """Samples in so many steps from the start, over all processes."""
-        return steps * self.batch
+        epochs, rest = divmod(steps, self.steps)
+        whole = len(self.data) if self.ragged else self.steps * self.batch
+        return epochs * whole + min(rest * self.batch, whole)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}

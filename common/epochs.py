@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.data import Loader
+from common.data import Loader, Windows
 from common.launch import World
 from common.run import Run
 from configs.shared import Experiment
 
 
-def total_steps(cfg: Experiment, loader: Loader) -> int:
+def total_steps(cfg: Experiment, loader: Loader | Windows) -> int:
     """The optimizer steps of the whole run."""
     return min(cfg.steps or cfg.epochs * loader.steps, cfg.epochs * loader.steps)
 
 
 def train(
-    run: Run, loader: Loader, step: int, epoch: Callable[[int], int], evaluate: Callable[[], dict[str, float]]
+    run: Run, loader: Loader | Windows, step: int, epoch: Callable[[int], int], evaluate: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
     """Epochs from `step` to `run.total`, with an evaluation after each; returns the last one's scores.
 

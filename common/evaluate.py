@@ -38,16 +38,16 @@ def classify(
     batch: int,
     dtype: torch.dtype,
     inputs: bool = True,
-    split: bool = False,
+    share: tuple[int, int] = (0, 1),
 ) -> dict[str, float]:
     """Mean loss and accuracy over exactly all test samples, the same numbers on every process.
 
     `predict(x, n)` gives logits [n, classes] where this process has them, else None; `x` is None unless
-    this process wants `inputs`. With `split` each process takes its share of the samples, else all take all.
+    this process wants `inputs`. With `share` = (r, n) it takes the r-th of n shares of the samples, else all.
     Sums, not means, are added up: batches of unequal size weigh by their samples.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-    pieces = shares(len(test), batch, world.rank, world.size) if split else batches(len(test), batch)
+    pieces = shares(len(test), batch, *share) if share[1] > 1 else batches(len(test), batch)
     for piece in pieces:
         x = test.inputs(piece, world.device, dtype) if inputs else None
         logits = predict(x, piece.stop - piece.start)
@@ -67,4 +67,4 @@ def classify_shared(
     """The same of a model that every process holds: each takes its share of the samples. Leaves it in eval mode."""
     norm.agree(model)  # each process's BatchNorm has seen other samples
     model.eval()
-    return classify(lambda x, _: model(x), test, world, batch=batch, dtype=dtype, split=True)
+    return classify(lambda x, _: model(x), test, world, batch=batch, dtype=dtype, share=(world.rank, world.size))

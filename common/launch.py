@@ -12,7 +12,7 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class World:
     """How long it took to meet the others."""
     store: dist.Store | None = None
     """Where the processes met; it works when messages no longer do."""
+    members: tuple[int, ...] = ()
+    """Of a part of a run's processes, the rank of each in the whole run; empty for all of them."""
+    group: dist.ProcessGroup | None = None
+    """What sends messages within a part."""
 
     @property
     def is_main(self) -> bool:
@@ -73,14 +77,33 @@ class World:
     def gather(self, value: Any) -> list[Any]:
         """The picklable values of all ranks, on rank 0; empty elsewhere. All ranks call it."""
         values: list[Any] = [None] * self.size
-        dist.gather_object(value, values if self.is_main else None)
+        dist.gather_object(value, values if self.is_main else None, self.global_rank(0), self.group)
         return values if self.is_main else []
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's picklable value on all ranks. All ranks call it."""
         box = [value]
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, self.global_rank(0), self.group)
         return box[0]
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the whole run of a process of this part."""
+        return self.members[rank] if self.members else rank
+
+    def part(self, members: Sequence[int]) -> World:
+        """This process and some others as a world of their own, whose members call it together."""
+        if len(members) == self.size:
+            return self
+        group = dist.new_group(list(members), timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # not -100, which is for those outside
+        return dataclasses.replace(
+            self,
+            rank=members.index(self.rank),
+            size=len(members),
+            hosts=tuple(self.hosts[rank] for rank in members),
+            members=tuple(members),
+            group=group,
+        )
 
 
 # ---- where am I

@@ -8,7 +8,7 @@ schedule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ class Network:
 
     def send(self, consumer: Action, value: Tensor) -> None:
         value = value.contiguous()
-        target = consumer.stage % self.world.size
+        target = self.world.global_rank(consumer.stage % self.world.size)
         work = dist.isend(value, target, self.groups[self._channel(consumer)], self._tag(consumer))
         assert work is not None
         self.sends.append((work, value))  # the tensor must live until it is sent
@@ -102,7 +102,9 @@ class Network:
     def receive(self, consumer: Action, value: Tensor) -> dist.Work:
         """Begin to receive what an action consumes."""
         source = (consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1) % self.world.size
-        work = dist.irecv(value, source, self.groups[self._channel(consumer)], self._tag(consumer))
+        work = dist.irecv(
+            value, self.world.global_rank(source), self.groups[self._channel(consumer)], self._tag(consumer)
+        )
         assert work is not None
         return work
 
@@ -128,7 +130,9 @@ class Network:
         channels = [(kind, wraps) for kind in "FB" for wraps in (False, True)]
         if self.world.backend != "nccl" or self.world.size == 1:
             return dict.fromkeys(channels)
-        return {channel: cast(dist.ProcessGroup, dist.new_group(timeout=self.world.timeout)) for channel in channels}
+        members = [self.world.global_rank(rank) for rank in range(self.world.size)]
+        alone: Any = {"timeout": self.world.timeout, "use_local_synchronization": bool(self.world.members)}
+        return {channel: cast(dist.ProcessGroup, dist.new_group(members, **alone)) for channel in channels}
 
     def _connect(self) -> None:
         """Send a first message on every channel, one after the other in one order on all processes.
@@ -141,6 +145,6 @@ class Network:
             for low, high in pairs if size > 1 else []:
                 source, target = (low, high) if kind == "F" else (high, low)
                 if self.world.rank == source:
-                    dist.send(token, target, group)
+                    dist.send(token, self.world.global_rank(target), group)
                 elif self.world.rank == target:
-                    dist.recv(token, source, group)
+                    dist.recv(token, self.world.global_rank(source), group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -82,13 +83,18 @@ def waited(model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def agree(model: nn.Module) -> None:
-    """Average the buffers over all processes, in one message: each has seen other samples. All processes call it."""
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if not buffers or dist.get_world_size() == 1:
+def agree(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Average the buffers over all processes of a group, in one message: each has seen other samples. All call it."""
+    average([buffer for buffer in model.buffers() if buffer.is_floating_point()], group)
+
+
+@torch.no_grad()
+def average(values: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace tensors of one type by their means over all processes of a group, in one message."""
+    if not values or dist.get_world_size(group) == 1:
         return
-    flat = torch.cat([buffer.flatten() for buffer in buffers])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-        buffer.copy_(mean.view_as(buffer))
+    flat = torch.cat([value.flatten() for value in values])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for value, mean in zip(values, flat.split([v.numel() for v in values]), strict=True):
+        value.copy_(mean.view_as(value))

@@ -39,7 +39,7 @@ class Picture:
     waiting: float | None = None
     """Share of the time that processes wait for each other."""
     memory: float | None = None
-    """Peak, in MB."""
+    """Peak of the process that takes most, in MB."""
     links: dict[str, str] = field(default_factory=dict)
     """Words and relative addresses."""
 
@@ -114,7 +114,7 @@ def panels(runs: Sequence[Picture]) -> list[Panel]:
         Panel("test loss", curves(lambda r: r.curves.tests.get("test_loss"), ".4g")),
         Panel("samples a second", curves(lambda r: r.curves.speed, ",.0f", True)),
         Panel("share of the time waited for other processes", bars(lambda r: r.waiting, ".1%"), ".0%", False),
-        Panel("peak memory of process 0, MB", bars(lambda r: r.memory, ",.0f"), "", False),
+        Panel("peak memory where most was taken, MB", bars(lambda r: r.memory, ",.0f"), "", False),
     ]
     return [panel for panel in found if panel.traces]
 

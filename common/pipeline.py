@@ -152,6 +152,8 @@ class Pipeline:
         All processes call it, and a collective after the last call: a stage sends its output and goes on to the
         next batch while later stages work.
         """
+        if not count:  # a replica's share of few samples
+            return None
         network, apart = self.messages.network, self.world.size > 1
         value = x
         for stage, module in self.local.items():
@@ -172,5 +174,5 @@ class Pipeline:
 
     @property
     def last_rank(self) -> int:
-        """The process with the last stage: it knows the loss."""
+        """The process with the last stage, of the first replica: it knows the loss."""
         return (self.count - 1) % self.world.size

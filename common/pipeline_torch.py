@@ -87,9 +87,8 @@ class TorchPipeline(Pipeline):
         )
         after.requires_grad_()  # the library sends gradients only for what asks for them
         before.requires_grad_(index > 0)
-        stage = TimedStage(
-            Contiguous(module), index, self.count, self.world.device, input_args=before, output_args=after
-        )
+        ends: Any = {"input_args": before, "output_args": after, "group": self.world.group}
+        stage = TimedStage(Contiguous(module), index, self.count, self.world.device, **ends)
         stage.owner = self
         return stage
 

@@ -35,18 +35,26 @@ def curves(
     y: str,
     levels: Mapping[str, float] | None = None,
     *,
+    computed: Mapping[str, Points] | None = None,
     log: bool = False,
     title: str = "",
 ) -> None:
-    """Lines through (x, mean, deviation) with error bars, and `levels` as horizontal lines. `log`: x in powers of 2."""
+    """Lines through (x, mean, deviation) with error bars, `computed` ones dashed, and `levels` as horizontal lines.
+
+    `log`: x in powers of 2.
+    """
     at = axes()
     for label, points in series.items():
         across, means, deviations = zip(*sorted(points), strict=True)
         at.errorbar(across, means, deviations, marker="o", capsize=3, label=label)
+    for label, points in (computed or {}).items():
+        across, heights, _ = zip(*sorted(points), strict=True)
+        at.plot(across, heights, linestyle="--", label=label)
     for number, (label, height) in enumerate((levels or {}).items()):
         at.axhline(height, linestyle=("--", ":", "-.")[number % 3], color="0.35", label=label)
     if log:
         at.set_xscale("log", base=2)
+        at.xaxis.set_major_formatter("{x:g}")
     at.set(xlabel=x, ylabel=y, title=title, ylim=(0, None))
     at.grid(alpha=0.3)
     at.legend()
@@ -58,7 +66,7 @@ def bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, titl
     at = axes()
     means, deviations = zip(*heights.values(), strict=True)
     drawn = at.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")
-    at.bar_label(drawn, fmt="%.3g", padding=3)
+    at.bar_label(drawn, fmt=lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}", padding=3)
     at.set(ylabel=y, title=title)
     at.margins(y=0.12)
     save(at, path)

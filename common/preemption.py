@@ -127,8 +127,11 @@ class SafePoints:
         return Decision(leave, save, stop)
 
 
-def name_the_silent(world: World, seconds: float = 2.0) -> str:
-    """After a message that did not come in time: the ranks that do not find the same, in words. No collective."""
+def name_the_silent(world: World, seconds: float) -> str:
+    """After a message that did not come in time: the ranks that do not find the same, in words. No collective.
+
+    Those that wait, too, have begun at most `seconds` later: about a step.
+    """
     store = world.store
     if store is None:
         return ""

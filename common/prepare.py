@@ -79,6 +79,9 @@ def prepare(data: Data, fallback: bool = True) -> Prepared:
             return prepare_digits(Path(data.cache))
         case "generated":
             return prepare_generated(data)
+        case "vectors":
+            state = f"seed {DATA_SEED} samples {data.samples}"
+            return cached(Path(data.cache), "vectors", state, lambda: sources.vectors(data.samples, DATA_SEED))
         case "cifar10":
             return prepare_cifar10(data)
         case "imagefolder":

@@ -85,12 +85,13 @@ class PipelineReport:
         spans = [span for mine in self.step for span in mine]
         return {n: [s for s in spans if s.action.stage == n] for n in sorted({s.action.stage for s in spans})}
 
-    def draw(self, path: Path, title: str) -> bool:
-        """The step of median length as a plot; False where there is none, or no matplotlib to draw it with."""
+    def plot(self, folder: Path, title: str) -> dict[str, str]:
+        """Draw the step of median length as timeline.png; the table's row for it, none where it cannot be drawn."""
         if not self.step or importlib.util.find_spec("matplotlib") is None:
-            return False
+            return {}
+        path = folder / "timeline.png"
         plots.timeline(path, {f"stage {n}": spans for n, spans in self.by_stage.items()}, title)
-        return True
+        return {"timeline": str(path)}
 
     def rows(self) -> dict[str, str]:
         """For the table."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import shlex
@@ -20,10 +19,11 @@ from torch import Tensor
 from common import config, profile
 from common.checkpoint import Checkpoints
 from common.config import UserError
-from common.folder import Folder, disk_errors, read_json, write_json
+from common.folder import Folder, read_json, write_json
 from common.launch import World
 from common.preemption import Left, Notice, SafePoints
 from common.prepare import Prepared
+from common.rows import Rows, finite
 from common.screen import Screen
 from common.training import Training
 from configs.shared import Experiment
@@ -31,11 +31,6 @@ from configs.shared import Experiment
 WARM_UP = 10  # steps left out of the throughput, of a short run a third
 HEARTBEAT = 5.0  # seconds
 METRICS_TAG = 1 << 20  # above every tag of the pipeline
-
-
-def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with null for what JSON cannot hold: a loss that is no number or infinite."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 class Run:
@@ -68,7 +63,7 @@ class Run:
         self.diverged = ""
         self.before_backward: Callable[[], float | None] = lambda: None  # seconds of a step, where they are measured
         self.best: float | None = None  # what `checkpoint.best` names, in the best evaluation so far
-        self.written = 0  # rows of metrics
+        self.metrics = Rows(folder.metrics_file, lambda text: self.say(text, logging.WARNING))
         if world.is_main:
             write_json(folder.attempt / "world.json", self._world())
 
@@ -90,6 +85,7 @@ class Run:
     # ---- words
 
     def _logger(self) -> logging.Logger:
+        logging.raiseExceptions = False  # a log on a full disk takes no words, which is told of by what matters more
         logger = logging.getLogger("run")
         logger.setLevel(logging.DEBUG)
         handler: logging.Handler = logging.FileHandler(self.folder.log_file(self.world.rank))
@@ -152,12 +148,15 @@ class Run:
 
     def _save(self, step: int, *, best: bool = False) -> bool:
         assert self.training is not None, "resume comes before the first step"
+        if self.world.broadcast(bool(self.metrics.waiting)):  # the next start would miss these rows
+            self.say(f"WARNING: no checkpoint of step {step}: the disk does not even take its metrics", logging.WARNING)
+            return False
         state = self.training.state()
         finite = all(bool(value.isfinite().all()) for value in state.model.values())
         if not self.world.broadcast(all(self.world.gather(finite))):
             raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
         wandb = read_json(self.folder.path / "wandb" / "id.json").get("id")
-        state.common |= {"rows": self.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
+        state.common |= {"rows": self.metrics.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
         state.common["best"] = self.best
         return self.checkpoints.save(step, state, best=best)
 
@@ -224,7 +223,7 @@ class Run:
             return
         columns = table.tolist()
         self._look_for_divergence([row[0] for row in rows], dict(zip(names, columns, strict=False)))
-        self._write(
+        self.metrics.add(
             {"global_step": s, "samples": self._samples(s), "time": round(t - self.began, 6)}
             | {name: columns[i][at] for i, name in enumerate(names)}
             for at, (s, t, _) in enumerate(rows)
@@ -237,9 +236,9 @@ class Run:
 
         A step that was `skipped` has harmed nothing: its gradients were too large for fp16.
         """
-        losses, skipped = columns.get("loss", []), columns.get("skipped")
-        wrong = (i for i, loss in enumerate(losses) if not math.isfinite(loss) and not (skipped and skipped[i]))
-        at = next(wrong, None)
+        losses = columns.get("loss", [])
+        skipped = columns.get("skipped", [0.0] * len(losses))
+        at = next((i for i, loss in enumerate(losses) if not math.isfinite(loss) and not skipped[i]), None)
         if at is None or self.diverged or self.training is None:
             return
         epoch = (steps[at] - 1) // self.training.loader.steps
@@ -277,15 +276,9 @@ class Run:
         self.flush()
         if self.world.is_main:
             now = time.perf_counter() - self.began
-            self._write([{"global_step": step, "samples": self._samples(step), "time": round(now, 6)} | values])
+            self.metrics.add([{"global_step": step, "samples": self._samples(step), "time": round(now, 6)} | values])
         self._save_best(step, values)
         self.safe_point(step, now=True)
-
-    def _write(self, rows: Any) -> None:
-        lines = [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
-        with disk_errors(self.folder.metrics_file), open(self.folder.metrics_file, "a") as file:
-            file.write("".join(lines))
-        self.written += len(lines)
 
     def step_seconds(self) -> float:
         """The mean training step, evaluation and the first steps left out; 0 before there is one."""
@@ -304,6 +297,7 @@ class Run:
         """Write the final numbers; rank 0 calls it. A start that was cut off and overtaken by a newer one does not."""
         if self.folder.superseded:
             return
+        self.metrics.flush()
         result = {"state": "finished", "exit_status": 0} | finite(result)
         write_json(self.folder.path / "result.json", result)
 
@@ -323,7 +317,8 @@ class Run:
         self.checkpoints.close()
         for handler in self.logger.handlers[:]:
             self.logger.removeHandler(handler)
-            handler.close()
+            with contextlib.suppress(OSError):  # a full disk does not take the last words
+                handler.close()
         if self.profiler is not None:
             self.profiler.stop()
         self.screen.close()

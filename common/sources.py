@@ -27,6 +27,17 @@ def generated(count: int, side: int, classes: int, seed: int) -> Arrays:
     return (*part("train", count), *part("test", max(1, count // 5)))
 
 
+def vectors(count: int, seed: int) -> Arrays:
+    """Vectors of 10 random numbers; the class is which of 5 fixed directions one points along most."""
+    directions = seeds.generator(seed, "vectors", "directions").standard_normal((10, 5))
+
+    def part(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+        numbers = seeds.generator(seed, "vectors", name).integers(0, 256, (size, 10), dtype=np.uint8)
+        return numbers, ((numbers - 127.5) @ directions).argmax(1).astype(np.int32)
+
+    return (*part("train", count), *part("test", max(1, count // 5)))
+
+
 def download_mnist(root: Path, timeout: float) -> None:
     from torchvision.datasets import MNIST
 

@@ -118,7 +118,7 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
         main(settings, world, run)
     except (RuntimeError, TimeoutError) as error:
         late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
-        silent = name_the_silent(world) if late else ""
+        silent = name_the_silent(world, max(2.0, 2 * run.step_seconds())) if late else ""
         run.note(silent or error)
         if silent:
             raise TimeoutError(silent) from error

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import config, network
+from common import config, network, summary
 from common.config import UserError
 from common.folder import Folder, read_json, write_json
 from configs.shared import Experiment
@@ -127,6 +127,16 @@ def choose_mode(asked: str) -> tuple[str, str]:
     return "online", ""
 
 
+def need_account() -> None:
+    """Raise UserError, with the reason, unless there is a W&B account whose host answers."""
+    os.environ.pop("WANDB_MODE", None)  # it is about runs
+    mode, why = choose_mode("online")
+    if mode != "online":
+        raise UserError(
+            f"nothing is sent to W&B: {why} (an account is named by .venv/bin/wandb login or WANDB_API_KEY)"
+        )
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -205,11 +215,6 @@ def follow(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] | Non
         yield None
 
 
-def flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and words of a result, for the W&B summary."""
-    return {name: value for name, value in tree.items() if isinstance(value, int | float | str)}
-
-
 def main(path: str, attempt: str, mode: str, reason: str) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job; our end is stdin's
         signal.signal(number, signal.SIG_IGN)
@@ -228,7 +233,7 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     if run is None:
         run = connect(folder, mode, reason)
     result = folder.result
-    run.summary.update(flat(result))
+    run.summary.update(summary.flat(result) | {"restarts": len(folder.attempts()) - 1})
     run.finish(exit_code=int(result.get("exit_status", 1)))
     close_down()
 

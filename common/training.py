@@ -20,8 +20,8 @@ class Training:
     """`parts` are this process's parts of the model; their parameters have the names of the whole model.
 
     With `replicated` every process holds the whole model, as in data parallelism: rank 0's is kept. BatchNorm's
-    statistics differ between such processes, so each keeps its own, too. A `scaler` of the loss is alike in
-    all processes.
+    statistics differ between such processes, so each keeps its own, too. Where only some hold the same parts, as the
+    replicas of a stage do, these are the `peers`. A `scaler` of the loss is alike in all processes.
     """
 
     def __init__(
@@ -31,10 +31,12 @@ class Training:
         loader: Loader | Windows,
         world: World,
         *,
-        replicated: bool,
+        replicated: bool = False,
+        peers: World | None = None,
         scaler: GradScaler | None = None,
     ) -> None:
-        self.optimizer, self.loader, self.world, self.replicated = optimizer, loader, world, replicated
+        self.optimizer, self.loader = optimizer, loader
+        self.peers = world if replicated else peers
         self.scaler = scaler
         self.parameters = [pair for part in parts for pair in part.named_parameters()]
         kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
@@ -42,23 +44,23 @@ class Training:
 
     def state(self) -> State:
         """All processes call it."""
-        keep = self.world.is_main or not self.replicated
+        keep = self.peers is None or self.peers.is_main
         model = state.tensors(self.parameters, keep)
         means = {name: self._mean(value) for name, value in self.buffers}
         return State(
             model=model | means if keep else {},
             optimizer=state.optimizer_state(self.optimizer, self.parameters, keep),
             common=self.loader.state_dict() | ({"scaler": self.scaler.state_dict()} if self.scaler else {}),
-            local={"random": state.random_state(), "buffers": dict(self.buffers) if self.replicated else {}},
+            local={"random": state.random_state(), "buffers": dict(self.buffers) if self.peers else {}},
         )
 
     def _mean(self, buffer: Tensor) -> Tensor:
         """The mean over all processes that hold the same buffer; counters are equal."""
-        if not self.replicated or self.world.size == 1 or not buffer.is_floating_point():
+        if self.peers is None or self.peers.size == 1 or not buffer.is_floating_point():
             return buffer
         total = buffer.clone()
-        dist.all_reduce(total)
-        return total / self.world.size
+        dist.all_reduce(total, group=self.peers.group)
+        return total / self.peers.size
 
     @torch.no_grad()
     def load(self, loaded: Loaded) -> None:

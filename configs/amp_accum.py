@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configs.shared import Experiment, at_least, between
+from configs.sweep import Sweep
 
 
 @dataclass
-class Config(Experiment):
-    model: Literal["mlp", "convnet", "resnet18"] = "convnet"
-    """mlp is the 784-128-64-10 network for 28x28 images; convnet has two 3x3 convolutions; resnet18 has the CIFAR
-    stem, and BatchNorm, whose statistics are those of a microbatch."""
+class Config(Sweep, Experiment):
+    model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
+    """mlp is the 784-128-64-10 network for 28x28 images; convnet has two 3x3 convolutions; the ResNets have
+    BatchNorm, whose statistics are those of one process's microbatch: there `accumulate` changes the result."""
     processes_per_node: int = at_least(0, 0)
     """Processes on each host; 0 means two on one host and one on each of several."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"

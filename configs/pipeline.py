@@ -27,6 +27,8 @@ class Stages:
     """Layers that begin a new stage, such as [fc2]; empty balances the stages by `balance`."""
     balance: Literal["parameters", "time"] = "parameters"
     """What an automatic split evens out: parameter counts, or the measured time of each layer."""
+    plot: bool = False
+    """Draw one step as timeline.png in the run folder; takes half a second at the end."""
 
     def pipeline(self) -> Pipeline:
         """What the executor is told."""

@@ -34,10 +34,14 @@ class Config(Sweep, Stages, Experiment):
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """A device for each stage, such as [cuda:0,cuda:1]: one process works on all of them. [] takes one process a stage;
     auto does so, too, unless a local start sees two or more GPUs."""
-    split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32", "64"])
+    split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32"])
     """With sweep=true, the sizes of microbatches that the pipelined mode is run with."""
-    plot: bool = True
-    """Draw one step as timeline.png; takes half a second at the end."""
+    replicas: int = between(1, 4096, 1)
+    """Copies of the pipeline, each trained on its share of the batch: stages x replicas = processes. On several hosts
+    the stages of a copy stay on one host."""
+    memory_cap: int = at_least(0, 0)
+    """MB that each process may take for training, beside what it has after its start; 0 sets no limit. It shows what
+    a model needs: address space that is written on the CPU, memory of tensors on a GPU."""
 
     @property
     def in_one_process(self) -> bool:
@@ -46,12 +50,17 @@ class Config(Sweep, Stages, Experiment):
 
     @property
     def processes(self) -> int:
-        return 1 if self.in_one_process else self.pipeline().processes
+        return 1 if self.in_one_process else self.pipeline().processes * self.replicas
+
+    @property
+    def share(self) -> int:
+        """Samples of a batch that each replica gets."""
+        return self.batch // self.replicas
 
     @property
     def microbatch(self) -> int:
         """Samples in a microbatch."""
-        return self.split_size or (max(1, self.batch // 4) if self.mode == "pipelined" else self.batch)
+        return self.split_size or (max(1, self.share // 4) if self.mode == "pipelined" else self.share)
 
     def pipeline(self) -> Pipeline:
         schedule = self.schedule if self.mode == "pipelined" else "naive"
@@ -65,27 +74,38 @@ class Config(Sweep, Stages, Experiment):
             split=[] if single else self.split,
             balance=self.balance,
             engine=("own" if known or single else "torch") if self.engine == "auto" or single else self.engine,
-            microbatches=max(1, self.batch // self.microbatch),
+            microbatches=max(1, self.share // self.microbatch),
         )
 
     def adapt(self, gpus: int) -> None:
-        fits = self.mode != "single" and self.launch.nodes == 1 and self.launch.device != "cpu"
-        if self.devices == ["auto"] and gpus > 1 and fits and self.pipeline().schedule in ("gpipe", "naive"):
+        fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == 1
+        fits = fits and self.engine == "auto" and self.pipeline().schedule in ("gpipe", "naive")
+        if self.devices == ["auto"] and gpus > 1 and fits and self.launch.device != "cpu":
             self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
 
     def check(self) -> None:
-        if self.batch % self.microbatch:
-            near = [str(d) for d in divisors(self.batch)]
+        if self.batch % self.replicas:
             raise ValueError(
-                f"batch={self.batch} does not divide into microbatches of split_size={self.microbatch}; "
+                f"batch={self.batch} cannot be shared evenly by replicas={self.replicas}; "
+                f"valid values of replicas are {', '.join(map(str, divisors(self.batch)))}"
+            )
+        if self.replicas > 1 and self.replicas % self.launch.nodes:
+            raise ValueError(
+                f"replicas={self.replicas} cannot be shared evenly by launch.nodes={self.launch.nodes}: a replica's "
+                "stages stay on one host; set replicas to a multiple of the nodes"
+            )
+        if self.share % self.microbatch:
+            near = [str(d) for d in divisors(self.share)]
+            raise ValueError(
+                f"batch={self.share} does not divide into microbatches of split_size={self.microbatch}; "
                 f"valid sizes are {', '.join(near)}"
             )
-        if self.sweep and not all(size.isdecimal() and int(size) for size in self.split_sizes):
+        if self.sweep and not (self.split_sizes and all(size.isdecimal() and int(size) for size in self.split_sizes)):
             raise ValueError(f"split_sizes=[{','.join(self.split_sizes)}]: write sizes as [8,16,32]")
         if self.in_one_process:
             self.check_devices()
         try:
-            self.pipeline().check_pipeline(self.batch)
+            self.pipeline().check_pipeline(self.share)
         except ValueError as error:
             hint = "; microbatches are batch / split_size" if "microbatches" in str(error) else ""
             raise ValueError(f"{error}{hint}") from None
@@ -100,7 +120,7 @@ class Config(Sweep, Stages, Experiment):
                 f"devices=[{','.join(self.devices)}] names {len(self.devices)} devices for stages={self.stages}; "
                 "name one for each stage, or set stages"
             )
-        if self.launch.nodes > 1 or self.stages_per_process > 1:
+        if self.launch.nodes > 1 or self.stages_per_process > 1 or self.replicas > 1:
             raise ValueError("devices= belong to one process on one host; leave it out for a process a stage")
         if self.pipeline().schedule not in ("gpipe", "naive") or self.engine != "auto":
             raise ValueError(

@@ -25,9 +25,10 @@ def between(low: float, high: float, default: float) -> Any:
 
 @dataclass
 class Data:
-    name: Literal["mnist", "digits", "cifar10", "imagefolder", "generated"] = "mnist"
+    name: Literal["mnist", "digits", "cifar10", "imagefolder", "generated", "vectors"] = "mnist"
     """The data set. imagefolder reads root/train/<class>/* and root/val/<class>/*; generated is random pixels and
-    labels, for throughput only. After a fallback this names the set that was really used."""
+    labels, for throughput only; vectors are 10 numbers in 5 classes. After a fallback this names the set that was
+    really used."""
     root: str = "data"
     """Folder with the raw files, as torchvision lays them out. The variable DATA_ROOT sets the default."""
     cache: str = "data/prepared"
@@ -37,7 +38,7 @@ class Data:
     image_size: int = between(8, 1024, 32)
     """Side in pixels of the colour images of imagefolder (resized and cropped once, when prepared) and generated."""
     samples: int = between(5, 10_000_000, 10_000)
-    """Training images of generated; it has a fifth as many test images."""
+    """Training samples of generated and vectors; they have a fifth as many test samples."""
     classes: int = between(2, 10_000, 10)
     """Classes of generated."""
     download_timeout: float = between(0, 600, 10)
@@ -58,7 +59,7 @@ class Data:
     @property
     def train_samples(self) -> int | None:
         """Samples of the training part, where the settings tell."""
-        held = self.samples if self.name == "generated" else TRAIN_SAMPLES.get(self.name)
+        held = self.samples if self.name in ("generated", "vectors") else TRAIN_SAMPLES.get(self.name)
         return min(held, self.train_limit) if held and self.train_limit else held or self.train_limit or None
 
 
@@ -147,7 +148,8 @@ class Checkpoint:
     retries: int = between(0, 10, 1)
     """How often writing is tried again after an error of the disk, before training goes on without."""
     grace: float = between(1, 3600, 60)
-    """Seconds after a notice to stop until a process that has not saved and left ends itself."""
+    """Seconds after a notice to stop until a process that has not saved and left ends itself. Longer than an evaluation
+    takes, which is finished first."""
     max_restarts: int = at_least(0, 3)
     """On a cluster, starts in a row that may fail without a new checkpoint before the job is given up."""
 

@@ -4,6 +4,7 @@
     python experiments/amp_accum.py precision=fp16 clip=1                      with a scaled loss
     python experiments/amp_accum.py processes_per_node=1 accumulate=1 precision=fp32
     python experiments/amp_accum.py sweep=true                                 the grid, with a table and plots
+    python experiments/amp_accum.py model=resnet50 data.name=generated data.image_size=64 channels_last=true steps=20
     make exp NAME=amp_accum NODES=2                                            on a cluster
 
 Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on
@@ -31,7 +32,7 @@ import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch
 
 import contextlib
 import shutil
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import data, hooks, models, norm, optim, report
+from common import data, epochs, hooks, models, norm, optim, plots, report, sweep
 from common.config import UserError
 from common.evaluate import classify
 from common.footprint import Footprint
@@ -53,12 +54,18 @@ from configs.amp_accum import Config
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HOPELESS = 2.0**-14  # a scale below which only something infinite overflows; from 65536, 31 steps left out in a row
 FINAL = 20  # last steps, whose mean loss is the final one
+BRIEF = 40  # steps of a run of the sweep
 
 
 def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
     """The model, with the same weights in every process: they draw from one seed."""
-    kinds = {"convnet": models.ConvNet, "resnet18": models.ResNet18}
-    model = models.SimpleNN() if cfg.model == "mlp" else kinds[cfg.model](train.shape, train.classes)
+    model: nn.Module
+    if cfg.model == "mlp":
+        model = models.SimpleNN()
+    elif cfg.model == "convnet":
+        model = models.ConvNet(train.shape, train.classes)
+    else:
+        model = models.ResNet(cfg.model, train.shape, train.classes)
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(world.device, getattr(torch, cfg.dtype)).to(memory_format=layout)
 
@@ -162,7 +169,7 @@ def evaluate(cfg: Config, model: nn.Module, test: data.Images, world: World) -> 
             return inner.forward(laid_out(cfg, x))  # not compiled: other sizes would be compiled anew
 
     dtype = getattr(torch, cfg.dtype)
-    return classify(predict, test, world, batch=cfg.eval_batch, dtype=dtype, split=True)
+    return classify(predict, test, world, batch=cfg.eval_batch, dtype=dtype, share=(world.rank, world.size))
 
 
 def prepare_device(cfg: Config, world: World, run: Run) -> None:
@@ -182,33 +189,23 @@ def prepare_device(cfg: Config, world: World, run: Run) -> None:
 def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
     prepare_device(cfg, world, run)
-    dtype = getattr(torch, cfg.dtype)
-    ahead: Any = {"share": (world.rank, world.size), "block": cfg.data.block, "workers": cfg.data.workers}
-    try:
-        loader = data.Loader(train, cfg.microbatch, cfg.seed, world.device, dtype, **ahead)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    windows = data.Windows(loader, cfg.accumulate)
+    share, device, dtype = (world.rank, world.size), world.device, getattr(torch, cfg.dtype)
+    windows = data.Windows(data.Loader.of(train, cfg, device, batch=cfg.microbatch, share=share), cfg.accumulate)
     model = wrap(cfg, build(cfg, train, world), world)
     optimizer = optim.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
-    scaler = make_scaler(cfg, world.device)
-    total = min(cfg.steps or cfg.epochs * windows.steps, cfg.epochs * windows.steps)
-    run.averaged, run.total = True, total  # the loss of a step is the mean over the processes
+    scaler = make_scaler(cfg, device)
+    run.averaged, run.total = True, epochs.total_steps(cfg, windows)  # a step's loss is the mean over the processes
 
-    with autocast(cfg, world.device):
-        hooks.settle(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), world.device, dtype)))
+    with autocast(cfg, device):
+        hooks.settle(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), device, dtype)))
+    footprint = Footprint(device)
     whole = [model.module if isinstance(model, DistributedDataParallel) else model]
-    footprint = Footprint(world.device)
     step = run.resume(Training(whole, optimizer, windows, world, replicated=True, scaler=scaler))
-    while True:
-        if step < total:  # not where only the last evaluation is missing
-            step = train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, step, total)
-        scores = evaluate(cfg, model, test, world)
-        run.record(step, **scores)
-        words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.say(f"epoch {step / windows.steps:.3g}  step {step}  {words}")
-        if step >= total:
-            break
+
+    def epoch(step: int) -> int:
+        return train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, step, run.total)
+
+    scores = epochs.train(run, windows, step, epoch, lambda: evaluate(cfg, model, test, world))
     conclude(cfg, world, run, scaler, footprint, scores)
 
 
@@ -231,13 +228,7 @@ def conclude(
     facts |= {"steps_skipped": skipped, "final_loss": loss, "computed_in": computed}
     run.finish(**scores, **facts, data=run.prepared.name)
     each = cfg.microbatch // world.size
-    table = {
-        "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
-        "test accuracy": f"{scores['test_accuracy']:.2%}",
-        "test loss": f"{scores['test_loss']:.4f}",
-        "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
-        "processes": f"{world.size} with {world.threads} threads each on {world.device.type} of "
-        + ", ".join(sorted(set(world.hosts))),
+    table = epochs.rows(run, world, scores) | {
         "step": f"batch {cfg.batch} = {cfg.accumulate} microbatches x {world.size} processes x {each} samples",
         "precision": f"{computed}, {cfg.model}" + (f", scale {scaler.get_scale():g}" if scaler.is_enabled() else ""),
         "steps skipped": str(skipped),
@@ -247,5 +238,49 @@ def conclude(
     run.say(report.table(table | run.places()))
 
 
+# ---- the grid
+
+
+def cells(cfg: Config) -> list[sweep.Cell]:
+    """Every precision with one microbatch and with several, and these with and without no_sync.
+
+    Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
+    """
+    brief = {} if cfg.steps else {"steps": BRIEF, "optim.warmup": 5, "data.test_limit": 1000}
+    gpu = cfg.launch.device != "cpu" and torch.cuda.device_count() > 0  # asks without touching it: forks follow
+    grid: list[sweep.Cell] = []
+    for precision in ("fp32", "tf32", "bf16", "fp16") if gpu else ("fp32", "bf16", "fp16"):
+        grid.append({"precision": precision, "accumulate": 1, "no_sync": True})
+        if cfg.accumulate > 1:
+            several = {"precision": precision, "accumulate": cfg.accumulate}
+            grid += [several | {"no_sync": word} for word in ((True, False) if cfg.processes > 1 else (True,))]
+    return [cell | brief for cell in grid]
+
+
+def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
+    """What each cell costs, and how far its result is from fp32's with one microbatch."""
+    names = ("samples_per_second", "peak_memory", "bytes_sent", "steps_skipped", "final_loss", "test_accuracy")
+    found = {name: sweep.gather(rows, ("precision", "accumulate", "no_sync"), name) for name in names}
+    exact = {name: found[name].get(("fp32", 1, True), (0.0,))[0] for name in names}
+    lines = [
+        "precision  microbatches  no_sync  samples/s  peak MB  sent MB  skipped  loss, less fp32  accuracy, less fp32"
+    ]
+    for cell, (rate, deviation, _) in found["samples_per_second"].items():
+        memory, sent, skipped, loss, score = (found[name][cell][0] for name in names[1:])
+        lines.append(
+            f"{cell[0]:<9}  {cell[1]:>12}  {str(cell[2]).lower():<7}  {rate:>5,.0f} ±{deviation:>3.0f}"
+            f"  {memory / 1e6:>7.1f}  {sent / 1e6:>7.2f}  {skipped:>7.1f}"
+            f"  {loss:.4f} {loss - exact['final_loss']:+.4f}  {score:>10.2%} {score - exact['test_accuracy']:+.2%}"
+        )
+    label = {cell: f"{cell[0]}\n{cell[1]}{'' if cell[2] else ' each'}" for cell in found["samples_per_second"]}
+    title = f"{cfg.model}, batch {cfg.batch} in so many microbatches; each: exchanged after each"
+    files = []
+    for name, unit, scale in (("samples_per_second", "samples/s", 1.0), ("peak_memory", "MB beyond the model", 1e-6)):
+        files.append(folder / f"{name}.png")
+        heights = {label[cell]: (mean * scale, dev * scale) for cell, (mean, dev, _) in found[name].items()}
+        plots.bars(files[-1], heights, unit, title=title)
+    return {"cells": "\n".join(lines), "plots": ", ".join(str(file) for file in files)}
+
+
 if __name__ == "__main__":
-    start(main, Config)
+    start(main, Config, sweep.Sweep(cells, show))

@@ -94,7 +94,8 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Pipeline, scores: dict[s
         "schedule": f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches",
         "stages": " | ".join(" ".join(names) for names in pipe.layers),
     }
-    run.say(report.table(rows | pipeline.rows() | run.places()))
+    drawn = pipeline.plot(run.folder.path, f"one step of mnist_pipeline, {cfg.schedule}") if cfg.plot else {}
+    run.say(report.table(rows | pipeline.rows() | drawn | run.places()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python experiments/resnet_modelparallel.py mode=single                       the unsplit model
     python experiments/resnet_modelparallel.py schedule=zero_bubble stages=3     another schedule, three processes
     python experiments/resnet_modelparallel.py model=resnet50 data.image_size=64 split=[layer3_0]
+    python experiments/resnet_modelparallel.py replicas=2                        two pipelines, each half of the batch
     python experiments/resnet_modelparallel.py devices=[cuda:0,cuda:1]           one process, two GPUs
     python experiments/resnet_modelparallel.py model=toy data.name=vectors       10-10-5, the smallest example
     python experiments/resnet_modelparallel.py sweep=true                        all modes over sizes of microbatches
@@ -17,6 +18,10 @@ and back before the next one starts, so one of p stages works at a time. As a pi
 while stage 0 works on microbatch 1; with m microbatches of equal cost a stage waits (p - 1) / (m + p - 1) of the time.
 Small microbatches leave less bubble, and each one works less efficiently.
 
+With `replicas`, several such pipelines train on shares of the batch, and the replicas of a stage average its gradients:
+across hosts only these travel, once a step. `memory_cap` shows why a model is split at all: what does not fit into one
+process fits into two.
+
 BatchNorm takes its statistics over a microbatch, and its running statistics see one microbatch after the other: both
 exactly as in the unsplit model that is fed the same microbatches and adds up their gradients, which is what
 mode=single with a split_size does. A smaller split_size is thus another training, whatever the mode.
@@ -27,7 +32,10 @@ from __future__ import annotations
 import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -35,9 +43,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import clock, data, epochs, models, optim, plots, report, schedules, stages, sweep
+from common import clock, data, epochs, models, norm, optim, plots, report, schedules, stages, sweep
 from common.evaluate import classify
 from common.launch import World
+from common.limit import memory_cap
 from common.pipeline import Pipeline
 from common.run import Run
 from common.start import start
@@ -105,6 +114,27 @@ class OnDevices:
         self.module.train(mode)
 
 
+@dataclass(frozen=True)
+class Team:
+    """Where this process stands: in its replica's pipeline, and among the replicas of its stages."""
+
+    pipeline: World
+    peers: World
+
+    @staticmethod
+    def of(cfg: Config, world: World) -> Team:
+        """Replica after replica, and in each the processes of its pipeline, so that hosts hold whole replicas."""
+        length = world.size // cfg.replicas
+        replica, place = divmod(world.rank, length)
+        pipeline = world.part(range(replica * length, (replica + 1) * length))
+        return Team(pipeline, world.part(range(place, world.size, length)))
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which replica this is, of how many."""
+        return self.peers.rank, self.peers.size
+
+
 def build(cfg: Config, shape: Sequence[int], classes: int, world: World, run: Run) -> Pipeline | OnDevices:
     """The model, cut into stages: all of them on this process's devices, or this process's own."""
     toy, dtype = cfg.model == "toy", getattr(torch, cfg.dtype)
@@ -117,17 +147,27 @@ def build(cfg: Config, shape: Sequence[int], classes: int, world: World, run: Ru
     if cfg.in_one_process:
         return OnDevices(parts, stages.checked_devices(cfg.devices), cfg, dtype)
     kind = stages.engine(settings)
-    return kind(settings, parts, F.cross_entropy, world, batch=cfg.batch, sample=shape, dtype=dtype)
+    return kind(settings, parts, F.cross_entropy, world, batch=cfg.share, sample=shape, dtype=dtype)
 
 
 def train_epoch(
-    cfg: Config, pipe: Any, optimizer: Optimizer, loader: data.Loader, run: Run, step: int, total: int
+    cfg: Config,
+    pipe: Any,
+    optimizer: Optimizer,
+    loader: data.Loader,
+    run: Run,
+    step: int,
+    total: int,
+    peers: World | None = None,
 ) -> int:
     """Train on the rest of the loader's epoch, or up to `total` steps; returns the steps done since the start."""
     pipe.train()
     for x, y in loader:
         optimizer.zero_grad()
         loss = pipe.step(x, y)  # every microbatch forward and backward
+        if peers:  # the mean over the shares is the gradient of the batch's mean loss, and so with the loss
+            averaged = [p.grad for p in pipe.module.parameters() if p.grad is not None]
+            norm.average(averaged if loss is None else [*averaged, loss], peers.group)
         optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
         optimizer.step()  # each process updates its own stages
         step += 1
@@ -141,20 +181,26 @@ def train_epoch(
 def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
     dtype = getattr(torch, cfg.dtype)
-    pipe: Any = build(cfg, train.shape, train.classes, world, run)
-    optimizer = optim.make(pipe.module.parameters(), cfg.optim)
-    ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
-    loader = data.Loader.of(train, cfg, world.device, **ends)
-    run.source, run.total = pipe.last_rank, epochs.total_steps(cfg, loader)
+    team = Team.of(cfg, world)
+    own = [torch.device(name) for name in cfg.devices] if cfg.in_one_process else [world.device]
+    with memory_cap(cfg.memory_cap, own):
+        pipe: Any = build(cfg, train.shape, train.classes, team.pipeline, run)
+        optimizer = optim.make(pipe.module.parameters(), cfg.optim)
+        ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last labels
+        loader = data.Loader.of(train, cfg, world.device, share=team.share, **ends)
+        run.source, run.total = pipe.last_rank, epochs.total_steps(cfg, loader)
 
-    def evaluate() -> dict[str, float]:
-        pipe.train(False)
-        return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
+        def evaluate() -> dict[str, float]:
+            norm.agree(pipe.module, team.peers.group)  # the replicas' BatchNorm has seen other samples
+            pipe.train(False)
+            sides: Any = {"inputs": pipe.has_first, "share": team.share}
+            return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, **sides)
 
-    step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
-    scores = epochs.train(
-        run, loader, step, lambda done: train_epoch(cfg, pipe, optimizer, loader, run, done, run.total), evaluate
-    )
+        parts = list(pipe.local.values())
+        peers = team.peers if cfg.replicas > 1 else None
+        step = run.resume(Training(parts, optimizer, loader, world, peers=peers))
+        epoch = partial(train_epoch, cfg, pipe, optimizer, loader, run, total=run.total, peers=peers)
+        scores = epochs.train(run, loader, step, epoch, evaluate)
     conclude(cfg, world, run, pipe, scores)
 
 
@@ -165,53 +211,60 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
         spans, place = pipe.watch.spans(), "stage"
         memory = {str(device): report.peak_memory(device) for device in pipe.devices}
     else:
-        spans, place = world.gather(pipe.spans()), "process"
+        spans, place = world.gather(pipe.spans())[: world.size // cfg.replicas], "process"  # of the first replica
         memory = {f"process {rank}": held for rank, held in enumerate(world.gather(report.peak_memory(world.device)))}
     if not world.is_main:
         return
     pipeline = report.PipelineReport.of(spans, pipe.plan, len(pipe.layers), memory, place)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
-    run.finish(**scores, **speed, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
+    places = {f"idle_share_{n}": share for n, share in enumerate(pipeline.idle)}  # one column each in a sweep's table
+    places |= {f"peak_memory_{n}": held for n, held in enumerate(memory.values())}
+    run.finish(**scores, **speed, **places, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
     settings = cfg.pipeline()
     pieces = f"{settings.microbatches} microbatches of {cfg.microbatch}"
+    pieces += f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else ""
     rows = epochs.rows(run, world, scores) | {
         "mode": f"{cfg.mode}, {cfg.model}: {settings.schedule} ({settings.engine}), {pieces}",
         "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else "one process a stage",
         "stages": "\n".join(f"{names[0]} to {names[-1]}" for names in pipe.layers),
     }
-    drawn = run.folder.path / "timeline.png"
-    if cfg.plot and pipeline.draw(drawn, f"one step of {cfg.model}, {cfg.mode}"):
-        rows["timeline"] = str(drawn)
-    run.say(report.table(rows | pipeline.rows() | run.places()))
+    drawn = pipeline.plot(run.folder.path, f"one step of {cfg.model}, {cfg.mode}, {pieces}") if cfg.plot else {}
+    run.say(report.table(rows | pipeline.rows() | drawn | run.places()))
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
     """single and naive with the whole batch, pipelined with each size of microbatches."""
     sizes = [int(size) for size in cfg.split_sizes]
-    whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.batch} for mode in ("single", "naive")]
+    whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.share} for mode in ("single", "naive")]
     return whole + [{"mode": "pipelined", "split_size": size} for size in sizes]
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
-    """Time per batch against the size of microbatches."""
+    """Time per batch against the size of microbatches, with what each stage waits and holds."""
     times = sweep.gather(rows, ("mode", "split_size"), "step_seconds")
-    lines = [f"{'mode':<10} split size      ms a batch    idle  ideal"]
+    lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's process"]
     for (mode, size), (mean, deviation, _) in times.items():
-        found = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
-        idle = sum(sum(row["idle_share"]) / len(row["idle_share"]) for row in found) / len(found)
-        ideal = found[0]["ideal_bubble"]
-        lines.append(f"{mode:<10} {size:>10} {mean * 1e3:>9.1f} ± {deviation * 1e3:<5.1f} {idle:>6.1%} {ideal:>6.1%}")
-    series = {
-        "pipelined": [(s, mean * 1e3, dev * 1e3) for (mode, s), (mean, dev, _) in times.items() if mode == "pipelined"]
-    }
+        same = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
+        idle = "".join(f" {fmean(shares):4.0%}" for shares in zip(*(row["idle_share"] for row in same), strict=True))
+        memory = zip(*(row["peak_memory"].values() for row in same), strict=True)
+        held = "".join(f" {max(amounts) / 2**20:6.0f}" for amounts in memory)
+        took = f"{mean * 1e3:>9.1f} ± {deviation * 1e3:<6.1f}{same[0]['ideal_bubble']:>6.1%}"
+        lines.append(f"{mode:<10} {size:>10} {took} {idle} {held}")
+    return {"times": "\n".join(lines), "plot": draw(cfg, times, folder / "split_size.png")}
+
+
+def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) -> str:
+    """The modes' times a batch, and the ideal: p stages of equal cost share the naive time and wait p - 1 turns."""
     levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
-    if "naive" in levels:  # p stages of equal cost share its work, and each waits p - 1 of m + p - 1 turns
-        counts = {s: cfg.batch // s for s, _, _ in series["pipelined"]}
-        p = cfg.stages
-        series["ideal"] = [(s, levels["naive"] / p * (m + p - 1) / m, 0.0) for s, m in counts.items()]
-    title = f"{cfg.model}, batch {cfg.batch}, {cfg.stages} stages"
-    plots.curves(folder / "split_size.png", series, "split size", "ms a batch", levels, log=True, title=title)
-    return {"times": "\n".join(lines), "plot": str(folder / "split_size.png")}
+    pipelined = [(size, mean * 1e3, dev * 1e3) for (mode, size), (mean, dev, _) in times.items() if mode == "pipelined"]
+    p, computed = cfg.stages, {}
+    if "naive" in levels:
+        ideal = [(size, levels["naive"] / p * (1 + (p - 1) * size / cfg.share), 0.0) for size, _, _ in pipelined]
+        computed["ideal: naive / p x (m + p - 1) / m"] = ideal
+    threads = "" if cfg.launch.threads else "; single has the threads of all of them"
+    more: Any = {"log": True, "title": f"{cfg.model}, batch {cfg.batch}, {p} stages{threads}"}
+    plots.curves(path, {"pipelined": pipelined}, "split size", "ms a batch", levels, computed=computed, **more)
+    return str(path)
 
 
 if __name__ == "__main__":

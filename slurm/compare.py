@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from common import config, curves
+from common import config, curves, summary
 from common import page as pages
 from common.folder import Folder, read_json, write_atomic
 from common.page import Picture
@@ -60,18 +60,7 @@ class Compared:
         value = self.result.get(name)
         if value is None and name in self.curves.tests:
             value = self.curves.tests[name].value[-1]
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-    @property
-    def waiting(self) -> float | None:
-        """The share of the time that processes wait for each other: idle in a pipeline, or in communication."""
-        each = self.result.get("idle_share")
-        if isinstance(each, list) and each:
-            return float(sum(each) / len(each))
-        parts = [self.final(n) for n in ("communication_seconds", "communication_exposed", "step_seconds")]
-        if None in parts or not parts[2]:
-            return None
-        return parts[0] * parts[1] / parts[2]  # type: ignore[operator]
+        return summary.number(value)
 
     def facts(self) -> dict[str, Any]:
         """The columns of the table, null where a run has no such number."""
@@ -89,8 +78,8 @@ class Compared:
             "test_accuracy": self.final("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,
             "efficiency": self.final("efficiency"),
-            "waiting": self.waiting,
-            "peak_memory_mb": self.final("peak_memory_mb"),
+            "waiting": summary.waiting(self.result),
+            "memory_mb": summary.memory(self.result),
         }
 
 
@@ -142,9 +131,9 @@ SHOWN = {
     "samples_per_second": "{:,.0f}",
     "efficiency": "{:.0%}",
     "waiting": "{:.0%}",
-    "peak_memory_mb": "{:,.0f}",
+    "memory_mb": "{:,.0f}",
 }
-HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "peak_memory_mb": "MB"}
+HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "memory_mb": "MB"}
 
 
 def shown(facts: dict[str, Any], name: str) -> str:
@@ -182,7 +171,7 @@ def picture(run: Compared, place: Path, differing: list[str]) -> Picture:
         columns,
         {key: run.settings[key] for key in differing if key in run.settings},
         facts["waiting"],
-        facts["peak_memory_mb"],
+        facts["memory_mb"],
         links(run.folder, place),
     )
 
@@ -194,6 +183,7 @@ def links(folder: Folder, place: Path) -> dict[str, str]:
         logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
         files |= {f"log of {path.stem.replace('-', ' ')}": path for path in logs[:LOGS]}
         files |= {"all logs": attempt.attempt / "logs"} if len(logs) > LOGS else {}
+        files |= {"job": status.rank_0_log(folder)} if (folder.path / "submit").exists() else {}
     found = {word: quote(os.path.relpath(path, place.absolute())) for word, path in files.items() if path.exists()}
     online = str(read_json(folder.path / "wandb" / "status.json").get("url"))
     return found | ({"W&B": online} if online.startswith("https://") else {})

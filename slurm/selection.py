@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import operator
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -43,8 +44,11 @@ def everything(root: Path) -> list[Folder]:
     return [Folder(path.absolute()) for path in paths]
 
 
-def select(asked: Asked, root: Path) -> list[Folder]:
-    """The runs that fit all that is asked, the oldest first, or in the order they are named. Raises UserError."""
+def select(asked: Asked, root: Path, newest: int = NEWEST) -> list[Folder]:
+    """The runs that fit all that is asked, the oldest first, or in the order they are named. Raises UserError.
+
+    Where nothing tells which or how many, the `newest` ones; 0 is all.
+    """
     if asked.runs or asked.sweep:
         found = named(words(asked.runs, "RUNS"), root) + (cells(asked.sweep, root) if asked.sweep else [])
         found = list({folder.path: folder for folder in found}.values())
@@ -58,7 +62,7 @@ def select(asked: Asked, root: Path) -> list[Folder]:
             raise UserError(f"NAME={asked.name!r}: no run of it; there are runs of {', '.join(there)}")
         found = [folder for folder in found if folder.experiment == asked.name]
     found = fitting(found, asked.where)
-    last = checked_last(asked.last) or (0 if asked.runs or asked.sweep or asked.where else NEWEST)
+    last = checked_last(asked.last) or (0 if asked.runs or asked.sweep or asked.where else newest)
     return found[-last:]
 
 
@@ -80,9 +84,12 @@ def named(names: list[str], root: Path) -> list[Folder]:
     """Runs by id, path, or the last four characters of an id."""
     found = []
     for name in names:
-        ends = [path for path in root.glob("*/config.yaml") if path.parent.name.endswith(f"-{name}")]
-        exact = not re.fullmatch("[0-9a-f]{4}", name)
-        found.append(Folder(ends[0].parent.absolute()) if len(ends) == 1 and not exact else status.find(name, root))
+        ends = list(root.glob(f"*-{name}/config.yaml")) if re.fullmatch("[0-9a-f]{4}", name) else []
+        if len(ends) > 1:
+            raise UserError(
+                f"RUNS: {name} is the end of {' and '.join(path.parent.name for path in ends)}; write one out"
+            )
+        found.append(Folder(ends[0].parent.absolute()) if ends else status.find(name, root))
     return found
 
 
@@ -90,12 +97,10 @@ def cells(sweep: str, root: Path) -> list[Folder]:
     """The runs of a sweep that have begun, cell by cell."""
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
-        if file.is_file():
+        if os.path.isfile(file):  # noqa: PTH113 (is_file raises where a name is too long)
             ids = [str(cell.get("run") or "") for cell in read_json(file).get("cells", []) if isinstance(cell, dict)]
-            ids = sorted(dict.fromkeys(ids), key=ids.index)
-            found = [
-                Folder((root / name).absolute()) for name in ids if name and (root / name / "config.yaml").is_file()
-            ]
+            places = [path.absolute().parent.parent / name for name in dict.fromkeys(ids) if name]  # in its order
+            found = [Folder(place) for place in places if (place / "config.yaml").is_file()]
             if not found:
                 raise UserError(f"SWEEP={sweep!r}: none of its runs has begun, or their folders are gone")
             return found

@@ -1,15 +1,17 @@
-"""Train many pipeline cases of one world size in one launch, for test_parity.py to compare.
+"""Train many cases of an experiment with stages, of one world size, in one launch, for the parity tests to compare.
 
-    python tests/parity.py OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
+    python -m tests.parity NAME OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
 
 A case may begin with `lose_relu` or `lose_microbatch`: it then makes that mistake.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,11 @@ from common.launch import Place, World
 from common.pipeline import Pipeline
 from common.run import Run
 from common.schedules import Action
-from configs.mnist_pipeline import Config
-from experiments import mnist_pipeline
+from configs import mnist_pipeline as mnist
+from configs import resnet_modelparallel as resnet
+from experiments import mnist_pipeline, resnet_modelparallel
 
-SETTINGS = {
+PIPELINE = {
     "data.name": "digits",
     "data.train_limit": "500",  # 20 batches of 24 an epoch, and 20 samples left out
     "data.test_limit": "100",
@@ -44,11 +47,44 @@ SETTINGS = {
 }
 
 
-def settings(text: str, **extra: str) -> tuple[Config, str]:
-    """The settings of a case, and the mistake it makes, if any."""
-    words = text.split(",")
-    mistake = words.pop(0) if "=" not in words[0] else ""
-    return config.resolve(Config, [SETTINGS | extra | dict(word.split("=") for word in words)]), mistake
+RESNET = {
+    "data.name": "generated",
+    "data.samples": "64",  # 5 batches of 12 an epoch: train and eval in turns
+    "data.image_size": "32",
+    "dtype": "float64",
+    "model": "resnet18",
+    "width": "8",
+    "batch": "12",
+    "split_size": "3",
+    "eval_batch": "5",
+    "optim.lr": "0.02",
+    "epochs": "2",
+    "steps": "10",
+    "seed": "7",
+    "launch.threads": "1",
+    "plot": "false",
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How the cases of an experiment are trained."""
+
+    schema: type[Any]
+    settings: dict[str, str]
+    build: Callable[..., Any]
+    """From settings, the training set, world and run to the stages."""
+    script: Any
+
+
+def build_pipeline(cfg: Any, train: data.Images, world: World, run: Run) -> Pipeline:
+    pipe = mnist_pipeline.build(cfg, world, run, torch.float64)
+    widen(pipe.module.parameters())
+    return pipe
+
+
+def build_resnet(cfg: Any, train: data.Images, world: World, run: Run) -> Any:
+    return resnet_modelparallel.build(cfg, train.shape, train.classes, world, run)
 
 
 @torch.no_grad()
@@ -75,13 +111,28 @@ def sabotage(pipe: Pipeline, mistake: str) -> None:
         pipe._backward = forgetful  # type: ignore[method-assign]
 
 
-def train(cfg: Config, mistake: str, world: World, prepared: prepare.Prepared, folder: Folder) -> dict[str, Any]:
+EXPERIMENTS = {
+    "mnist_pipeline": Trained(mnist.Config, PIPELINE, build_pipeline, mnist_pipeline),
+    "resnet_modelparallel": Trained(resnet.Config, RESNET, build_resnet, resnet_modelparallel),
+}
+
+
+def settings(name: str, text: str, **extra: str) -> tuple[Any, str]:
+    """The settings of a case, and the mistake it makes, if any."""
+    words = re.split(r",(?![^\[]*\])", text)
+    mistake = words.pop(0) if "=" not in words[0] else ""
+    kind = EXPERIMENTS[name]
+    return config.resolve(kind.schema, [kind.settings | extra | dict(word.split("=") for word in words)]), mistake
+
+
+def train(
+    kind: Trained, cfg: Any, mistake: str, world: World, prepared: prepare.Prepared, folder: Folder
+) -> dict[str, Any]:
     """One case on this process; on rank 0 its losses, joined parameters and scores."""
     torch.manual_seed(1234)
     train_set, test_set = data.load(prepared, cfg.data)
     run = Run(cfg, folder, world, prepared)
-    pipe = mnist_pipeline.build(cfg, world, run, torch.float64)
-    widen(pipe.module.parameters())
+    pipe = kind.build(cfg, train_set, world, run)
     sabotage(pipe, mistake)
     optimizer = optim.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}
@@ -89,29 +140,33 @@ def train(cfg: Config, mistake: str, world: World, prepared: prepare.Prepared, f
     run.source, run.total = pipe.last_rank, cfg.steps
     step = 0
     while step < cfg.steps:
-        step = mnist_pipeline.train_epoch(cfg, pipe, optimizer, loader, run, step, cfg.steps)
+        step = kind.script.train_epoch(cfg, pipe, optimizer, loader, run, step, cfg.steps)
+        pipe.train(False)
+        parts: Any = {"batch": cfg.eval_batch, "dtype": torch.float64, "inputs": pipe.has_first}
+        scores = classify(pipe.predict, test_set, world, **parts)
     run.flush()
-    pipe.train(False)
-    scores = classify(pipe.predict, test_set, world, batch=cfg.eval_batch, dtype=torch.float64, inputs=pipe.has_first)
-    states = world.gather(pipe.state_dict())
+    states = world.gather({name: value for part in pipe.local.values() for name, value in part.state_dict().items()})
+    run.close()
     if not world.is_main:
         return {}
     losses = [row["loss"] for row in folder.metrics()]
     return {"losses": losses, "state": splits.join(states), "scores": scores}
 
 
-def main(out: str, cache: str, count: int, cases: list[str]) -> int:
-    prepared = prepare.prepare_digits(Path(cache))
+def main(name: str, out: str, cache: str, count: int, cases: list[str]) -> int:
+    here = {"data.cache": cache}
+    first, _ = settings(name, cases[0], **here)
+    prepared = prepare.prepare(first.data)
     runs = Path(tempfile.mkdtemp())
 
     def body(place: Place) -> None:
-        first, _ = settings(cases[0])
         with launch.group(place, first.launch) as world:
             results = {}
             for case in cases:
-                cfg, mistake = settings(case)
+                cfg, mistake = settings(name, case, **here)
                 path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
-                results[case] = train(cfg, mistake, world, prepared, Folder(world.broadcast(path), 1))
+                folder = Folder(world.broadcast(path), 1)
+                results[case] = train(EXPERIMENTS[name], cfg, mistake, world, prepared, folder)
             if world.is_main:
                 torch.save(results, out)
 
@@ -119,4 +174,4 @@ def main(out: str, cache: str, count: int, cases: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:]))

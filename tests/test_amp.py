@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import math
 import subprocess
@@ -218,3 +219,32 @@ def test_the_layout_changes_nothing_but_rounding(tmp_path: Path, cache: Path) ->
     ]
     assert all(each.status == 0 for each in done), done[1].err
     assert done[0].losses == pytest.approx(done[1].losses, abs=1e-9, rel=0)
+
+
+def test_the_sweep_sets_costs_and_distances_side_by_side(tmp_path: Path, cache: Path) -> None:
+    quick = ("data.name=digits", f"data.cache={cache}", "model=mlp", "data.test_limit=100", "steps=3", "repeats=1")
+    done = run("amp_accum", *quick, "sweep=true", "accumulate=2", "launch.threads=1", runs=tmp_path, timeout=240)
+    assert done.status == 0, done.err
+    (folder,) = (tmp_path / "sweeps").iterdir()
+    with open(folder / "table.csv") as file:
+        found = {tuple(row[key] for key in ("precision", "accumulate", "no_sync")): row for row in csv.DictReader(file)}
+    windows = [("1", "True"), ("2", "True"), ("2", "False")]
+    assert list(found) == [(bits, *window) for bits in ("fp32", "bf16", "fp16") for window in windows]
+    sent = {key: float(row["bytes_sent"]) for key, row in found.items()}
+    assert sent[("fp32", "2", "False")] == 2 * sent[("fp32", "2", "True")] == 2 * sent[("bf16", "1", "True")] > 0
+    assert all(float(row["samples_per_second"]) > 0 and float(row["peak_memory"]) > 0 for row in found.values())
+    assert "loss, less fp32" in done.out and len(list(folder.glob("*.png"))) == 2
+
+
+def test_compiled_it_computes_the_same(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    quick = (*digits, "model=mlp", "steps=3", "optim.warmup=0", "processes_per_node=1", "precision=fp32")
+    made = tmp_path / "made"
+    done = run("amp_accum", *quick, "compile=true", runs=tmp_path / "fast", TORCHINDUCTOR_CACHE_DIR=str(made))
+    assert done.status == 0, done.err
+    assert list(made.rglob("*.so")), "something was compiled"
+    assert done.losses == pytest.approx(run("amp_accum", *quick, runs=tmp_path / "plain").losses, rel=1e-4)
+
+
+def test_compiling_without_a_compiler_is_refused(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    done = run("amp_accum", *digits, "compile=true", runs=tmp_path / "runs", PATH=str(tmp_path))
+    assert done.status == 2 and "compile=true needs a C++ compiler" in done.err and "Traceback" not in done.err

@@ -75,6 +75,16 @@ def test_rows_of_a_start_that_was_cut_off_do_not_count(folder: Folder) -> None:
     assert folder.metrics() == before and losses(folder) == [1.1, 2.1, 3.2, 4.2]
 
 
+def test_an_evaluation_after_the_last_step_saved_comes_once(folder: Folder) -> None:
+    begin(folder, None, 0, range(1, 6))  # saved at 4, before the first of the two rows of its evaluation
+    second = begin(folder, 1, 4, range(5, 7))
+    second.set_parent(1, 4, rows=6)
+    assert [(row["global_step"], row.get("part")) for row in folder.metrics()] == [
+        *((1, None), (2, None), (2, "a"), (2, "b"), (3, None), (4, None)),
+        *((5, None), (6, None), (6, "a"), (6, "b")),
+    ]
+
+
 def test_a_start_that_did_not_come_to_training_is_skipped(folder: Folder) -> None:
     begin(folder, None, 0, range(1, 4))
     folder.claim()

@@ -203,6 +203,8 @@ DATA = [
 
 MOUNT = "mount -t tmpfs -o size={size} tmpfs disk"
 FILL = "head -c 32M /dev/zero > disk/zeros 2> /dev/null"
+LONG = ("width=1024", "batch=1024", "epochs=1000", "steps=60", "log.seconds=0.1", "wandb.mode=disabled")
+BEGUN = ("run > said & started=$!", "until cat disk/*/attempts/0001/metrics.jsonl; do sleep 0.1; done > /dev/null 2>&1")
 LEFT = "find disk -mindepth 1 | sed 's/^/left /'"
 
 
@@ -225,19 +227,29 @@ DISKS = [
         shell=(MOUNT.format(size="64k"), "run", LEFT),
     ),
     disk(
-        "disk: full while training",
+        "disk: full from the middle of training on",
         "runs=disk",
-        "epochs=1000",
-        "steps=0",
-        "log.seconds=0.1",
+        *LONG,
         parts=("metrics.jsonl", "disk is full"),
-        shell=(
-            MOUNT.format(size="16M"),
-            "run & started=$!",
-            "until cat disk/*/attempts/0001/metrics.jsonl; do sleep 0.1; done > /dev/null 2>&1",
-            FILL,
-            "wait $started; status=$?",
+        shell=(MOUNT.format(size="16M"), *BEGUN, FILL, "wait $started; status=$?"),
+    ),
+    dataclasses.replace(
+        disk(
+            "disk: full for a while",
+            "runs=disk",
+            *LONG,
+            parts=("the metrics wait in memory", "rows 60"),
+            shell=(
+                MOUNT.format(size="16M"),
+                *BEGUN,
+                FILL,
+                "until grep -q WARNING disk/*/attempts/0001/metrics.jsonl said; do sleep 0.1; done 2> /dev/null",
+                "rm disk/zeros",
+                "wait $started; status=$?; cat said; mkdir -p runs; cp -r disk/* runs",
+                "echo rows $(grep -c loss.: disk/*/attempts/0001/metrics.jsonl)",
+            ),
         ),
+        status=0,
     ),
     disk(
         "disk: full while preparing",

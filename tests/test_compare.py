@@ -38,10 +38,11 @@ def ends(answer: dict[str, Any]) -> list[str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of different length, one restarted, one running, one broken, one that never began."""
     runs = tmp_path_factory.mktemp("all") / "runs"
-    pipeline = {"idle_share": [0.2, 0.4], "peak_memory_mb": 300.0}
+    pipeline = {"idle_share": [0.2, 0.4], "peak_memory": {"process 0": 2e8, "process 1": 3e8}}
     Made("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
     Made("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)
-    exchanged = {"efficiency": 0.9, "communication_seconds": 0.02, "communication_exposed": 0.5, "step_seconds": 0.05}
+    exchanged: dict[str, Any] = {"communication_seconds": 0.02, "communication_exposed": 0.5, "step_seconds": 0.05}
+    exchanged |= {"efficiency": 0.9, "memory_megabytes": [400.0, 500.0]}
     Made("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=exchanged).write(runs)
     Made("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
     Made("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)
@@ -67,9 +68,10 @@ def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:
     assert first["step"] == again["step"] == 1000
     assert first["test_accuracy"] == 0.96
     assert first["waiting"] == pytest.approx(0.3)  # the mean of the processes
-    assert first["peak_memory_mb"] == 300
+    assert first["memory_mb"] == 300
     assert scaled["waiting"] == pytest.approx(0.02 * 0.5 / 0.05)
     assert scaled["efficiency"] == 0.9
+    assert scaled["memory_mb"] == 500
     assert failed["state"] == "failed" and failed["step"] == 500
     assert running["state"] == "running" and running["samples_per_second"] > 0
     assert failed["test_accuracy"] is not None  # the last evaluation before the end
@@ -123,6 +125,14 @@ def test_mistakes_are_answered(made: Path, words: tuple[str, ...], part: str) ->
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
 
 
+def test_an_ending_of_two_runs_is_refused(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("mnist_pipeline", "ddp_multinode"):
+        Made(name, 7, 10).write(runs)
+    done = compare(runs, "--pick=0007")
+    assert done.returncode == 2 and "mnist_pipeline-" in done.stderr and "ddp_multinode-" in done.stderr
+
+
 def test_without_runs_there_is_a_remedy(tmp_path: Path) -> None:
     done = compare(tmp_path / "runs")
     assert done.returncode == 2 and "make exp NAME=" in done.stderr
@@ -142,8 +152,21 @@ def test_damaged_files_do_not_hide_the_others(made: Path, tmp_path: Path) -> Non
     assert len(as_json(runs)["runs"]) == 6
 
 
+def test_status_is_told_to_machines(made: Path) -> None:
+    command = [sys.executable, "-m", "slurm.status", f"--runs={made}", "--json=1", "--", "status"]
+    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 60}
+    every = json.loads(subprocess.run(command, check=True, **run).stdout)  # type: ignore[call-overload]
+    assert [one["run"] for one in every] == sorted(path.parent.name for path in made.glob("*/config.yaml"))
+    (broken,) = (one for one in every if one["run"].endswith("-0003"))
+    assert (broken["state"], broken["step"], broken["restarts"]) == ("failed", 500, 0)
+    alone = subprocess.run([*command, broken["run"]], check=False, **run)  # type: ignore[call-overload]
+    assert alone.returncode == 1  # as without --json
+    assert json.loads(alone.stdout)[0]["detail"] == "the loss is nan"
+
+
 def test_it_needs_no_torch() -> None:
-    program = "import sys, slurm.compare; print('torch' in sys.modules, 'wandb' in sys.modules)"
+    program = "import sys, slurm.compare, slurm.dashboard, slurm.prune, slurm.upload\n"
+    program += "print('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -176,7 +199,7 @@ def test_the_page_works_from_disk_without_a_network(made: Path, tmp_path: Path) 
             "test loss",
             "samples a second",
             "share of the time waited for other processes",
-            "peak memory of process 0, MB",
+            "peak memory where most was taken, MB",
         ]
         buttons = chrome.execute_script(
             "return [...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)"
@@ -184,7 +207,7 @@ def test_the_page_works_from_disk_without_a_network(made: Path, tmp_path: Path) 
         assert "Zoom" in buttons and not [title for title in buttons if "Share" in title or "loud" in title]
         lines = chrome.execute_script("return document.querySelectorAll('.subplot.xy path.js-line').length")
         assert lines == 5  # all but the run that never began
-        assert chrome.execute_script("return document.querySelectorAll('.barlayer .point path').length") == 5
+        assert chrome.execute_script("return document.querySelectorAll('.barlayer .point path').length") == 6
         check_legend(chrome)
         check_axes(chrome)
         check_links(chrome, page)

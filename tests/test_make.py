@@ -117,6 +117,13 @@ def test_no_variable_is_expanded_by_any_target(place: Path, variable: str) -> No
         assert not (place / "pwned").exists()
 
 
+@pytest.mark.parametrize("text", ["$(shell touch pwned)", "x; touch pwned", "x\ntouch x", "'x", "x" * 300], ids=ascii)
+@pytest.mark.parametrize("target", ["compare RUNS", "compare WHERE", "sync SWEEP", "prune-runs LAST"])
+def test_hostile_words_about_runs_are_refused(place: Path, target: str, text: str) -> None:
+    verb, variable = target.split()
+    refused(make(place, verb, f"{variable}={text}"), place)
+
+
 def test_missing_name_lists_the_experiments(place: Path) -> None:
     assert "write make exp NAME=" in refused(make(place, "exp"), place)
 

@@ -37,7 +37,7 @@ def cases(processes: int) -> list[str]:
 @pytest.fixture(scope="module")
 def reference(cache: Path) -> dict[str, Any]:
     """The unsplit model trained by a bare loop that shares nothing with the pipeline but data order and model."""
-    cfg, _ = parity.settings("stages=1")
+    cfg, _ = parity.settings("mnist_pipeline", "stages=1")
     prepared = prepare.prepare_digits(cache)
     mean, std = data.STATISTICS["digits"]
 
@@ -72,10 +72,10 @@ def reference(cache: Path) -> dict[str, Any]:
     return {"losses": losses, "state": model.state_dict(), "scores": scores}
 
 
-def train(folder: Path, cache: Path, processes: int, wanted: list[str]) -> dict[str, Any]:
+def train(folder: Path, cache: Path, processes: int, wanted: list[str], name: str = "mnist_pipeline") -> dict[str, Any]:
     """The results of cases with one number of processes, trained in one launch."""
     out = folder / f"results-{processes}.pt"
-    script = [sys.executable, "-m", "tests.parity", str(out), str(cache), str(processes), *wanted]
+    script = [sys.executable, "-m", "tests.parity", name, str(out), str(cache), str(processes), *wanted]
     done = subprocess.run(script, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return dict(torch.load(out, weights_only=True))
@@ -119,7 +119,7 @@ def test_the_check_sees_mistakes(tmp_path: Path, cache: Path, reference: dict[st
 
 
 def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
-    settings = [f"{name}={value}" for name, value in parity.SETTINGS.items()]
+    settings = [f"{name}={value}" for name, value in parity.PIPELINE.items()]
     settings.append(f"data.cache={cache}")
     split = run("mnist_pipeline", *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
     whole = run("mnist_pipeline", *settings, "stages=1", "microbatches=1", runs=tmp_path / "whole")

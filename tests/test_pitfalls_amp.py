@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from common import data
+from common import data, optim
 from common.footprint import Footprint
 from common.models import SimpleNN
 from common.prepare import prepare_digits
 from configs.amp_accum import Config as AmpConfig
+from configs.shared import Optim
 from experiments import amp_accum
 from tests.amp_parity import script
 from tests.helpers import ROOT, environment
@@ -79,7 +81,7 @@ def test_clipping_before_unscaling_clips_the_scale() -> None:
         return float((torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm())
 
     assert moved(amp_accum) == pytest.approx(0.01, rel=1e-3)
-    assert moved(script("clip_before_unscale")) == pytest.approx(0.01 / 65536, rel=1e-2)
+    assert moved(script("clip_before_unscale")) < 1e-6
 
 
 def test_a_forward_outside_no_sync_exchanges_gradients_all_the_same(tmp_path: Path, cache: Path) -> None:
@@ -99,8 +101,8 @@ def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
     def lost(it: Any) -> int:
         """Steps of 200 that are left out."""
         torch.manual_seed(0)
-        model, window = SimpleNN(), a_window([8])
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), it.make_scaler(cfg, torch.device("cpu"))
+        model, window = SimpleNN(), [(100 * x, y) for x, y in a_window([8])]
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0), it.make_scaler(cfg, torch.device("cpu"))
         count = 0
         for _ in range(200):
             gradients(it, cfg, model, window, scaler)
@@ -126,3 +128,25 @@ def test_the_old_spelling_switches_itself_off_without_a_gpu() -> None:
     if not torch.cuda.is_available():
         assert not old.is_enabled()
     assert found == torch.float32, "on a CPU nothing is computed in fewer bits"
+
+
+def test_fused_sgd_makes_momentum_of_what_lies_in_memory_where_its_first_step_is_left_out() -> None:
+    def momentum(optimizer: torch.optim.Optimizer, layer: nn.Linear) -> float:
+        """The largest after a first step with an infinite gradient."""
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.zeros(()))
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, float("inf"))
+        scaler.unscale_(optimizer)
+        junk = [torch.full_like(layer.weight, 7.0) for _ in range(50)]
+        del junk  # what others left
+        scaler.step(optimizer)
+        assert layer.weight.isfinite().all(), "the step itself is left out"
+        return float(optimizer.state[layer.weight]["momentum_buffer"].abs().nan_to_num(nan=1e9).max())
+
+    def layers() -> Iterator[nn.Linear]:
+        return (nn.Linear(784, 100) for _ in range(10))
+
+    torchs = [momentum(torch.optim.SGD(la.parameters(), lr=1, momentum=0.9, fused=True), la) for la in layers()]
+    assert max(torchs) > 0
+    assert [momentum(optim.make(la.parameters(), Optim(), scaled=True), la) for la in layers()] == [0] * 10

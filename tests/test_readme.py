@@ -19,11 +19,13 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = sorted(
     {shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""}
 )
-ON_RUNS = {"compare"}  # these need runs, and get some of their own
+ON_RUNS = {"compare", "sync", "dashboard", "prune-runs"}  # these need runs, and get some of their own
 BY_CI = {"make lint", "make test", "make test-slurm"}  # .ci/run calls them as they are
 ELSEWHERE = {
     "make requirements": "needs the package index",
     "make bench": "takes minutes",
+    "make leet": "tests/test_upload.py",
+    "make tour": "tests/test_tour.py",
     "make exp 'RESUME=<id>'": "tests/test_resume.py",
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/test_resume.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "takes a minute; tests/test_sweep.py",
@@ -108,3 +110,5 @@ def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) 
 def test_every_experiment_and_pitfall_is_told() -> None:
     for script in (ROOT / "experiments").glob("*.py"):
         assert f"](experiments/{script.name})" in TEXT
+        tour = TEXT.partition("## A tour\n")[2].partition("\n## ")[0]
+        assert re.search(rf"^\| {script.stem} \|[^|]+\?[^|]* \|[^|]{{20,}}\|$", tour, re.MULTILINE)

@@ -46,6 +46,11 @@ def test_both_hosts_take_part_and_the_numbers_are_those_of_a_local_run(
     local = run(entry.name, "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path / "local")
     assert local.status == 0, local.err
     assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
+    both = f"--pick={folder.path} {local.folder.path}"
+    compared = json.loads(site.call("slurm.compare", f"--runs={tmp_path}", both, "--json=1").stdout)
+    assert [(one["state"], one["step"], one["processes"]) for one in compared["runs"]] == [("finished", 30, 2)] * 2
+    assert compared["runs"][0]["test_loss"] == compared["runs"][1]["test_loss"]
+    assert '_0_log.out">job</a>' in Path(compared["page"]).read_text()
 
 
 def test_two_jobs_at_once_and_cancel(site: Site) -> None:
@@ -55,6 +60,8 @@ def test_two_jobs_at_once_and_cancel(site: Site) -> None:
     folders = [site.run_of(name) for name in ("first", "second")]
     for folder in folders:
         site.wait(folder, "RUNNING")
+    shown = site.call("slurm.compare", f"--runs={site.folder}", f"--pick={folders[0].path} {folders[1].path}").stdout
+    assert shown.count("  running  ") == 2 and shown.count(" RUNNING: job ") == 2
     for folder in folders:
         assert "cancelled job" in site.call("slurm.status", "cancel", str(folder.path)).stdout
         assert "CANCELLED" in site.call("slurm.status", "status", str(folder.path)).stdout

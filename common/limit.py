@@ -1,0 +1,61 @@
+"""A limit on what a process may take for its training, to see what a model needs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from common.config import UserError
+
+FULL = ("not enough memory", "out of memory", "Cannot allocate memory", "std::bad_alloc")  # as libraries say it
+
+
+@contextlib.contextmanager
+def memory_cap(megabytes: int, devices: Sequence[torch.device]) -> Iterator[None]:
+    """Let this process take so many MB more than it has now, within the block; 0 sets no limit.
+
+    Of tensors on each GPU, else of address space that it can write: malloc reserves 64 MB beside it for each thread,
+    which are not counted. Raises UserError where that is too little.
+    """
+    if not megabytes:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        for gpu in {device for device in devices if device.type == "cuda"}:
+            everything = torch.cuda.get_device_properties(gpu).total_memory
+            wanted = torch.cuda.memory_reserved(gpu) + megabytes * 1e6
+            torch.cuda.set_per_process_memory_fraction(min(1.0, wanted / everything), gpu)
+        if any(device.type == "cpu" for device in devices):
+            resource.setrlimit(resource.RLIMIT_DATA, (writable() + megabytes * 1_000_000, before[1]))
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in FULL):
+            raise
+        lift(devices, before)
+        raise UserError(
+            f"memory_cap={megabytes}: the model with its gradients, optimizer and activations does not fit into "
+            f"{megabytes} MB; cut it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
+        ) from None
+    finally:
+        lift(devices, before)
+
+
+def lift(devices: Sequence[torch.device], before: tuple[int, int]) -> None:
+    """Set no limit any more."""
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def writable() -> int:
+    """Bytes of private address space that this process can write, as the system counts them for its limit."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024

@@ -1,0 +1,95 @@
+"""`make dashboard`: the saved W&B workspace in which runs are compared. Imports no torch.
+
+    python -m slurm.dashboard [--project=[ENTITY/]PROJECT] [--dry-run=1]
+
+What it shows comes from the metrics and the summary that every run of this repository sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from common import config, tracking
+from common.config import UserError
+from configs.shared import Wandb
+from slurm.submit import checked_switch
+
+TITLE = "Runs compared"
+
+
+def checked_project(text: str) -> tuple[str, str]:
+    """Entity and project of PROJECT; the entity is empty where it is not named. Raises UserError."""
+    entity, _, project = text.rpartition("/")
+    wandb = Wandb(project=project or Wandb.project, entity=entity)
+    try:
+        wandb.check()
+        if "/" in entity or not f"{entity}{project}".isprintable():
+            raise ValueError(f"{text!r} is not of the form PROJECT or ENTITY/PROJECT")
+    except ValueError as error:
+        raise UserError(f"PROJECT={text!r}: {error}") from None
+    return wandb.entity, wandb.project
+
+
+def workspace(entity: str, project: str) -> Any:
+    """The workspace, checked by W&B's own library."""
+    try:
+        from wandb_workspaces import workspaces as ws
+        from wandb_workspaces.reports import v2 as wr
+    except ImportError as error:
+        raise UserError(f"{error}; pip install -r requirements.txt") from None
+    by_samples: list[Any] = [
+        wr.LinePlot(title="training loss by samples", x="samples", y=["loss"], log_y=True),
+        wr.LinePlot(title="test accuracy by samples", x="samples", y=["test_accuracy"]),
+        wr.LinePlot(title="test loss by samples", x="samples", y=["test_loss"], log_y=True),
+    ]
+    size = wr.Config("world_size")
+    speed: list[Any] = [
+        wr.BarPlot(title="samples a second", metrics=["samples_per_second"]),
+        wr.ScatterPlot(title="throughput by processes", x=size, y=wr.SummaryMetric("samples_per_second")),
+        wr.ScatterPlot(title="scaling efficiency by processes", x=size, y=wr.SummaryMetric("efficiency")),
+        wr.BarPlot(title="share of the time waited for other processes", metrics=["waiting"]),
+    ]
+    care: list[Any] = [wr.BarPlot(title="restarts", metrics=["restarts"]), wr.RunComparer(diff_only=True)]
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=TITLE,
+        sections=[
+            ws.Section(name="Learning", panels=by_samples, is_open=True),
+            ws.Section(name="Speed", panels=speed, is_open=True),
+            ws.Section(name="Restarts and settings", panels=care, is_open=True),
+        ],
+        settings=ws.WorkspaceSettings(max_runs=50),
+        runset_settings=ws.RunsetSettings(groupby=[ws.Config("experiment"), ws.Config("world_size")]),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make dashboard")
+    for option in ("project", "dry-run"):
+        parser.add_argument(f"--{option}", default="")
+    given = parser.parse_args(arguments)
+    entity, project = checked_project(given.project)
+    if checked_switch("DRY_RUN", given.dry_run):
+        view = workspace(entity or "your-entity", project)._to_model()  # what save() sends
+        print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
+        return 0
+    tracking.need_account()
+    import wandb
+
+    try:
+        made = workspace(entity or str(wandb.Api().default_entity), project).save()
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 (the host may answer anything)
+        raise UserError(f"W&B refused the workspace: {tracking.first_line(error)}") from None
+    print(f"workspace: {made.url}")
+    return 0
+
+
+if __name__ == "__main__":
+    with config.user_errors():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""`make prune-runs`: free the disk of what runs that are over no longer need. Imports no torch.
+
+    python -m slurm.prune [--pick="ID ID"] [--name= --last= --where=] [--dry-run=0]
+
+Without --dry-run=0 it only shows what would go: checkpoints, traces, and W&B's folders that were sent. Settings,
+results, metrics, logs and source stay. A run that did not finish can go on from its checkpoints: they go only if
+it is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from common import config
+from common.config import UserError
+from common.folder import Folder, disk_errors
+from slurm import selection, status, upload
+from slurm.selection import Asked
+
+
+def superfluous(folder: Folder) -> list[Path]:
+    """What of a run that is over can go."""
+    found = [path for kind in ("checkpoints", "trace-*.json") for path in folder.path.glob(f"attempts/*/{kind}")]
+    return sorted(found) + [path for path in upload.offline(folder) if upload.sent(path)]
+
+
+def size(path: Path) -> int:
+    """Bytes on the disk; links are not followed."""
+    below = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+    return sum(one.lstat().st_blocks * 512 for one in (path, *below))
+
+
+def remove(path: Path) -> None:
+    with disk_errors(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def prune(folders: list[Folder], named: bool, dry: bool) -> int:
+    """Remove, or only show, what can go; returns the bytes."""
+    total = 0
+    for folder in folders:
+        state, _ = status.state_of(folder)
+        paths = superfluous(folder) if state == "FINISHED" or (named and state in status.OVER) else []
+        if not paths:
+            continue
+        own = sum(map(size, paths))
+        total += own
+        words = ", ".join(str(path.relative_to(folder.path)) for path in paths)
+        print(f"{folder.path.name}  {own / 1e6:.1f} MB  {words}")
+        for path in () if dry else paths:
+            remove(path)
+    return total
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make prune-runs")
+    for option in ("pick", "name", "last", "where", "dry-run", "runs"):
+        parser.add_argument(f"--{option}", default="")
+    given = parser.parse_args(arguments)
+    if given.dry_run not in ("", "0", "1"):
+        raise UserError(f"DRY_RUN={given.dry_run!r} is neither 0 nor 1")
+    asked = Asked(given.pick, given.name, given.last, given.where)
+    dry = given.dry_run != "0"
+    total = prune(selection.select(asked, Path(given.runs or "runs"), newest=0), bool(given.pick), dry)
+    if dry:
+        print(f"{total / 1e6:.1f} MB would be freed; make prune-runs DRY_RUN=0 does it")
+    else:
+        print(f"{total / 1e6:.1f} MB freed")
+    return 0
+
+
+if __name__ == "__main__":
+    with config.user_errors():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""`make sync` and `make leet`: what runs left for W&B, sent there or looked at here. Imports no torch.
+
+    python -m slurm.upload sync [--pick="ID ID"] [--name= --last= --where=] [--dry-run=1]
+    python -m slurm.upload leet [--pick=ID ...]
+
+A run that was started several times without a network has a folder for each start, all under one W&B id. W&B's
+client sends them in their order, asks the host how much it has of the run already, and notes beside each what was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import config, tracking
+from common.config import UserError
+from common.folder import Folder
+from slurm import selection, status
+from slurm.selection import Asked
+from slurm.submit import checked_switch
+
+WANDB = Path(sys.executable).with_name("wandb")
+
+
+def offline(folder: Folder) -> list[Path]:
+    """The folders of a run's starts without a network, in their order."""
+    return sorted(path.parent for path in folder.path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def sent(path: Path) -> bool:
+    """Whether W&B's client noted that all of it was sent."""
+    return any(path.glob("*.wandb.synced"))
+
+
+def sync(folders: list[Folder], dry: bool) -> int:
+    """Send what was not sent yet; returns the exit status."""
+    waiting: list[Path] = []
+    for folder in folders:
+        new = [path for path in offline(folder) if not sent(path)]
+        if new and status.state_of(folder)[0] in ("RUNNING", "PENDING"):
+            print(f"{folder.path.name} is not over yet: left for later")
+            continue
+        waiting += new
+    if dry or not waiting:
+        print("\n".join(map(str, waiting)) or "nothing to send: no run was tracked offline, or all was sent")
+        return 0
+    tracking.need_account()
+    done = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *waiting], check=False)
+    left = [path for path in waiting if not sent(path)]
+    print(f"sent {len(waiting) - len(left)} of {len(waiting)}")
+    if left:
+        raise UserError(f"W&B did not take {left[0]}; run make sync again, which sends only what is missing")
+    return done.returncode
+
+
+def leet(folders: list[Folder]) -> int:
+    """Open W&B's terminal viewer on the runs; returns its exit status."""
+    starts = [path.parent for folder in folders for path in sorted(folder.path.glob("wandb/*run-*/*.wandb"))]
+    starts = [path for path in starts if not path.is_symlink()]
+    if not starts:
+        raise UserError(
+            "none of these runs was tracked by W&B: they ran with WANDB_MODE=disabled; make compare shows them"
+        )
+    with tempfile.TemporaryDirectory() as room:  # the viewer wants all runs in one folder
+        for path in starts:
+            (Path(room) / path.name).symlink_to(path)
+        return subprocess.run([WANDB, "leet", room], check=False).returncode
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make sync, make leet")
+    parser.add_argument("verb", choices=("sync", "leet"))
+    for option in ("pick", "name", "last", "where", "sweep", "dry-run", "runs"):
+        parser.add_argument(f"--{option}", default="")
+    given = parser.parse_args(arguments)
+    root = Path(given.runs or "runs")
+    dry = checked_switch("DRY_RUN", given.dry_run)
+    asked = Asked(given.pick, given.name, given.last, given.where, given.sweep)
+    folders = selection.select(asked, root, newest=0)
+    return leet(folders) if given.verb == "leet" else sync(folders, dry)
+
+
+if __name__ == "__main__":
+    with config.user_errors():
+        sys.exit(main(sys.argv[1:]))

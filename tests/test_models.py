@@ -1,0 +1,97 @@
+"""The ResNets are torchvision's, under names that can be cut, and files of weights are read with care."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from common import models, splits
+from common.config import UserError
+
+
+@pytest.mark.parametrize(("name", "side"), [("resnet18", 64), ("resnet50", 64), ("resnet101", 65)])
+def test_the_same_outputs_as_torchvision_with_the_same_weights(name: str, side: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = getattr(torchvision.models, name)(num_classes=7).double()
+    theirs(torch.randn(4, 3, side, side).double())  # running statistics of its own
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    ours = models.ResNet(name, (3, side, side), 7).double()
+    models.load(ours, str(tmp_path / "weights.pt"))
+    x = torch.randn(2, 3, side, side).double()
+    for mode in (True, False):
+        assert torch.allclose(ours.train(mode)(x), theirs.train(mode)(x), rtol=0, atol=1e-12)
+
+
+def test_small_images_keep_their_size_at_the_stem() -> None:
+    small, large = (models.ResNet("resnet18", (3, side, side), 10, width=4) for side in (32, 64))
+    assert small[0](torch.zeros(1, 3, 32, 32)).shape[-1] == 32 and "maxpool" not in dict(small.named_children())
+    assert large[0](torch.zeros(1, 3, 64, 64)).shape[-1] == 32 and "maxpool" in dict(large.named_children())
+
+
+@pytest.mark.parametrize("name", list(models.RESNETS))
+def test_resnets_can_be_cut_behind_every_layer(name: str) -> None:
+    model = models.ResNet(name, (1, 16, 16), 3, width=2).eval()
+    x = torch.randn(2, 16, 16)
+    layers = list(dict(model.named_children()))
+    out = x
+    for stage in splits.cut(model, layers[1:]):
+        out = stage(out)
+    assert torch.equal(out, model(x))
+
+
+def test_weights_of_ddp_have_a_prefix_that_is_taken_off(tmp_path: Path) -> None:
+    model, other = (models.ResNet("resnet18", (3, 8, 8), 3, width=2) for _ in range(2))
+    torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, tmp_path / "ddp.pt")
+    models.load(other, str(tmp_path / "ddp.pt"))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def saved(tmp_path: Path, content: Any) -> str:
+    torch.save(content, tmp_path / "weights.pt")
+    return str(tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("fc.bias"), r"has no fc\.bias \(1 such names\)"),
+        (lambda state: state.update(extra=torch.zeros(1)), "has too much: extra"),
+        (lambda state: state.update({"fc.bias": torch.zeros(5)}), r"fc\.bias has shape \(5,\), here \(3,\)"),
+        (lambda state: state.update(epoch=3), "holds no state dict"),
+        (lambda state: state.update(evil=Evil()), "not a file that torch.save wrote of tensors alone"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: Any, words: str, tmp_path: Path, capfd: Any) -> None:
+    model = models.ResNet("resnet18", (3, 8, 8), 3, width=2)
+    state = model.state_dict()
+    change(state)
+    with pytest.raises(UserError, match=words):
+        models.load(model, saved(tmp_path, state))
+    assert "executed" not in capfd.readouterr().out
+
+
+def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(UserError, match="no such file"):
+        models.load(model, str(tmp_path / "nowhere.pt"))
+    for content in (b"", b"text", pickle.dumps([1])):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(UserError, match=r"weights=.*file: "):
+            models.load(model, str(tmp_path / "file"))
+    with pytest.raises(UserError, match="not a file"):
+        models.load(model, str(tmp_path))
+
+
+def test_the_toy_is_10_10_5() -> None:
+    assert [tuple(p.shape) for p in models.Toy((10,), 5).parameters()] == [(10, 10), (10,), (5, 10), (5,)]
