@@ -25,7 +25,7 @@ from common.launch import World
 SPACE_GB = 1.0  # less than this free is a problem
 SIZE = 4 << 20  # elements of the all-reduce whose bandwidth is measured: 16 MiB
 ROUNDS = 3
-SIDE = 384  # of the matrices whose product is measured
+SIDE = {"cpu": 384, "cuda": 4096}  # of the matrices whose product is measured
 SLOW = 0.5  # of the median rate of the others: a slow host
 WRITTEN = 16 << 20  # bytes that are written to measure a disk
 SLOW_DISK = 5.0  # MB/s
@@ -85,8 +85,8 @@ def product(world: World, seconds: float = 0.5) -> dict[str, Any]:
 
     A round is long enough for a host whose processor is taken away now and then to show it. All ranks call it.
     """
-    draw = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(SIDE, SIDE, generator=draw).to(world.device) for _ in range(2))
+    draw, side = torch.Generator().manual_seed(0), SIDE[world.device.type]
+    left, right = (torch.randn(side, side, generator=draw).to(world.device) for _ in range(2))
     first = left @ right
     finite, same, best = bool(first.isfinite().all()), True, 0.0
     for _ in range(ROUNDS):
@@ -98,7 +98,7 @@ def product(world: World, seconds: float = 0.5) -> dict[str, Any]:
             same = same and bool(torch.equal(first, last))  # waits for the device, too
             count += 8
         best = max(best, count / (time.perf_counter() - start))
-    return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * SIDE**3 / 1e9, 1)}
+    return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * side**3 / 1e9, 1)}
 
 
 def clock(world: World) -> dict[str, Any]:

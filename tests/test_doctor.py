@@ -19,6 +19,8 @@ import pytest
 
 from common.checkup import problems
 from common.folder import Folder
+from slurm import diagnosis
+from tests.benchmarks.runs import Made
 from tests.helpers import ROOT, command, environment
 from tests.helpers import run as experiment
 
@@ -160,6 +162,46 @@ def running(name: str, *words: str, runs: Path) -> Iterator[tuple[subprocess.Pop
             yield process, Folder(next(runs.iterdir()))
         finally:
             process.kill()  # its processes end with it
+
+
+LOST = "RuntimeError: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("errors", "first", "cause"),
+    [
+        (("", LOST), 1, "rank 0 on vm ended without a word (killed, out of memory, or its host failed)"),
+        (("09:00:02,500 " + LOST, "09:00:02,100 OutOfMemoryError: CUDA out of memory."), 1, "rank 1 on vm: out of mem"),
+        (
+            ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"),
+            0,
+            "rank 0 on vm failed first: after step 3: V",
+        ),
+        (("09:00:01,000 UserError: the disk is full", LOST), 0, "rank 0 on vm: the disk is full; free space"),
+        (("09:00:01,000 ModuleNotFoundError: x", ""), 0, "rank 0 on vm: a package is missing there; make doctor"),
+    ],
+)
+def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, str], first: int, cause: str) -> None:
+    folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
+    for rank, text in enumerate(errors):
+        time_of, _, words = (
+            text.rpartition(" " + text.split(" ", 1)[-1]) if text[:2] == "09" else ("09:00:03,000", "", text)
+        )
+        words = text.split(" ", 1)[1] if text[:2] == "09" else text
+        stack = "Traceback (most recent call last):\n" if words else ""
+        line = f"2026-01-01 {time_of} ERROR after step 3: {words}\n{stack}" if words else "it began\n"
+        folder.attempts()[-1].log_file(rank).write_text(line)
+    found = diagnosis.examine(folder)
+    assert found["cause"].startswith(cause), found
+    assert found["first_error"]["error"].startswith("after step 3: ") and found["first_error"]["rank"] == first
+
+
+def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
+    folder = Made(state="running", steps=200).write(tmp_path)
+    assert diagnosis.examine(folder)["cause"] == diagnosis.WELL
+    for rank, step in ((0, 100), (1, 99)):
+        folder.attempts()[-1].heartbeat(rank, step, time.time() - 100 - rank)
+    assert diagnosis.examine(folder)["cause"] == "it hangs: rank 1 on vm has shown nothing since step 99"
 
 
 @pytest.mark.parametrize(
