@@ -57,8 +57,9 @@ sweep: $(READY)  ## every point of a grid as a run of its own; again, only what 
 	@$(PY) -m slurm.sweep --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" --failed="$$FAILED" \
 	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" -- "$$GRID"
 
-doctor: $(READY)  ## look at every host before a long job [NODES=2] [LAUNCH= CLUSTER=]
-	@$(PY) -m slurm.doctor --nodes="$$NODES" --launch="$$LAUNCH" --cluster="$$CLUSTER"
+doctor: $(READY)  ## look at every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or at a run that failed or hangs: RUN=<id> [JSON=1]
+	@$(PY) -m slurm.doctor --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
+	  --run="$$RUN" --json="$$JSON"
 
 status: $(READY)  ## how runs are doing [RUN=<id>] [WAIT=seconds] [JSON=1]
 	@$(PY) -m slurm.status --wait="$$WAIT" --json="$$JSON" -- status "$$RUN"

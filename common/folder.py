@@ -8,7 +8,7 @@ runs/<name>-<time>-<4 hex>/
     attempt.json       the attempt and step that it continues; parent null for a fresh start
     world.json         processes, hosts, device, backend
     logs/rank-0.log    one file a rank
-    heartbeat-0.json   one file a rank: step and time
+    heartbeat-0.json   one file a rank: step, time, and how long its steps take until backward begins
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/snapshots.py
   wandb/               the W&B directory
@@ -212,8 +212,9 @@ class Folder:
     def log_file(self, rank: int) -> Path:
         return self.attempt / "logs" / f"rank-{rank}.log"
 
-    def heartbeat(self, rank: int, step: int, time: float) -> None:
-        write_json(self.attempt / f"heartbeat-{rank}.json", {"step": step, "time": time})
+    def heartbeat(self, rank: int, step: int, time: float, before_backward: float | None = None) -> None:
+        beat = {"step": step, "time": time} | ({"before_backward": before_backward} if before_backward else {})
+        write_json(self.attempt / f"heartbeat-{rank}.json", beat)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All complete rows of the run, oldest first, over all attempts that count; each step is there once.

@@ -46,8 +46,16 @@ class Child:
         return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else None
 
 
-def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Callable[[], None]) -> int:
+def fork_all(
+    body: Callable[[Place], None],
+    size: int,
+    nodes: int,
+    meanwhile: Callable[[], None],
+    why: Callable[[str], None] = lambda words: None,
+) -> int:
     """Run `body` in `size` forked processes; returns the exit status of the run.
+
+    `why` is told in one line who failed first, and of what.
 
     `meanwhile` runs here while they start. The first process that fails ends all others: its
     message or traceback is shown once, those of its peers are only in their logs.
@@ -62,7 +70,7 @@ def fork_all(body: Callable[[Place], None], size: int, nodes: int, meanwhile: Ca
         if asked.number:
             asked.tell()  # those that were not there yet
         meanwhile()
-        return wait_all(children, private, asked)
+        return wait_all(children, private, asked, why)
     except Stopped as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
@@ -188,7 +196,7 @@ def is_leaving(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code == LEFT
 
 
-def wait_all(children: list[Child], private: Path, asked: Asked) -> int:
+def wait_all(children: list[Child], private: Path, asked: Asked, why: Callable[[str], None]) -> int:
     """Wait until all have ended well, or the first one badly; tells what happened and returns the exit status."""
     while any(child.status is None for child in children):
         ended = [child for child in children if child.status is None and reap(child)]
@@ -196,7 +204,7 @@ def wait_all(children: list[Child], private: Path, asked: Asked) -> int:
         if failed and asked.number and all(child.signal == signal.SIGUSR2 for child in failed):
             raise Stopped(asked.number)  # it had not begun to listen
         if failed:
-            return tell(first_cause(failed, private), len(children), private)
+            return tell(first_cause(failed, private), len(children), private, why)
         if not ended:
             time.sleep(0.01)
     if any(child.exit_status == LEFT for child in children):
@@ -222,7 +230,7 @@ def reap(child: Child) -> bool:
     return bool(pid)
 
 
-def tell(child: Child, size: int, private: Path) -> int:
+def tell(child: Child, size: int, private: Path, why: Callable[[str], None]) -> int:
     """Print why a run failed; returns its exit status."""
     assert child.status is not None
     others = f"; the other {size - 1} were stopped" if size > 1 else ""
@@ -230,11 +238,14 @@ def tell(child: Child, size: int, private: Path) -> int:
         number = os.WTERMSIG(child.status)
         name = signal.Signals(number).name
         print(f"error: rank {child.rank} (pid {child.pid}) was killed by {name}{others}", file=sys.stderr)
+        why(f"rank {child.rank} was killed by {name}")
         return 128 + number
     try:
         note = json.loads((private / f"error-{child.rank}.json").read_text())
     except (OSError, ValueError):
         note = {"user": False, "text": ""}
+    last = (note["text"].strip().splitlines() or ["it ended without a word"])[-1]
+    why(note["text"] if note["user"] else f"rank {child.rank} failed: {last}")
     if note["user"]:
         print(f"error: {note['text']}", file=sys.stderr)
     else:

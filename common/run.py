@@ -9,6 +9,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Run:
         self.checkpoints = Checkpoints(folder, world, settings.checkpoint, self.say)
         self.training: Training | None = None
         self.diverged = ""
+        self.before_backward: Callable[[], float | None] = lambda: None  # seconds of a step, where they are measured
         self.best: float | None = None  # what `checkpoint.best` names, in the best evaluation so far
         self.metrics = Rows(folder.metrics_file, lambda text: self.say(text, logging.WARNING))
         if world.is_main:
@@ -83,6 +85,7 @@ class Run:
     # ---- words
 
     def _logger(self) -> logging.Logger:
+        logging.raiseExceptions = False  # a log on a full disk takes no words, which is told of by what matters more
         logger = logging.getLogger("run")
         logger.setLevel(logging.DEBUG)
         handler: logging.Handler = logging.FileHandler(self.folder.log_file(self.world.rank))
@@ -95,6 +98,12 @@ class Run:
         self.logger.log(level, text)
         if level >= logging.getLevelName(self.settings.log.level.upper()):
             self.screen.line(text)
+
+    def note(self, error: BaseException | str) -> None:
+        """Write into this rank's log when and why it failed."""
+        plain = isinstance(error, str | UserError)
+        words = str(error) if plain else f"{type(error).__name__}: {error}"
+        self.logger.error("after step %d: %s", self.last, words, exc_info=None if plain else error)  # type: ignore[arg-type]
 
     # ---- going on where an earlier start of this run ended
 
@@ -183,7 +192,7 @@ class Run:
         if now - self.beat > HEARTBEAT:
             self.beat = now
             with contextlib.suppress(UserError):  # a full disk is told of by what matters more
-                self.folder.heartbeat(self.world.rank, step, time.time())
+                self.folder.heartbeat(self.world.rank, step, time.time(), self.before_backward())
         if self.profiler is not None:
             self.profiler.step()
 

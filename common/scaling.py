@@ -22,6 +22,7 @@ from common.norm import waited
 
 T = TypeVar("T")
 HISTORY = 1000  # steps whose time stamps are kept
+NEWEST = 50  # steps that tell how a process does just now
 WARM_UP = 10  # first steps, left out
 STRAGGLER = 1.25  # times the median of the others
 ENOUGH = 10  # steps from which on somebody is called one
@@ -72,6 +73,16 @@ class StepTimes:
             self.skip -= 1
         else:
             self.history.append(self.marks)
+
+    def recent(self) -> float | None:
+        """Seconds of the newest steps until backward begins, the median; None before there is a steady one, or on a
+        GPU, where asking would wait for it."""
+        if self.clock.cuda or not self.history:
+            return None
+        at, newest = self.clock.seconds, [self.history[-n] for n in range(1, 1 + min(NEWEST, len(self.history)))]
+        steps = [{name: at(stamp) for name, stamp in marks.items() if name != "in norms"} for marks in newest]
+        waits = [float(marks["in norms"]) for marks in newest]  # type: ignore[arg-type]
+        return median(s["backward"] - s["start"] - wait for s, wait in zip(steps, waits, strict=True))
 
     def summary(self) -> Rank | None:
         """None before there is a steady step."""

@@ -119,8 +119,12 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
     except (RuntimeError, TimeoutError) as error:
         late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         silent = name_the_silent(world, max(2.0, 2 * run.step_seconds())) if late else ""
+        run.note(silent or error)
         if silent:
             raise TimeoutError(silent) from error
+        raise
+    except Exception as error:
+        run.note(error)
         raise
     finally:
         for worker in multiprocessing.active_children():
@@ -189,16 +193,16 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
             provenance.amend(folder, job=None)  # it is no longer a job's
         tracker = tracking.Tracker.start(settings, folder)
 
-    status = 1
+    status, reasons = 1, list[str]()
     try:
-        status = processes.fork_all(body, settings.processes, settings.launch.nodes, meanwhile)
+        status = processes.fork_all(body, settings.processes, settings.launch.nodes, meanwhile, reasons.append)
     except UserError:  # the set is damaged or the disk is full, found here and not by a rank
         if given is None:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
     finally:
         if folder.path.exists():
-            conclude(folder, status, tracker, settings)
+            conclude(folder, status, tracker, settings, why="".join(reasons))
     return folder, status
 
 
@@ -263,11 +267,16 @@ def begin(settings: Experiment, world: World, given: Folder | None) -> tuple[Fol
 
 
 def conclude(
-    folder: Folder, status: int, tracker: tracking.Tracker | None, settings: Experiment, submitted: bool = False
+    folder: Folder,
+    status: int,
+    tracker: tracking.Tracker | None,
+    settings: Experiment,
+    submitted: bool = False,
+    why: str = "",
 ) -> None:
     """Write how the run ended, or how it goes on, and let W&B finish."""
     try:
-        ended = how_it_ended(folder, status)
+        ended = how_it_ended(folder, status, why)
         if not folder.result and not submitted and not folder.superseded:
             with contextlib.suppress(UserError):  # the full disk that ended the run has been told of
                 write_json(folder.path / "result.json", ended)
@@ -286,14 +295,16 @@ def conclude(
             print(tracker.finish(min(patience, 5.0) if status == LEFT else patience), flush=True)
 
 
-def how_it_ended(folder: Folder, status: int) -> dict[str, Any]:
-    """The result of a start that did not finish the run."""
+def how_it_ended(folder: Folder, status: int, why: str = "") -> dict[str, Any]:
+    """The result of a start that did not finish the run; `why` is what is known of a failure."""
     steps = [row["global_step"] for row in folder.metrics()]
     ended: dict[str, Any] = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
     if status == 128 + signal.SIGINT:
         ended |= {"state": "cancelled", "reason": "stopped by Ctrl-C"}
     elif status == LEFT:
         ended |= {"state": "preempted", "reason": "told to stop, saved"}
+    elif why:
+        ended["reason"] = why
     return ended
 
 

@@ -120,6 +120,8 @@ def main(cfg: Config, world: World, run: Run) -> None:
     model = wrap(cfg, build(cfg, train, world), world)
     optimizer = optim.make(model.parameters(), cfg.optim)
     times = scaling.StepTimes(model, world.device)
+    if cfg.strategy != "fsdp":  # it exchanges parameters before backward, and all wait for the slowest
+        run.before_backward = times.recent
     run.total = total = epochs.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
 

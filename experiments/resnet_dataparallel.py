@@ -178,6 +178,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     model = wrap(cfg, build(cfg, train, world), world)
     optimizer = optim.make(model.parameters(), cfg.optim)
     times = scaling.StepTimes(model, world.device)
+    run.before_backward = times.recent  # the heartbeats tell who is slow
     run.total = epochs.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
     devices = max(1, len(gpus(world))) if cfg.strategy == "data_parallel" else world.size

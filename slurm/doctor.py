@@ -1,46 +1,71 @@
-"""`make doctor`: looks at every host before a long job, and names the one that is not sound.
+"""`make doctor`: looks at every host before a long job, or at a run that failed or hangs. Imports no torch itself.
 
-python -m slurm.doctor [--nodes=N] [--launch=auto|local|slurm] [--cluster=PROFILE]
-python -m slurm.doctor look [FOLDER]          one process of it, started by srun or by ourselves
+python -m slurm.doctor [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] [--json=1]
+python -m slurm.doctor --run=RUN [--json=1]
+python -m slurm.doctor look NODES RUNS CACHE       one process of it, started by srun or by ourselves
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import re
+import secrets
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common import config
 from common.config import ROOT, UserError
-from slurm import sbatch
+from configs.profile import Profile
+from configs.shared import Experiment
+from slurm import diagnosis, sbatch, status
 from slurm.scheduler import Scheduler, choose, scrubbed
-from slurm.submit import checked_nodes
+from slurm.submit import checked_nodes, divided
+
+COLUMNS = (
+    "rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "disk_mb_per_s", "gflop_per_s",
+    "all_reduce_gb_per_s",
+)  # fmt: skip
+HERE, FOUND = "doctor-here ", "doctor-found "  # how the processes that look begin what they tell us
+SETUP = 60.0  # seconds until all have met
+PATIENCE = 180.0  # seconds until they have told all
+UNABLE = re.compile(
+    r"(?:on node |node failure on )(\S+?)(?: failed)?: (.+)|nodes? (\S+) (?:not responding|is down)", re.I
+)
 
 
-def table(facts: list[dict[str, object]]) -> str:
+def table(facts: Sequence[dict[str, Any]]) -> str:
     """One line a process."""
-    names = ("rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "all_reduce_gb_per_s")
-    rows = [list(names), *[["-" if f.get(n) is None else str(f[n]) for n in names] for f in facts]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    rows = [list(COLUMNS), *[["-" if f.get(n) is None else str(f[n]) for n in COLUMNS] for f in facts]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def look(folder: Path, nodes: int) -> int:
+# ---- on the hosts
+
+
+def look(nodes: int, runs: Path, cache: Path) -> int:
     """Be one of the processes that look; returns the exit status."""
-    from common import checkup, launch, processes
+    print(f"{HERE}{socket.gethostname()}", flush=True)
+    from common import checkup, launch, processes, tracking
     from configs.shared import Launch
 
     def body(place: launch.Place) -> None:
-        with launch.group(place, Launch()) as world:
-            mine = checkup.short(world, folder) | checkup.all_reduce(world)
-            facts = world.gather(mine)
+        with launch.group(place, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:
+            facts = world.gather(checkup.whole(world, runs, cache))
             if world.is_main:
-                print(table(facts), flush=True)
                 wrong = checkup.problems(facts, len(set(world.hosts)))
-                if wrong:
-                    raise UserError("; ".join(wrong))
+                asked = tracking.asked_mode(Experiment())
+                mode, why = (asked, "") if asked == "disabled" else tracking.choose_mode(asked)
+                found = {"hosts": facts, "problems": wrong, "wandb": {"mode": mode, "reason": why}}
+                print(FOUND + json.dumps(found), flush=True)
 
     place = launch.outside(os.environ)
     if place is None:
@@ -49,39 +74,143 @@ def look(folder: Path, nodes: int) -> int:
     return 0
 
 
-def send(scheduler: Scheduler, nodes: int, profile_name: str) -> int:
-    """Look from `nodes` hosts of a cluster; returns the exit status."""
-    profile = sbatch.load_profile(profile_name, [])
-    scheduler.check(nodes, profile.partition)
+# ---- here
+
+
+def srun(profile: Profile, nodes: int, name: str) -> list[str]:
+    """The words that start the processes on so many hosts."""
     words = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={profile.per_node}", f"--cpus-per-task={profile.cpus}"]
-    words += ["--kill-on-bad-exit=1", "--time=10", "--job-name=doctor"]
+    words += ["--kill-on-bad-exit=1", "--time=10", f"--job-name={name}"]
     for key in ("partition", "account", "qos", "constraint", "exclude"):
         if getattr(profile, key):
             words.append(f"--{key}={getattr(profile, key)}")
     if profile.gpus:
         words.append(f"--{profile.gpus_as}={'gpu:' if profile.gpus_as == 'gres' else ''}{profile.gpus}")
-    command = scheduler.command(*words, sys.executable, "-m", "slurm.doctor", "look", "runs")
-    return subprocess.run(command, env=scrubbed(os.environ) | {"PYTHONPATH": str(ROOT)}, check=False).returncode
+    return words
+
+
+def unfit(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
+    """Hosts that SLURM itself holds for down, where too few others are left."""
+    chosen = [f"--partition={partition}"] if partition else []
+    lines = sorted(set(scheduler.call("sinfo", "-N", "-h", "-o", "%N|%T|%E", *chosen).split("\n")) - {""})
+    bad = [line.split("|") for line in lines if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
+    if len({line.split("|")[0] for line in lines}) - len(bad) >= nodes:
+        return []
+    return [f"{host} is {state}: {reason.strip()}; SLURM starts nothing there" for host, state, reason in bad]
+
+
+def expected(scheduler: Scheduler, name: str) -> list[str]:
+    """The hosts that a job was given."""
+    with contextlib.suppress(UserError):
+        names = scheduler.call("squeue", "-h", f"--name={name}", "-o", "%N").split()
+        return scheduler.call("scontrol", "show", "hostnames", names[0]).split() if names else []
+    return []
+
+
+def ask(command: list[str], scheduler: Scheduler | None, name: str, seconds: float = PATIENCE) -> dict[str, Any]:
+    """Let the processes look; what they found, or in `problems` why they could not."""
+    env = scrubbed(os.environ) | {"PYTHONPATH": str(ROOT)}
+    lines: list[str] = []
+    hosts: list[str] = []
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+
+        def hear() -> None:
+            lines.extend(process.stdout or ())
+
+        reader = threading.Thread(target=hear, daemon=True)
+        reader.start()
+        reader.join(min(5.0, seconds))
+        if reader.is_alive() and scheduler is not None:
+            hosts = expected(scheduler, name)
+        reader.join(seconds)
+        late = reader.is_alive()
+        if late and scheduler is not None:
+            hosts = hosts or expected(scheduler, name)
+            with contextlib.suppress(UserError):
+                scheduler.call("scancel", f"--name={name}")
+        if late:
+            process.terminate()
+            reader.join(5)
+            process.kill()
+    found = next((line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)), None)
+    if found:
+        return dict(json.loads(found))
+    return {"hosts": [], "wandb": {}, "problems": why_nothing(lines, hosts, late, seconds)}
+
+
+def why_nothing(lines: list[str], hosts: list[str], late: bool, seconds: float) -> list[str]:
+    """Why the processes found nothing: hosts that did not start any, and what the others complained of."""
+    here = [line.removeprefix(HERE).strip() for line in lines if line.startswith(HERE)]
+    named = [match for match in map(UNABLE.search, lines) if match]
+    wrong = {str(m[1] or m[3]): (m[2] or "it does not answer").strip() for m in named}
+    wrong |= {
+        host: "it does not answer; is its cable in, its slurmd up?" for host in hosts if host not in here + list(wrong)
+    }
+    if wrong:
+        return [f"{host}: {why}" for host, why in wrong.items()]
+    said = [line.strip().removeprefix("error: ") for line in lines if "error: " in line]
+    if late and not here:
+        return [f"no host was free within {seconds:g} s; try later"]
+    return said[:3] or [line.strip() for line in lines[-3:]] or ["the processes that should look ended without a word"]
+
+
+def send(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
+    """Look from so many hosts of a cluster, or from processes of this machine."""
+    folders = [str(Path(path).absolute()) for path in (settings.runs, settings.data.cache)]
+    command = [sys.executable, "-m", "slurm.doctor", "look", str(nodes), *folders]
+    if scheduler is None:
+        return ask(command, None, "")
+    scheduler.check(nodes, profile.partition)
+    wrong = unfit(scheduler, nodes, profile.partition)
+    if wrong:
+        return {"hosts": [], "wandb": {}, "problems": wrong}
+    name = f"doctor-{secrets.token_hex(3)}"
+    return ask(scheduler.command(*srun(profile, nodes, name), *command), scheduler, name)
+
+
+def show(found: dict[str, Any]) -> None:
+    if found["hosts"]:
+        print(table(found["hosts"]))
+    if found["wandb"]:
+        why = found["wandb"]["reason"]
+        print(f"W&B: runs would be {found['wandb']['mode']}" + (f" ({why})" if why else ""))
+    for problem in found["problems"]:
+        print(f"problem: {problem}")
+    print("not sound" if found["problems"] else "all is sound", flush=True)
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["look"]:
+        return look(int(arguments[1]), Path(arguments[2]), Path(arguments[3]))
     parser = argparse.ArgumentParser(prog="make doctor")
-    parser.add_argument("verb", nargs="?", default="send", choices=("send", "look"))
-    parser.add_argument("folder", nargs="?", default="runs")
-    for option in ("nodes", "launch", "cluster"):
+    for option in ("nodes", "args", "launch", "cluster", "run", "json"):
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
+    machines = status.as_json(given.json)
+    if given.run:
+        return diagnosis.show(status.find(given.run, Path("runs")), machines)
     nodes = checked_nodes(given.nodes or "1")
-    if given.verb == "look":
-        return look(Path(given.folder), nodes)
+    words, for_profile = divided(given.args)
+    settings = config.resolve(Places, [config.parse(words).values])
+    profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose(given.launch or "auto")
-    if scheduler is None:
+    if scheduler is None and not machines:
         print(f"no SLURM is used: {nodes} processes on this machine", flush=True)
-        status = look(Path(given.folder), nodes)
+    found = send(scheduler, nodes, profile, settings)
+    if machines:
+        print(json.dumps({"sound": not found["problems"]} | found, indent=2))
     else:
-        status = send(scheduler, nodes, given.cluster or "default")
-    print("all is sound" if status == 0 else "not sound", flush=True)
-    return status
+        show(found)
+    return 1 if found["problems"] else 0
+
+
+class Places(Experiment):
+    """Where runs and data lie, as every experiment has it."""
+
+    @property
+    def processes(self) -> int:
+        return 1
 
 
 if __name__ == "__main__":

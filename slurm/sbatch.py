@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from submitit.core import utils
-from submitit.slurm.slurm import SlurmExecutor, SlurmJob
+from submitit.slurm.slurm import SlurmExecutor
 
 from common import config
 from common.config import ROOT, UserError
@@ -99,8 +99,11 @@ class Executor(SlurmExecutor):
         """The exact text for sbatch."""
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
-    def submit_as_array(self, jobs: list[Job]) -> list[Any]:
-        """All jobs as one array. Submitit's own way would leave this class, and so the chosen SLURM, behind."""
+    def as_array(self, jobs: list[Job]) -> list[str]:
+        """Submit all jobs as one array; returns the ids of its tasks.
+
+        Submitit's own way would leave this class behind, and so the chosen SLURM.
+        """
         paths = []
         for job in jobs:
             delayed = utils.DelayedSubmission(job)
@@ -108,14 +111,11 @@ class Executor(SlurmExecutor):
             paths.append(self.room / f"{secrets.token_hex(16)}.pkl")
             delayed.dump(paths[-1])
         self.parameters["map_count"] = len(jobs)
-        first = self._submit_command(self._submitit_command_str)
-        tasks = list(range(first.num_tasks))
-        found: list[SlurmJob[Any]] = [
-            SlurmJob(self.room, f"{first.job_id}_{number}", tasks) for number in range(len(jobs))
-        ]
-        for task, path in zip(found, paths, strict=True):
-            task.paths.move_temporary_file(path, "submitted_pickle")
-        return found
+        first: Any = self._submit_command(self._submitit_command_str)
+        ids = [f"{first.job_id}_{number}" for number in range(len(jobs))]
+        for job_id, path in zip(ids, paths, strict=True):
+            utils.JobPaths(self.room, job_id).move_temporary_file(path, "submitted_pickle")
+        return ids
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text: str = super()._make_submission_file_text(command, uid)
@@ -166,7 +166,7 @@ def renew(folder: Folder) -> None:
 def submit_array(made: Executor, folders: list[Folder]) -> list[str]:
     """Submit an array; returns the job ids of its tasks. Raises UserError with sbatch's own words."""
     with asking(made):
-        return [str(job.job_id) for job in made.submit_as_array([Job(str(folder.path)) for folder in folders])]
+        return made.as_array([Job(str(folder.path)) for folder in folders])
 
 
 def submit(made: Executor) -> str:

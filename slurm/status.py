@@ -28,7 +28,7 @@ from typing import Any
 from common import config, provenance
 from common.config import UserError
 from common.folder import Folder, read_json, write_json
-from slurm import cluster
+from slurm import cluster, ranks
 from slurm.cluster_net import Process
 from slurm.scheduler import LOCAL, Scheduler
 
@@ -109,11 +109,14 @@ def status_of(folder: Folder) -> Status:
     result = folder.result
     rate = result.get("samples_per_second")
     rows = tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
-    beats = [read_json(path).get("time", 0.0) for path in newest.attempt.glob("heartbeat-*.json")] if newest else []
-    age = max(0.0, time.time() - max(beats)) if beats else None
+    signs = ranks.beats(newest) if newest else []
+    beat = max((sign.time for sign in signs), default=0.0)
+    age = max(0.0, time.time() - beat) if beat else None
     begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier starts
     step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = state_of(folder)
+    if state == "RUNNING":
+        detail = "; ".join(filter(None, (detail, ranks.slow_words(signs))))
     return Status(folder.path.name, state, len(attempts), step, rate or speed(rows), age, detail)
 
 

@@ -208,7 +208,7 @@ def start_here(point: Point, folder: Folder) -> subprocess.Popen[bytes]:
 
 def work_off(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
     """Run points on this machine, some at once; returns the exit status. Ctrl-C lets those that run save and leave."""
-    busy: dict[Any, Any] = {}
+    busy: dict[subprocess.Popen[bytes], Point] = {}
     waiting, stopped, bad = list(chosen), 0, 0
 
     def stop(number: int, frame: Any) -> None:

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/test_resume.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "takes a minute; tests/test_sweep.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/test_sweep.py",
+    "make doctor 'RUN=<id>'": "tests/test_doctor.py",
     "make rerun 'RUN=<id>'": "tests/test_rerun.py",
     "make rerun 'RUN=<id>' ARGS=seed=1": "tests/test_rerun.py",
     "make cluster-up NODES=2": "tests/test_cluster.py",

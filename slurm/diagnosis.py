@@ -1,0 +1,204 @@
+"""`make doctor RUN=<id>`: what became of a run that failed or hangs, out of its folder. Imports no torch.
+
+The first error of all ranks, the last step of each, where the processes stood when one waited too long, who is slow,
+and the likely cause in one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from common.folder import Folder, read_json
+from slurm import status
+from slurm.ranks import Beat, beats, slow_words, straggler
+from slurm.status import OVER
+
+ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
+RAISED = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # a traceback's last line
+STACKS = re.compile(r"^Timeout \(.*\)!\n((?:.+\n|\n(?=Thread|Current))*)", re.MULTILINE)
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
+SILENT = 60.0  # seconds without a sign of life of a run that hangs
+WELL = "nothing wrong is seen; it runs"
+TAIL = 1 << 18  # bytes of a log that are read
+PEER = re.compile(r"closed by peer|reset by peer|Connection refused|Broken pipe|timed out|did not answer", re.I)
+CAUSES = (
+    (r"out of memory|MemoryError|oom.kill|Cannot allocate memory",
+     "out of memory; lower batch, raise the number of microbatches, or ask for more with cluster.memory_gb"),
+    (r"No space left|disk is full|quota", "the disk is full; free space, or set runs=<elsewhere>"),
+    (r"read-only|Read-only", "the disk is read-only; set runs=<elsewhere>"),
+    (r"the loss of step|no finite number", "training diverged; lower optim.lr, or set clip where there is one"),
+    (r"is damaged|other data than", "the data are not what they were"),
+    (r"TIMEOUT|time limit", "the job's time limit; raise cluster.time, or make exp RESUME=<id>"),
+    (r"NODE_FAIL", "a host failed; make exp RESUME=<id>"),
+    (r"OUT_OF_ME", "out of memory; ask for more with cluster.memory_gb"),
+    (r"ModuleNotFoundError|ImportError", "a package is missing there; make doctor NODES=2"),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """What one rank left behind."""
+
+    beat: Beat
+    when: str
+    """Of its first error."""
+    error: str
+    stands: str
+    """Where it stood when a step took too long: the innermost lines."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.beat.rank} on {self.beat.host}"
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since its last sign of life; None where there is none."""
+        return max(0.0, time.time() - self.beat.time) if self.beat.time else None
+
+    def facts(self) -> dict[str, Any]:
+        rest = {"age": self.age, "when": self.when, "error": self.error, "stands": self.stands}
+        return dataclasses.asdict(self.beat) | rest
+
+
+def read_tail(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def logs(folder: Folder, attempt: Folder, rank: int) -> str:
+    """What a rank wrote: its own log, and what SLURM kept of it."""
+    job = read_json(folder.path / "meta.json").get("job") or {}
+    room = Path(job.get("logs") or folder.path / "submit")
+    return read_tail(attempt.log_file(rank)) + "\n" + (read_tail(room / f"{job['id']}_{rank}_log.out") if job else "")
+
+
+def first_error(text: str) -> tuple[str, str]:
+    """When, and what. Words of W&B or of warnings are no errors."""
+    match = ERROR.search(text)
+    if match:
+        raised = RAISED.search(text, match.end())
+        words = match[2] if not raised or raised[0].split(":")[0] in match[2] else f"{match[2]} {raised[0]}"
+        return match[1], words
+    said = re.search(r"^error: (.*)", text, re.MULTILINE)
+    raised = RAISED.search(text)
+    return "", said[1] if said else raised[0] if raised else ""
+
+
+def where_it_stands(text: str) -> str:
+    """The innermost of our own lines in the newest dump of stacks, and the function it had called."""
+    dumps = STACKS.findall(text)
+    threads = re.split(r"^(?:Current thread|Thread) .*\n", dumps[-1], flags=re.MULTILINE) if dumps else []
+    frames = FRAME.findall(threads[-1]) if threads else []  # the main thread comes last
+    if not frames:
+        return ""
+    own = [f for f in frames if re.search(r"/(common|experiments)/\w+\.py$", f[0])]
+    chosen = [*frames[:1], *[f for f in own[:2] if f is not frames[0]]]
+    return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in chosen)
+
+
+def ranks_of(folder: Folder) -> list[Rank]:
+    """All ranks of the newest start."""
+    attempts = folder.attempts()
+    found = []
+    for beat in beats(attempts[-1]) if attempts else []:
+        text = logs(folder, attempts[-1], beat.rank)
+        found.append(Rank(beat, *first_error(text), where_it_stands(text)))
+    return found
+
+
+def in_order(ranks: list[Rank]) -> list[Rank]:
+    """Those with an error, the first one first."""
+    return sorted((rank for rank in ranks if rank.error), key=lambda rank: (not rank.when, rank.when))
+
+
+def known_cause(detail: str, own: list[Rank]) -> str:
+    """What is well known and has a remedy."""
+    for pattern, words in CAUSES:
+        who = next((rank.name for rank in own if re.search(pattern, rank.error)), "")
+        if who or re.search(pattern, detail):
+            return f"{who}: {words}" if who else words
+    return ""
+
+
+def lost_ones(ranks: list[Rank], errors: list[Rank]) -> str:
+    """Who is gone, where the others only lost their peer."""
+    named = next((rank.error for rank in errors if "did not answer within" in rank.error), "")
+    silent = ", ".join(rank.name for rank in ranks if not rank.error)
+    if named or not (errors and silent):
+        return named
+    return f"{silent} ended without a word (killed, out of memory, or its host failed), and the others lost it"
+
+
+def alive(ranks: list[Rank]) -> str:
+    """Of a run that still runs."""
+    known = [rank for rank in ranks if rank.age is not None]
+    if not known or min(rank.age or 0.0 for rank in known) < SILENT:
+        return slow_words([rank.beat for rank in ranks]) or WELL
+    behind = min(known, key=lambda rank: (rank.beat.step, rank.beat.time))
+    return f"it hangs: {behind.name} has shown nothing since step {behind.beat.step}"
+
+
+def cause(state: str, detail: str, ranks: list[Rank]) -> str:
+    """The likely cause in one line; empty for a run that is well."""
+    if state == "FINISHED":
+        return slow_words([rank.beat for rank in ranks])
+    if state == "RUNNING":
+        return alive(ranks)
+    errors = in_order(ranks)
+    own = [rank for rank in errors if not PEER.search(rank.error)]
+    first = f"{own[0].name} failed first: {own[0].error}" if own else ""
+    last = errors[0].error if errors else "its processes ended without a word: killed, or the machine failed"
+    killed = detail if "was killed by" in detail else ""
+    return known_cause(detail, own) or first or killed or lost_ones(ranks, errors) or detail or last
+
+
+def examine(folder: Folder) -> dict[str, Any]:
+    """Everything that can be told of a run."""
+    state, detail = status.state_of(folder)
+    ranks = ranks_of(folder)
+    errors = in_order(ranks)
+    first = errors[0].facts() if errors else None
+    slow = straggler([rank.beat for rank in ranks])
+    return {
+        "run": folder.path.name,
+        "state": state.lower(),
+        "detail": detail,
+        "attempts": len(folder.attempts()),
+        "ranks": [rank.facts() for rank in ranks],
+        "first_error": first,
+        "straggler": slow.rank if slow else None,
+        "cause": cause(state, detail, ranks),
+    }
+
+
+def show(folder: Folder, machines: bool) -> int:
+    """Tell it; returns 0 for a run that is well, else 1."""
+    found = examine(folder)
+    well = found["state"] == "finished" or found["cause"] == WELL or found["state"] == "pending"
+    if machines:
+        print(json.dumps(found, indent=2))
+        return 0 if well else 1
+    print(f"{found['run']} is {found['state'].upper()}" + (f": {found['detail']}" if found["detail"] else ""))
+    for rank in found["ranks"]:
+        age = "-" if rank["age"] is None else f"{rank['age']:.0f} s ago"
+        early = f"  {rank['before_backward'] * 1e3:.1f} ms until backward" if rank["before_backward"] else ""
+        print(f"  rank {rank['rank']:<3}  {rank['host']:<12}  step {rank['step']:>7}  {age:>10}{early}")
+        if rank["stands"]:
+            print(f"            stood at {rank['stands']}")
+    if found["first_error"]:
+        first = found["first_error"]
+        print(f"  first error  {first['when']} rank {first['rank']} on {first['host']}: {first['error']}")
+    if found["cause"]:
+        print(f"  likely cause  {found['cause']}")
+    if found["state"].upper() in OVER and found["state"] != "finished":
+        print(f"  go on  make exp RESUME={status.short(folder)}")
+    return 0 if well else 1

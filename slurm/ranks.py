@@ -1,0 +1,60 @@
+"""The processes of a start by their heartbeats: how far each is, and who the others wait for. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from statistics import median
+
+from common.folder import Folder, read_json
+
+STRAGGLER = 1.25  # times the median of the others, as in common/scaling.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """A rank's newest sign of life."""
+
+    rank: int
+    host: str
+    step: int
+    time: float
+    """Seconds since 1970; 0 where there is none."""
+    before_backward: float | None
+    """Seconds of its newest steps until backward begins, where they are measured."""
+
+
+def beats(attempt: Folder) -> list[Beat]:
+    """Of all ranks of a start that are known, in their order."""
+    hosts = read_json(attempt.attempt / "world.json").get("hosts") or []
+    names = [*attempt.attempt.glob("heartbeat-*.json"), *(attempt.attempt / "logs").glob("rank-*.log")]
+    numbers = {int(path.stem.rpartition("-")[2]) for path in names} | set(range(len(hosts)))
+    found = []
+    for rank in sorted(numbers):
+        beat = read_json(attempt.attempt / f"heartbeat-{rank}.json")
+        host, early = hosts[rank] if rank < len(hosts) else "?", beat.get("before_backward")
+        found.append(Beat(rank, host, int(beat.get("step", 0)), float(beat.get("time", 0.0)), early))
+    return found
+
+
+def straggler(ranks: Sequence[Beat]) -> Beat | None:
+    """The rank that needs clearly longer than the others until backward begins.
+
+    The step time cannot tell: the all-reduce makes it the same for all.
+    """
+    known = {rank: rank.before_backward for rank in ranks if rank.before_backward}
+    if len(known) < 2:
+        return None
+    slow = max(known, key=lambda rank: known[rank])
+    others = median(seconds for rank, seconds in known.items() if rank is not slow)
+    return slow if known[slow] > STRAGGLER * others else None
+
+
+def slow_words(ranks: Sequence[Beat]) -> str:
+    """Who is slow, in words; empty if nobody is."""
+    slow = straggler(ranks)
+    if slow is None or slow.before_backward is None:
+        return ""
+    others = median(rank.before_backward for rank in ranks if rank is not slow and rank.before_backward)
+    times = f"{slow.before_backward * 1e3:.1f} ms until backward, the others {others * 1e3:.1f} ms"
+    return f"rank {slow.rank} on {slow.host} is slow: {times}"
