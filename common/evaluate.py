@@ -69,3 +69,13 @@ def classify_shared(
     norm.agree(model)  # each process's BatchNorm has seen other samples
     model.eval()
     return classify(lambda x, _: model(x), test, world, batch=batch, dtype=dtype, share=(world.rank, world.size))
+
+
+@torch.no_grad()
+def accuracy_alone(model: nn.Module, test: Images, device: torch.device, *, batch: int, dtype: torch.dtype) -> float:
+    """Accuracy over all test samples by this process alone, which need not be in a group. Leaves the model's mode."""
+    correct = 0
+    for piece in batches(len(test), batch):
+        logits = model(test.inputs(piece, device, dtype))
+        correct += int((logits.argmax(1) == test.targets(piece, device)).sum())
+    return correct / len(test)

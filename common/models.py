@@ -91,6 +91,27 @@ class ConvNet(nn.Sequential):
         super().__init__(layers)
 
 
+class LeNet300(nn.Sequential):
+    """LeNet-300-100 (LeCun et al. 1998), for images of 28x28 pixels: 266,610 parameters."""
+
+    def __init__(self) -> None:
+        first, second, last = FlatLinearReLU(28 * 28, 300), LinearReLU(300, 100), nn.Linear(100, 10)
+        super().__init__(OrderedDict([("fc1", first), ("fc2", second), ("fc3", last)]))
+
+
+class LeNet5(nn.Sequential):
+    """LeNet-5 as pruning papers know it, that of Caffe: 5x5 convolutions of 20 and 50 channels, each with its pooling,
+    and 500 units. 431,080 parameters for images of 28x28 pixels and 10 classes."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        layers["conv1"], layers["pool1"] = ImageConv2d(colours(shape), 20, 5), nn.MaxPool2d(2)
+        layers["conv2"], layers["pool2"] = nn.Conv2d(20, 50, 5), nn.MaxPool2d(2)
+        layers["fc1"] = FlatLinearReLU(flat_size(nn.Sequential(layers), shape), 500)
+        layers["fc2"] = nn.Linear(500, classes)
+        super().__init__(layers)
+
+
 @torch.no_grad()
 def flat_size(layers: nn.Sequential, shape: Sequence[int]) -> int:
     """The numbers that come out of the layers for one image: computed, not guessed."""
@@ -197,8 +218,10 @@ class ResNet18(ResNet):
 
 def for_images(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
     """The model of that name for images of one shape."""
-    kind = ResNet18 if name == "resnet18" else ConvNet
-    return kind(shape, classes)
+    if name in ("lenet300", "mlp"):
+        return LeNet300() if name == "lenet300" else SimpleNN()
+    kinds = {"lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}
+    return kinds[name](shape, classes)
 
 
 def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

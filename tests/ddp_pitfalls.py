@@ -1,4 +1,4 @@
-"""Mistakes of data parallelism, made by two real processes with short time-outs, for test_pitfalls.py.
+"""Mistakes of data parallelism, made by two real processes with short time-outs, for tests/test_pitfalls*.py.
 
 python -m tests.ddp_pitfalls NAME ...      prints what each process found, as JSON, by name
 """
@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import launch, processes
+from common import launch, processes, sparsity
 from common.launch import Place, World
 from common.models import SimpleNN
+from common.sparsity import Masks
 from configs.ddp_multinode import Config
 from configs.shared import Launch
 from experiments import ddp_multinode
@@ -111,6 +113,29 @@ def model_parallelism() -> Any:
 
 def torchs_norm() -> Any:
     return in_two(lambda world: attempt(lambda: nn.SyncBatchNorm(3)(torch.randn(2, 3, 4, 4)).sum().item()))
+
+
+def masks_per_rank() -> Any:
+    """The mistake: each process scores weights by its own gradient."""
+
+    def work(world: World) -> Any:
+        torch.manual_seed(0)
+        model = SimpleNN()
+        masks = Masks(model)
+        torch.manual_seed(world.rank)  # its own share of the batch
+        F.cross_entropy(model(torch.randn(8, 28, 28)), torch.arange(8)).backward()
+        gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
+
+        def chosen() -> str:
+            masks.set(sparsity.globally([gradient.abs() for gradient in gradients], 0.9))
+            return masks.digest()
+
+        own, refused = chosen(), attempt(masks.agree)
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        return [own, refused, chosen(), attempt(masks.agree)]
+
+    return in_two(work)
 
 
 if __name__ == "__main__":

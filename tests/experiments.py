@@ -69,4 +69,30 @@ EXPERIMENTS = [
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "peak_memory"),
         spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
     ),
+    Entry(
+        name="sparse_prune",
+        smallest=("batch=16", "every=5", "export=false", "int8=false"),
+        processes=1,
+        produces=(
+            "test_accuracy",
+            "samples_per_second",
+            "sparsity",
+            "nonzero",
+            "masks",
+            "bytes_compressed",
+            "csr_seconds",
+        ),
+        spread=lambda count: (
+            f"processes_per_node={count}",
+            "every=4",
+            "criterion=taylor",
+            "export=false",
+            "int8=false",
+        ),
+        others=(
+            ("schedule=rigl", "every=4", "optim.name=sgd", "processes_per_node=2", "export=false", "int8=false"),
+            ("model=convnet", "scope=n:m", "sparsity=0.5", "schedule=iterative", "criterion=gradient", "export=false"),
+            ("model=resnet18", "scope=structured", "l1=0.01", "criterion=random", "steps=6", "epochs=1", "int8=false"),
+        ),
+    ),
 ]

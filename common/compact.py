@@ -1,0 +1,229 @@
+"""What a pruned model saves: bytes of its file, time of its forward; and the model as a file that needs none of this.
+
+torch has sparse kernels for linear layers only: those of a model are computed in CSR, convolutions stay dense.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common import quantise
+from common.models import LinearReLU
+
+ROUNDS, TURN = 9, 4e-3  # of timing: turns of each side, and seconds that one takes at least
+
+# what the other process does: it knows torch, and no file of this project
+RUN = """
+import sys, torch
+program, given, answer = sys.argv[1:]
+model = torch.export.load(program).module()
+with torch.no_grad():
+    torch.save(model(torch.load(given, weights_only=True)), answer)
+ours = {"common", "configs", "experiments", "slurm"} & {name.partition(".")[0] for name in sys.modules}
+sys.exit(f"it imports {sorted(ours)}" if ours else 0)
+"""
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """A copy in float32 and eval mode, without masks and gradients."""
+    found = copy.deepcopy(model).float().eval().requires_grad_(False)
+    for module in found.modules():
+        module._buffers.pop("weight_mask", None)
+    found.zero_grad()
+    return found
+
+
+# ---- bytes
+
+
+def packed(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the model's file as torch.save writes it, and compressed by zlib."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # CSR is said to be in beta
+        torch.save(model.state_dict(), file)
+    return file.tell(), len(zlib.compress(file.getvalue()))
+
+
+class Csr(nn.Module):
+    """A linear layer, with the flattening and the ReLU that ours may have, of the weights that are not zero.
+
+    The matrix stands on the left: five times as fast as giving it to F.linear, which puts it on the right.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        rows = layer.weight.detach().to_sparse_csr()
+        parts = rows.crow_indices().int(), rows.col_indices().int(), rows.values()  # what MKL takes
+        self.register_buffer("weight", torch.sparse_csr_tensor(*parts, size=rows.shape))
+        self.bias = layer.bias
+        self.relu = isinstance(layer, LinearReLU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (self.get_buffer("weight") @ x.flatten(1).t()).t() + self.bias
+        return out.relu() if self.relu else out
+
+
+def as_csr(model: nn.Module) -> nn.Module:
+    """A copy of a bare model whose linear layers keep the weights that are not zero, and where they stand."""
+    found = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # CSR is said to be in beta
+        for name, layer in list(found.named_modules()):
+            if isinstance(layer, nn.Linear):
+                found.set_submodule(name, Csr(layer))
+    return found
+
+
+# ---- time
+
+
+def seconds(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
+    """Seconds of one call of each side: they take turns, and the median counts."""
+
+    def turn(side: Callable[[], Tensor], count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            side()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / count
+
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    with torch.no_grad():
+        for side in sides.values():
+            turn(side, 2)
+        counts = {name: max(1, int(TURN / turn(side, 2))) for name, side in sides.items()}
+        for _ in range(ROUNDS):
+            for name, side in sides.items():
+                taken[name].append(turn(side, counts[name]))
+    return {name: median(values) for name, values in taken.items()}
+
+
+def inference(model: nn.Module, x: Tensor) -> dict[str, float]:
+    """Seconds of a bare model's forward: dense in float32 and bf16, and with linear layers in CSR."""
+    half, low, sparse = copy.deepcopy(model).bfloat16(), x.bfloat16(), as_csr(model)
+    return seconds({"fp32": lambda: model(x), "bf16": lambda: half(low), "csr": lambda: sparse(x)}, x.device)
+
+
+# ---- a file that needs none of this
+
+
+def export(model: nn.Module, x: Tensor, path: Path) -> None:
+    """Write a bare model as a program of torch's own operations, for any number of samples shaped like those of x."""
+    samples = torch.export.Dim("samples", min=1)
+    program = torch.export.export(model.cpu(), (x.cpu(),), dynamic_shapes=({0: samples},))
+    torch.export.save(program, path)
+
+
+def elsewhere(path: Path, x: Tensor) -> Tensor:
+    """What the written model makes of x in a new process that imports torch and nothing of this project.
+
+    Raises RuntimeError if that fails.
+    """
+    given, answer = path.with_suffix(".in.pt"), path.with_suffix(".out.pt")
+    try:
+        torch.save(x.cpu().clone(), given)
+        words = [sys.executable, "-I", "-c", RUN, *(str(file.absolute()) for file in (path, given, answer))]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{path} cannot be run by itself: {done.stderr.strip()}")
+        found: Tensor = torch.load(answer, weights_only=True)
+        return found
+    finally:
+        given.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+
+
+# ---- all of it, as numbers and in words
+
+
+def savings(
+    model: nn.Module, x: Tensor, accuracy: Callable[[nn.Module], float] | None, path: Path, exports: bool
+) -> dict[str, Any]:
+    """For the result: bytes and seconds of a trained model for the samples x; with `accuracy`, which measures it, of
+    int8, too; if it `exports`, the file at `path`, and by how much its outputs differ in another process."""
+    model = bare(model)
+    raw, squeezed = packed(model)
+    facts: dict[str, Any] = {"bytes_raw": raw, "bytes_compressed": squeezed, "bytes_csr": packed(as_csr(model))[0]}
+    facts |= {f"{name}_seconds": value for name, value in inference(model, x).items()}
+    if accuracy is not None and quantise.available():
+        small = quantise.to_int8(model)
+        raw, squeezed = packed(small)
+        facts |= {"int8_accuracy": accuracy(small), "int8_bytes_raw": raw, "int8_bytes_compressed": squeezed}
+    if exports:
+        with torch.no_grad():
+            expected = model(x[:7]).cpu()
+        export(model, x[:2], path)
+        facts |= {"export": str(path), "export_bytes": path.stat().st_size}
+        facts["export_difference"] = float((elsewhere(path, x[:7]) - expected).abs().max())
+    return facts
+
+
+def rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
+    """For the table of one run."""
+    csr, fp32, bf16 = (facts[f"{name}_seconds"] for name in ("csr", "fp32", "bf16"))
+
+    def against(dense: float) -> str:
+        return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
+
+    raw, squeezed = (f"{facts[name]:,}" for name in ("bytes_raw", "bytes_compressed"))
+    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g}, linear layers in CSR {csr * 1e3:.3g}"
+    found = {
+        "file": f"{raw} bytes, compressed {squeezed}; in CSR {facts['bytes_csr']:,}",
+        f"{samples} samples": f"{times}: sparse is {against(fp32)} than fp32, {against(bf16)} than bf16",
+    }
+    if int8:
+        found["int8"] = quantise.MISSING
+    if "int8_accuracy" in facts:
+        raw, squeezed = (f"{facts[name]:,}" for name in ("int8_bytes_raw", "int8_bytes_compressed"))
+        found["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {raw} bytes, compressed {squeezed}"
+    if "export" in facts:
+        found["exported"] = f"{facts['export']}; run elsewhere, outputs differ by {facts['export_difference']:g}"
+    return found
+
+
+COLUMNS = {  # of a sweep's table: what, its head, and how its numbers are written
+    "test_accuracy": ("accuracy", "{:8.2%}"),
+    "nonzero": ("  non-zero", "{:10,.0f}"),
+    "bytes_raw": ("     bytes", "{:10,.0f}"),
+    "bytes_compressed": ("compressed", "{:10,.0f}"),
+    "bytes_csr": ("    in CSR", "{:10,.0f}"),
+    "fp32_seconds": ("fp32 ms", "{:7.3f}"),
+    "bf16_seconds": ("bf16 ms", "{:7.3f}"),
+    "csr_seconds": (" CSR ms", "{:7.3f}"),
+}
+
+
+def table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Medians of each group of results, a line each."""
+    width = max(map(len, groups))
+    lines = [f"    {'':<{width}}  {'  '.join(head for head, _ in COLUMNS.values())}  runs"]
+    for name, found in groups.items():
+        values = {key: median(row[key] for row in found) * (1e3 if "seconds" in key else 1) for key in COLUMNS}
+        numbers = "  ".join(text.format(values[key]) for key, (_, text) in COLUMNS.items())
+        lines.append(f"    {name:<{width}}  {numbers}  {len(found):>4}")
+    return "\n".join(lines)
+
+
+def verdict(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Where sparse kernels do not pay."""
+    told = []
+    for dense in ("fp32", "bf16"):
+        ratios = {n: median(r["csr_seconds"] / r[f"{dense}_seconds"] for r in rows) for n, rows in groups.items()}
+        slower = [name for name, ratio in ratios.items() if ratio > 1 and name != "dense"]
+        told.append(f"slower than dense {dense} for {', '.join(slower)}" if slower else f"nowhere slower than {dense}")
+    return "; ".join(told)

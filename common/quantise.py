@@ -1,0 +1,24 @@
+"""Weights and activations of linear layers in int8, by torchao."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+from torch import nn
+
+MISSING = "not measured: torchao is not installed; pip install torchao"
+
+
+def available() -> bool:
+    return importlib.util.find_spec("torchao") is not None
+
+
+def to_int8(model: nn.Module) -> nn.Module:
+    """A copy of a model in float32 and eval mode: weights int8, with a scale for each output; activations are rounded
+    to int8 sample by sample. Convolutions, biases and norms stay as they are."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    found = copy.deepcopy(model)
+    quantize_(found, Int8DynamicActivationInt8WeightConfig())
+    return found

@@ -1,0 +1,92 @@
+"""Settings of experiments/sparse_prune.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from configs.shared import Experiment, at_least, between
+from configs.sweep import Sweep
+
+SMALL = ("lenet300", "mlp")  # they take 28x28 images
+
+
+@dataclass
+class Config(Sweep, Experiment):
+    model: Literal["lenet300", "lenet5", "mlp", "convnet", "resnet18"] = "lenet300"
+    """lenet300 is LeNet-300-100 and mlp the 784-128-64-10 network, both for 28x28 images; lenet5 has two 5x5
+    convolutions and 500 units, convnet two 3x3 convolutions and 100 units; resnet18 has the CIFAR stem."""
+    processes_per_node: int = at_least(1, 1)
+    """Processes on each host, which share each batch and average their gradients."""
+    criterion: Literal["magnitude", "gradient", "taylor", "random"] = "magnitude"
+    """What a weight w with gradient g is worth: |w|, |g|, |w g|, or chance. Gradients are those of `score_batches`."""
+    normalize: Literal["none", "layer"] = "none"
+    """layer divides scores by their layer's root mean square before layers are compared."""
+    scope: Literal["global", "layer", "structured", "n:m"] = "global"
+    """Among which weights the least worth ones are chosen: all; each layer's; whole channels (or units) of each layer
+    but the last; n of each m that follow each other in a row of a layer's matrix, as `pattern` says."""
+    pattern: str = "2:4"
+    """How many of how many weights n:m leaves; 2:4 is what NVIDIA's sparse tensor cores compute."""
+    schedule: Literal["none", "oneshot", "iterative", "cubic", "rigl"] = "cubic"
+    """none trains a dense model; oneshot prunes once, at `begin`; iterative in `rounds` equal parts of what is left;
+    cubic (Zhu & Gupta 2017) fast at first and slower and slower; rigl (Evci et al. 2020) is sparse from the first
+    step to the last, and exchanges weights: the smallest go, those with the largest gradients come."""
+    sparsity: float = between(0, 0.9999, 0.92)
+    """Share of the weights (of layers, not biases and norms) that are zero in the end; of channels if structured."""
+    begin: float = between(0, 1, 0.1)
+    """Share of all steps before the first pruning; rigl begins at once."""
+    end: float = between(0, 1, 0.6)
+    """Share of all steps after which masks stay: the rest is fine-tuning."""
+    rounds: int = between(1, 1000, 5)
+    """Prunings of iterative."""
+    every: int = at_least(1, 50)
+    """Steps between two changes of the masks, with cubic and rigl."""
+    drop: float = between(0, 1, 0.3)
+    """Share of each layer's weights that rigl exchanges at first; it falls to nothing by a cosine."""
+    score_batches: int = between(1, 10_000, 8)
+    """Batches whose gradients are scored, for gradient and taylor."""
+    l1: float = between(0, 10, 0)
+    """Strength of the L1 penalty: after each step weights move towards zero by the learning rate times this, and stop
+    there, which makes exact zeros without any mask."""
+    int8: bool = True
+    """At the end, quantise the model to int8 with torchao, and report accuracy and size."""
+    export: bool = True
+    """At the end, write the model with torch.export, and let a process that knows nothing of this project run it."""
+
+    @property
+    def processes(self) -> int:
+        return self.launch.nodes * self.processes_per_node
+
+    def group(self) -> tuple[int, int]:
+        """n and m of `pattern`. Raises ValueError."""
+        left, _, size = self.pattern.partition(":")
+        if not (left.isdecimal() and size.isdecimal() and 0 < int(left) < int(size) <= 64):
+            raise ValueError(f"pattern={self.pattern}: write n:m with 0 < n < m <= 64, such as 2:4")
+        return int(left), int(size)
+
+    def check(self) -> None:
+        super().check()
+        if self.batch % self.processes:
+            lower = self.batch // self.processes * self.processes
+            sizes = [str(size) for size in (lower, lower + self.processes) if size]
+            raise ValueError(
+                f"batch={self.batch} cannot be shared evenly by {self.processes} processes; "
+                f"use batch={' or '.join(sizes)}"
+            )
+        if self.model in SMALL and self.data.name not in ("mnist", "digits"):
+            raise ValueError(f"data.name={self.data.name}: model={self.model} takes 28x28 images; use model=lenet5")
+        if self.begin > self.end or (self.begin == self.end and self.schedule in ("iterative", "cubic")):
+            raise ValueError(f"begin={self.begin:g} is not before end={self.end:g}; lower begin, or raise end")
+        left, size = self.group()
+        if self.scope == "n:m" and self.schedule != "none" and not math.isclose(self.sparsity, 1 - left / size):
+            raise ValueError(
+                f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {1 - left / size:g}; "
+                f"use sparsity={1 - left / size:g}, or another pattern"
+            )
+        if self.schedule == "rigl" and self.scope in ("structured", "n:m"):
+            raise ValueError(f"scope={self.scope}: rigl exchanges single weights; use scope=global or scope=layer")
+        if self.schedule == "rigl" and self.criterion != "magnitude":
+            raise ValueError(
+                f"criterion={self.criterion}: rigl drops by magnitude and grows by gradient; use criterion=magnitude"
+            )

@@ -1,0 +1,318 @@
+"""Masks are exact: as many weights as asked, chosen right, and zero to the end; and what is written can be used."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common import compact, config, models, quantise, seeds, snapshots, sparsity
+from common.config import UserError
+from common.sparsity import Masks
+from configs.sparse_prune import Config
+from experiments import sparse_prune
+from tests.helpers import Done, run
+
+QUIET = ("export=false", "int8=false", "batch=16")
+SHAPES = [(8, 1, 3, 3), (30, 50), (10, 30)]
+
+
+def made(*shapes: tuple[int, ...], levels: int = 0, seed: int = 0) -> list[Tensor]:
+    """Scores; with `levels`, only so many different ones."""
+    source = torch.Generator().manual_seed(seed)
+    found = [torch.rand(shape, generator=source) for shape in shapes]
+    return [(score * levels).floor() for score in found] if levels else found
+
+
+def pruned(masks: list[Tensor]) -> int:
+    return sum(int((~mask).sum()) for mask in masks)
+
+
+# ---- exactly so many
+
+
+@pytest.mark.parametrize("levels", [0, 1, 3], ids=["all different", "all equal", "three values"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.92, 0.999, 1.0])
+def test_as_many_are_pruned_as_asked_whatever_the_ties(share: float, levels: int) -> None:
+    scores = made(*SHAPES, levels=levels)
+    total = sum(score.numel() for score in scores)
+    masks = sparsity.globally(scores, share)
+    assert pruned(masks) == round(share * total)
+    gone = torch.cat([score[~mask] for score, mask in zip(scores, masks, strict=True)])
+    left = torch.cat([score[mask] for score, mask in zip(scores, masks, strict=True)])
+    assert not len(gone) or not len(left) or gone.max() <= left.min()
+    for score, mask in zip(scores, sparsity.by_layer(scores, share), strict=True):
+        assert pruned([mask]) == round(share * score.numel())
+
+
+@pytest.mark.parametrize("kind", ["random", "sorted", "two values", "a sample that misleads"])
+def test_of_many_numbers_the_kth_is_exact(kind: str) -> None:
+    count = 17 * sparsity.SAMPLE + 5
+    values = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    if kind == "sorted":
+        values = values.sort().values
+    if kind == "two values":
+        values = (values > 0.5).float()
+    if kind == "a sample that misleads":
+        values[:: count // sparsity.SAMPLE] = -1.0
+    ordered = values.sort().values
+    for k in (1, 2, count // 10, count // 2, int(0.9 * count), count - 1, count):
+        assert sparsity.kth(values, k) == ordered[k - 1], k
+        assert int(sparsity.lowest(values, k).sum()) == k
+
+
+def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
+    cfg = Config()
+    model = models.for_images("lenet300", (28, 28), 10)
+    masks = Masks(model)
+    it: Any = sparse_prune.Parts(cfg, None, None, model, masks, None, None)  # type: ignore[arg-type]
+    with torch.no_grad():
+        masks.weights[0].mul_(100)
+    masks.set(sparsity.globally(sparse_prune.scores_of(it, 0), 0.1))
+    shares = [float(mask.float().mean()) for mask in masks.kept]
+    assert shares[0] > 0.98 and max(shares[1:]) < 0.3, "a layer with large weights loses nearly none"
+    cfg.criterion = "random"
+    before = [mask.clone() for mask in masks.kept]
+    masks.set(sparsity.globally(sparse_prune.scores_of(it, 1), 0.8))
+    assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.total)
+    assert not any((now & ~then).any() for now, then in zip(masks.kept, before, strict=True)), "none comes back"
+    cfg.criterion, cfg.normalize = "magnitude", "layer"
+    masks.set([torch.ones_like(mask) for mask in masks.kept])
+    masks.set(sparsity.globally(sparse_prune.scores_of(it, 0), 0.5))
+    assert [float(mask.float().mean()) for mask in masks.kept] == pytest.approx([0.5] * 3, abs=0.04)
+
+
+@pytest.mark.parametrize(("pattern", "shape"), [("2:4", (6, 3, 3, 3)), ("1:4", (5, 16)), ("3:8", (4, 50))])
+def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> None:
+    left, size = Config(pattern=pattern).group()
+    for levels in (0, 2):
+        (score,) = made(shape, levels=levels)
+        (mask,) = sparsity.by_group([score], 1 - left / size, size)
+        rows, end = mask.flatten(1), score[0].numel() // size * size
+        assert (rows[:, :end].reshape(-1, size).sum(1) == left).all()
+        assert rows[:, end:].all(), "what fills no group stays"
+        groups, values = rows[:, :end].reshape(-1, size), score.flatten(1)[:, :end].reshape(-1, size)
+        gone, stays = values.masked_fill(groups, -1), values.masked_fill(~groups, math.inf)
+        assert (gone.max(1).values <= stays.min(1).values).all()
+
+
+def test_channels_go_as_a_whole_and_the_last_layer_stays() -> None:
+    scores = made((8, 4, 3, 3), (20, 30), (10, 20))
+    scores[0][2], scores[0][5] = 0.01, 0.02
+    masks = sparsity.by_channel(scores, 0.25)
+    assert [bool(channel.any()) for channel in masks[0]] == [i not in (2, 5) for i in range(8)]
+    assert all(channel.all() or not channel.any() for mask in masks for channel in mask)
+    assert pruned(masks[1:2]) == 5 * 30 and masks[2].all()
+    assert [int(mask.flatten(1).any(1).sum()) for mask in sparsity.by_channel(scores, 0.999)] == [1, 1, 10]
+
+
+def test_rigl_begins_with_its_distribution() -> None:
+    shapes = [torch.Size(shape) for shape in [(300, 784), (100, 300), (10, 100)]]
+    shares = sparsity.erdos_renyi(shapes, 0.92)
+    left = sum((1 - share) * shape.numel() for share, shape in zip(shares, shapes, strict=True))
+    assert left == pytest.approx(0.08 * sum(shape.numel() for shape in shapes))
+    assert shares[0] > shares[1] > shares[2] == 0, "the last layer would be more than dense"
+    densities = [(1 - share) * shape.numel() / sum(shape) for share, shape in zip(shares, shapes, strict=True)][:2]
+    assert densities[0] == pytest.approx(densities[1]), "density goes as the sum over the product of the sides"
+
+
+def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> None:
+    model = nn.Sequential(nn.Linear(20, 10, bias=False))
+    masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (weight,) = masks.weights
+    masks.set(sparsity.by_layer([torch.rand(weight.shape)], 0.5))
+    masks.apply()
+    weight.grad = torch.rand_like(weight)
+    optimizer.step()
+    masks.apply()
+    before, values, then = masks.kept[0].clone(), weight.detach().clone(), weight.grad
+    sparse_prune.exchange(Config(drop=0.3), masks, optimizer, 0.0)
+    masks.apply()
+    after = masks.kept[0]
+    assert int(after.sum()) == int(before.sum()) == 100
+    gone, come = before & ~after, after & ~before
+    assert int(come.sum()) == int(gone.sum()) > 0
+    assert values[gone].abs().max() <= values[before & after & (weight != 0)].abs().min()
+    assert then[come].min() >= then[~before & ~after].max()
+    assert (weight[come] == 0).all() and (optimizer.state[weight]["momentum_buffer"][come] == 0).all()
+    assert torch.equal(weight[before & after & (weight != 0)], values[before & after & (weight != 0)])
+
+
+# ---- when
+
+
+@pytest.mark.parametrize("schedule", ["oneshot", "iterative", "cubic", "rigl"])
+@pytest.mark.parametrize("total", [1, 3, 7, 100, 1000])
+def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int) -> None:
+    cfg = Config(schedule=schedule, sparsity=0.9, every=7)
+    found = [(step, sparse_prune.sparsity_after(cfg, step, total)) for step in range(total + 1)]
+    steps = {step: share for step, share in found if share is not None}
+    assert list(steps.values())[-1] == pytest.approx(0.9)
+    assert all(a <= b for a, b in pairwise(steps.values()))
+    assert all(step <= round(0.6 * total) for step in steps)
+    if total == 1000:
+        assert len(steps) == {"oneshot": 1, "iterative": 5, "cubic": 72, "rigl": 86}[schedule]
+    if schedule == "cubic" and total == 1000:
+        assert steps[100 + 70] == pytest.approx(0.9 * (1 - (1 - 70 / 500) ** 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["scope=n:m"], ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"]),
+        (["pattern=4:2"], ["pattern=4:2", "n < m"]),
+        (["begin=0.7"], ["begin=0.7", "end=0.6", "lower begin"]),
+        (["schedule=rigl", "criterion=taylor"], ["criterion=taylor", "rigl", "criterion=magnitude"]),
+        (["schedule=rigl", "scope=structured"], ["scope=structured", "rigl", "scope=layer"]),
+        (["data.name=cifar10"], ["data.name=cifar10", "28x28", "model=lenet5"]),
+        (["batch=63", "processes_per_node=2"], ["batch=63", "2 processes", "batch=62 or 64"]),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load(Config, words, {})
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+# ---- through training
+
+
+def states(done: Done) -> dict[int, dict[str, Tensor]]:
+    """The model in each checkpoint, by step."""
+    assert done.status == 0, done.err + done.out
+    (attempt,) = done.folder.attempts()
+    found = snapshots.of_attempt(attempt)
+    return {one.step: torch.load(one.path / "rank-0.pt", weights_only=True)["model"] for one in found}
+
+
+SAVING = ("checkpoint.every_steps=1", "checkpoint.every_seconds=0", "checkpoint.keep=100", *QUIET)
+
+
+@pytest.mark.parametrize("words", [("optim.name=sgd", "optim.weight_decay=0.01"), ("optim.name=adam",), ("l1=0.01",)])
+def test_pruned_weights_stay_zero_to_the_bit(words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("sparse_prune", *digits, *SAVING, "every=3", "processes_per_node=2", *words, runs=tmp_path)
+    shares = []
+    for step, model in states(done).items():
+        masks = {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
+        assert len(masks) == 3 and all(mask.dtype == torch.bool for mask in masks.values())
+        for name, mask in masks.items():
+            assert (model[name.removesuffix("_mask")][~mask] == 0).all(), (step, name)
+        shares.append(sum(int((~mask).sum()) for mask in masks.values()) / sum(m.numel() for m in masks.values()))
+    total = 266_200
+    assert shares[-1] == round(0.92 * total) / total and shares[0] == 0
+    assert shares == sorted(shares) and shares[18:] == shares[-1:] * len(shares[18:]), "after `end` masks stay"
+    assert done.folder.result["sparsity"] == pytest.approx(shares[-1])
+    assert [row["sparsity"] for row in done.folder.metrics() if "loss" in row] == pytest.approx(shares)
+
+
+def test_two_of_four_hold_after_fine_tuning(digits: tuple[str, ...], tmp_path: Path) -> None:
+    words = ("model=convnet", "scope=n:m", "sparsity=0.5", "steps=12")
+    model = states(run("sparse_prune", *digits, *SAVING, *words, runs=tmp_path))[12]
+    for name in ("conv2", "fc1", "fc2"):
+        rows = model[f"{name}.weight"].flatten(1)
+        groups = rows[:, : rows.shape[1] // 4 * 4].reshape(-1, 4)
+        assert ((groups != 0).sum(1) <= 2).all() and ((groups != 0).sum(1) == 2).any(), name
+
+
+def test_l1_makes_zeros_without_masks_and_more_of_them_the_stronger_it_is(
+    digits: tuple[str, ...], tmp_path: Path
+) -> None:
+    counts = []
+    for l1 in (0, 0.01, 0.1):
+        words = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=60")
+        done = run("sparse_prune", *words, runs=tmp_path / str(l1))
+        assert done.status == 0, done.err
+        counts.append(done.folder.result["nonzero"])
+        assert done.folder.result["sparsity"] == 0
+    assert counts[0] == 266_200 and counts[0] > 1.05 * counts[1] > 1.2 * counts[2]
+
+
+def test_criteria_choose_differently_and_processes_choose_alike(digits: tuple[str, ...], tmp_path: Path) -> None:
+    hashes = set()
+    for criterion in sparse_prune.CRITERIA:
+        words = (*digits, *QUIET, "schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
+        found = set()
+        for count in (1, 2):
+            each = (f"criterion={criterion}", f"processes_per_node={count}")
+            done = run("sparse_prune", *words, *each, runs=tmp_path / f"{criterion}{count}")
+            assert done.status == 0, done.err + done.out
+            found.add(done.folder.result["masks"])
+        assert len(found) == 1, f"{criterion}: masks do not depend on the number of processes"
+        hashes |= found
+    assert len(hashes) == 4
+
+
+# ---- what it saves
+
+
+def a_model(share: float = 0.9) -> nn.Module:
+    torch.manual_seed(seeds.derive(0, "init"))
+    model = models.for_images("lenet5", (28, 28), 10)
+    masks = Masks(model)
+    masks.set(sparsity.globally([weight.abs() for weight in masks.weights], share))
+    masks.apply()
+    return model
+
+
+def test_other_forms_of_the_model_give_its_outputs() -> None:
+    model, x = a_model(), torch.randn(5, 28, 28)
+    with torch.no_grad():
+        expected = model.eval()(x)
+        bare = compact.bare(model)
+        assert torch.equal(bare(x), expected)
+        assert bare.state_dict().keys() == models.for_images("lenet5", (28, 28), 10).state_dict().keys()
+        assert torch.allclose(compact.as_csr(bare)(x), expected, atol=1e-5)
+        assert [type(layer).__name__ for layer in compact.as_csr(bare).children()][4:] == ["Csr", "Csr"]
+        small = quantise.to_int8(bare)(x)
+    assert 0 < float((small - expected).abs().max()) < 0.1 * float(expected.abs().max())
+    assert torch.equal(compact.bare(model)(x), expected), "the model itself stays as it is"
+
+
+def test_zeros_save_bytes_only_when_compressed_or_in_csr() -> None:
+    sizes = {share: compact.packed(compact.bare(a_model(share))) for share in (0.0, 0.9)}
+    assert sizes[0.0][0] == sizes[0.9][0] > 4 * 431_080
+    assert sizes[0.9][1] < 0.25 * sizes[0.0][1]
+    assert compact.packed(compact.as_csr(compact.bare(a_model())))[0] < 0.35 * sizes[0.9][0]
+    assert compact.packed(quantise.to_int8(compact.bare(a_model())))[0] < 0.35 * sizes[0.9][0]
+
+
+@pytest.mark.parametrize("name", ["lenet300", "convnet", "resnet18"])
+def test_the_exported_model_runs_without_this_project(name: str, tmp_path: Path) -> None:
+    model = models.for_images(name, (28, 28), 10)
+    Masks(model)
+    bare, x = compact.bare(model), torch.randn(3, 28, 28)
+    compact.export(copy.deepcopy(bare), x[:2], tmp_path / "model.pt2")
+    with torch.no_grad():
+        assert torch.allclose(compact.elsewhere(tmp_path / "model.pt2", x), bare(x), atol=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+    (tmp_path / "model.pt2").write_bytes(b"nothing")
+    with pytest.raises(RuntimeError, match="cannot be run by itself"):
+        compact.elsewhere(tmp_path / "model.pt2", x)
+
+
+def test_a_run_measures_all_of_it(digits: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("sparse_prune", *digits, runs=tmp_path)
+    assert done.status == 0, done.err
+    result = done.folder.result
+    assert (done.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
+    assert result["export_difference"] < 1e-5 and abs(result["int8_accuracy"] - result["test_accuracy"]) < 0.05
+    assert result["bytes_csr"] < result["bytes_raw"] > result["int8_bytes_raw"]
+    assert "than fp32" in done.out and "run elsewhere, outputs differ by" in done.out
+
+
+def test_a_sweep_draws_accuracy_against_sparsity(digits: tuple[str, ...], tmp_path: Path) -> None:
+    few = ("sweep=true", "repeats=2", "steps=2", "schedule=rigl", "data.test_limit=100")
+    done = run("sparse_prune", *digits, *QUIET, *few, runs=tmp_path, timeout=280)
+    assert done.status == 0, done.err
+    (folder,) = (tmp_path / "sweeps").iterdir()
+    cells = json.loads((folder / "sweep.json").read_text())["cells"]
+    assert len(cells) == 2 * 5 and [cell["values"]["seed"] for cell in cells] == [0] * 5 + [1] * 5
+    assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
+    assert "magnitude 92%" in done.out and "non-zero" in done.out and "dense bf16" in done.out
