@@ -299,8 +299,8 @@ def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
     for (name, level), (mean, deviation, _) in sweep.gather(pruned, ["criterion", "sparsity"], "error").items():
         series.setdefault(name, []).append((100 * (1 - level), mean, deviation))
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
-    axes = {"x": "weights left, %", "y": "test error, %", "title": f"{cfg.model} on {rows[0]['data']}"}
-    plots.curves(folder / "sparsity.png", series, levels=levels, log=True, **axes)
+    title = f"{cfg.model} on {rows[0]['data']}"
+    plots.curves(folder / "sparsity.png", series, "weights left, %", "test error, %", levels, log=True, title=title)
     return {"medians": compact.table(groups), "CSR": compact.verdict(groups), "plot": str(folder / "sparsity.png")}
 
 

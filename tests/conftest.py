@@ -46,3 +46,11 @@ def place(tmp_path: Path) -> Path:
     script(folder / ".venv/bin/python", f'PYTHONPATH="$BEFORE:{ROOT}" exec "{sys.executable}" "$@"')
     (folder / ".venv/.ready").touch()
     return folder
+
+
+@pytest.fixture
+def quick(cache: Path) -> tuple[str, ...]:
+    """13 steps an epoch, a checkpoint every third step, all kept."""
+    data = ("data.name=digits", f"data.cache={cache}", "data.train_limit=320", "data.test_limit=100")
+    saving = ("checkpoint.every_steps=3", "checkpoint.every_seconds=0", "checkpoint.keep=100")
+    return (*data, *saving, "batch=24", "steps=30", "epochs=3", "log.progress=none", "optim.warmup=0")
