@@ -246,7 +246,7 @@ DISKS = [
                 "until grep -q WARNING disk/*/attempts/0001/metrics.jsonl said; do sleep 0.1; done 2> /dev/null",
                 "rm disk/zeros",
                 "wait $started; status=$?; cat said; mkdir -p runs; cp -r disk/* runs",
-                "echo rows $(grep -c loss.: disk/*/attempts/0001/metrics.jsonl)",
+                "echo rows $(grep -c '\"loss\"' disk/*/attempts/0001/metrics.jsonl)",
             ),
         ),
         status=0,
