@@ -1,6 +1,6 @@
 """Faults on a real SLURM cluster: each run is disturbed once and must end as if nothing had happened, to the bit.
 
-    python -m tests.faults [--rounds=N] [--seed=S] [--only NAME ...] [--list]
+    python -m tests.faults [--rounds=N] [--seed=S] [--only NAME ...] [--skip=N] [--list]
 
 Three hosts, two of them used, one to spare. ddp_multinode (on a folder of images, two data workers a rank) and
 mnist_pipeline take turns; the step at which a fault strikes is drawn from a printed seed. The table goes to the screen
@@ -75,7 +75,7 @@ class Lab:
         """One of the project's commands; its output. Raises RuntimeError with its complaint."""
         command = [sys.executable, "-m", module, *words]
         env = self.env | (env or {})
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stdout}{done.stderr}")
         return done.stdout
@@ -583,6 +583,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", default=str(random.SystemRandom().randrange(10**6)))
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=[fault.name for fault in FAULTS])
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="go on with a plan whose first N were done")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args(arguments)
     if given.list:
@@ -591,7 +592,7 @@ def main(arguments: list[str]) -> int:
     print(f"seed {given.seed}", flush=True)
     rows: list[Row] = []
     with contextlib.suppress(AssertionError), laboratory() as lab:
-        for number, fault, experiment in plan(given.rounds, given.only):
+        for number, fault, experiment in plan(given.rounds, given.only)[given.skip :]:
             rows.append(suffer(lab, fault, experiment, f"{given.seed} {number}"))
             print(f"{rows[-1]}", flush=True)
             save(rows, given.seed)
