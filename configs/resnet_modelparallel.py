@@ -33,7 +33,7 @@ class Config(Sweep, Stages, Experiment):
     the schedule."""
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """A device for each stage, such as [cuda:0,cuda:1]: one process works on all of them. [] takes one process a stage;
-    auto does so, too, unless a local start sees two or more GPUs."""
+    auto does so, too, unless a local start sees GPUs; where there is one, all stages are on it."""
     split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32"])
     """With sweep=true, the sizes of microbatches that the pipelined mode is run with."""
     replicas: int = between(1, 4096, 1)
@@ -80,7 +80,7 @@ class Config(Sweep, Stages, Experiment):
     def adapt(self, gpus: int) -> None:
         fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == self.replicas == 1
         fits = fits and self.engine == "auto" and self.pipeline().schedule in ("gpipe", "naive")
-        if self.devices == ["auto"] and gpus > 1 and fits and self.launch.device != "cpu":
+        if self.devices == ["auto"] and gpus and fits and self.launch.device != "cpu":
             self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
 
     def check(self) -> None:

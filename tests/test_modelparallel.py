@@ -88,7 +88,7 @@ def test_settings_that_do_not_fit_are_refused_with_the_remedy(words: list[str], 
     ("words", "gpus", "devices"),
     [
         ([], 0, ["auto"]),
-        ([], 1, ["auto"]),
+        ([], 1, ["cuda:0", "cuda:0"]),
         ([], 2, ["cuda:0", "cuda:1"]),
         (["stages=3"], 2, ["cuda:0", "cuda:1", "cuda:0"]),
         (["mode=naive"], 2, ["cuda:0", "cuda:1"]),
