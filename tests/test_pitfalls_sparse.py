@@ -41,8 +41,8 @@ def test_pruning_whole_tensors_by_their_mean_empties_the_first_layer() -> None:
     with torch.no_grad():
         weights["fc1.weight"].zero_()
         assert len(model(x).unique(dim=0)) == 1, "whatever the image, the answer is the same"
-        model, masks = pruned(0.5)
-        assert all(mask.any() for mask in masks.kept) and len(model(x).unique(dim=0)) == 9
+        other, masks = pruned(0.5)
+        assert all(mask.any() for mask in masks.kept) and len(other(x).unique(dim=0)) == 9
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])

@@ -20,7 +20,7 @@ from configs.sparse_prune import Config
 from experiments import sparse_prune
 from tests.helpers import Done, run
 
-QUIET = ("export=false", "int8=false", "batch=16")
+QUIET = ("export=false", "int8=false", "batch=16", "optim.warmup=0")
 SHAPES = [(8, 1, 3, 3), (30, 50), (10, 30)]
 
 

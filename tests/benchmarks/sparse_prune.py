@@ -70,9 +70,7 @@ def mask_sides(world: World) -> dict[str, Side]:
     def theirs() -> float:
         other = copy.deepcopy(clean)
         pairs = [(other.get_submodule(name), "weight") for name in masks.layers]
-        seconds = timed(
-            lambda: library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE)  # type: ignore[no-untyped-call]
-        )
+        seconds = timed(lambda: library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE))
         found = [module.get_buffer("weight_mask").bool() for module, _ in pairs]
         if not same_masks(masks, found):
             raise AssertionError("the library's masks are other ones")
@@ -122,7 +120,7 @@ class Bench:
             pairs = [(layer, "weight") for layer in masks.layers.values()]
             for layer in masks.layers.values():
                 del layer._buffers["weight_mask"]  # the library's has the same name
-            library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=cfg.sparsity)  # type: ignore[no-untyped-call]
+            library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=cfg.sparsity)
         optimizer = optim.make(model.parameters(), cfg.optim)
         it = experiment.Parts(cfg, world, run, model, masks, optimizer, loader)
         experiment.prune(it, 0)
