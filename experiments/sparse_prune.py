@@ -144,10 +144,10 @@ def exchange(cfg: Config, masks: Masks, optimizer: Optimizer, done: float) -> No
     staying, grown = [], []
     for weight, mask in zip(masks.weights, masks.kept, strict=True):
         assert weight.grad is not None
-        count = min(int(share * mask.sum()), int((~mask).sum()))
-        stays = mask & ~sparsity.lowest(weight.abs().masked_fill(~mask, math.inf), count)
+        count = min(int(share * sparsity.count(mask)), sparsity.count(~mask))
+        stays = mask & ~sparsity.lowest([weight.abs().masked_fill(~mask, math.inf)], count)[0]
         staying.append(stays)
-        grown.append(stays | sparsity.lowest(-weight.grad.abs().masked_fill(stays, -1), count))
+        grown.append(stays | sparsity.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)[0])
     masks.set(staying)
     masks.apply()
     masks.apply_to_memory(optimizer)
@@ -266,7 +266,7 @@ def conclude(it: Parts, inner: nn.Module, test: data.Images, scores: dict[str, f
 
     x = test.inputs(slice(0, cfg.eval_batch), world.device, torch.float32)
     facts = compact.savings(inner, x, accuracy if cfg.int8 else None, run.folder.path / "model.pt2", cfg.export)
-    nonzero = sparsity.nonzero(masks.weights)
+    nonzero = sum(map(sparsity.count, masks.weights))
     found = {"weights": masks.total, "nonzero": nonzero, "sparsity": masks.sparsity, "masks": digest}
     pace = {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
     run.finish(**scores, **pace, **found, **facts, data=run.prepared.name)

@@ -76,7 +76,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="sparse_prune",
-        smallest=("batch=16", "every=5", "export=false", "int8=false"),
+        smallest=("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
         processes=1,
         produces=(
             "test_accuracy",
