@@ -273,6 +273,8 @@ def load(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] =
         file = line.resume / "config.yaml"
         if not file.is_file():
             raise UserError(f"--resume {line.resume}: no run folder, it has no config.yaml; make status lists the runs")
+        if not read_file(file):
+            raise UserError(f"{file} is empty; bring it back, or start a new run")
         other = line.resume.absolute().name.rsplit("-", 3)[0]
         if other != name:
             raise UserError(f"--resume {line.resume} is a run of {other}, not of {name}")
@@ -297,6 +299,14 @@ def to_yaml(settings: Experiment) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
+def changes(file: Path, settings: Experiment) -> dict[str, tuple[str, str]]:
+    """What of the training the settings have otherwise than a YAML file: by dotted name, then and now, as text."""
+    then, now = read_file(file), flatten(yaml.load(to_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
+    kept = [name for name in now if not name.startswith(("runs", "launch.", "log.", "wandb.", "checkpoint."))]
+    kept = [name for name in kept if name not in ("data.root", "data.cache") and name in then]
+    return {name: (str(then[name]), str(now[name])) for name in kept if then[name] != now[name]}
+
+
 def help_text(schema: type[Experiment]) -> str:
     """Every key with its default, type or range, and meaning."""
     name = name_of(schema)
@@ -305,6 +315,7 @@ def help_text(schema: type[Experiment]) -> str:
     for key in keys(schema).values():
         default = read(key, values[key.name]) if key.name in values else key.default
         shown = str(default).lower() if isinstance(default, bool) else default
+        shown = f"[{','.join(shown)}]" if isinstance(shown, list) else shown
         lines.append(f"  {key.name}={shown}  ({key.allowed})")
-        lines += textwrap.wrap(key.doc, 100, initial_indent="      ", subsequent_indent="      ")
+        lines += textwrap.wrap(" ".join(key.doc.split()), 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ runs/<name>-<time>-<4 hex>/
   code/                the source that this run executes, untracked files included
   attempts/0001/       one folder a start; ranks write only here
     attempt.json       the attempt and step that it continues; parent null for a fresh start
+    changed.json       where it has other settings than config.yaml: then and now
     world.json         processes, hosts, device, backend
     logs/rank-0.log    one file a rank
     heartbeat-0.json   one file a rank: step, time, and how long its steps take until backward begins

@@ -95,6 +95,11 @@ def go_on(settings: Experiment, given: Folder) -> tuple[Folder, Prepared]:
     if known.get("sha256", prepared.facts()["sha256"]) != prepared.facts()["sha256"]:
         raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
     folder = given.claim()
+    changed = config.changes(given.path / "config.yaml", settings)
+    if changed:
+        write_json(folder.attempt / "changed.json", changed)
+        words = ", ".join(f"{name} {then} -> {now}" for name, (then, now) in changed.items())
+        print(f"with other settings than the run began with: {words}", flush=True)
     (given.path / "result.json").unlink(missing_ok=True)  # how an earlier start failed
     return folder, prepared
 

@@ -95,6 +95,9 @@ def differences(old: Folder, text: str, settings: Experiment, found: Prepared, s
     for key in now | then:
         if key not in PLACES and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)
+    for start in old.attempts():
+        for key, (_, value) in read_json(start.attempt / "changed.json").items():
+            yield f"{key}, from its start {start.number} on", value, now.get(key)
     meta = read_json(old.path / "meta.json")
     for package in provenance.PACKAGES:
         yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.version(package)

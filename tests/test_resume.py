@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import subprocess
@@ -85,6 +86,13 @@ def test_where_only_the_last_evaluation_is_missing(entry: Entry, tmp_path: Path,
     done = resume(entry, folder)
     assert done.returncode == 0, done.stderr
     assert same_numbers(folder, whole.folder)
+
+
+def test_a_run_whose_settings_are_lost_does_not_go_on(tmp_path: Path) -> None:
+    (tmp_path / "mnist_pipeline-1-2-3").mkdir()
+    (tmp_path / "mnist_pipeline-1-2-3" / "config.yaml").touch()
+    done = resume(EXPERIMENTS[0], Folder(tmp_path / "mnist_pipeline-1-2-3"))
+    assert done.returncode == 2 and "config.yaml is empty" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("word", ["batch=40", "seed=5", "optim.name=adam", "data.train_limit=300"])
@@ -213,6 +221,9 @@ def test_make_exp_goes_on_with_the_code_of_the_run(tmp_path: Path, quick: tuple[
     told = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert told.returncode == 0, told.stderr
     assert "goes on after step 9" in told.stdout and "2 processes saved this, 1 go on" in told.stdout
+    assert "with other settings than the run began with: stages 2 -> 1\n" in told.stdout
+    changed = json.loads((folder.attempts()[-1].attempt / "changed.json").read_text())
+    assert changed == {"stages": ["2", "1"]}
     assert [row[0] for row in numbers(folder) if row[2] is not None] == list(range(1, STEPS + 1))
     again = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert again.returncode == 0 and "is finished" in again.stdout
