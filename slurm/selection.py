@@ -82,15 +82,7 @@ def checked_last(text: str) -> int:
 
 def named(names: list[str], root: Path) -> list[Folder]:
     """Runs by id, path, or the last four characters of an id."""
-    found = []
-    for name in names:
-        ends = list(root.glob(f"*-{name}/config.yaml")) if re.fullmatch("[0-9a-f]{4}", name) else []
-        if len(ends) > 1:
-            raise UserError(
-                f"RUNS: {name} is the end of {' and '.join(path.parent.name for path in ends)}; write one out"
-            )
-        found.append(Folder(ends[0].parent.absolute()) if ends else status.find(name, root))
-    return found
+    return [status.find(name, root) for name in names]
 
 
 def cells(sweep: str, root: Path) -> list[Folder]:

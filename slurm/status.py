@@ -66,8 +66,11 @@ HEAD = f"{'run':<44}  {'state':<9}  {'restarts':>8}  {'step':>7}  {'samples/s':>
 
 
 def find(name: str, runs: Path) -> Folder:
-    """The run folder of an id or a path. Raises UserError."""
-    for path in (Path(name), runs / name):
+    """The run folder of an id, its last four characters, or a path. Raises UserError."""
+    ends = [file.parent for file in runs.glob(f"*-{name}/config.yaml")] if re.fullmatch("[0-9a-f]{4}", name) else []
+    if len(ends) > 1:
+        raise UserError(f"{name} is the end of {' and '.join(sorted(path.name for path in ends))}; write one out")
+    for path in (Path(name), runs / name, *ends):
         if name and os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises where a name is too long)
             return Folder(path.absolute())
     if not name:

@@ -304,6 +304,13 @@ def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
     assert done.returncode == 2 and "no such run folder" in done.stderr
 
 
+def test_the_end_of_an_id_will_do(fake: Fake, cache: Path) -> None:
+    assert submit(fake, cache).returncode == 0
+    path = the_folder(fake).path
+    done = call(fake, "slurm.status", "--runs", str(path.parent), "status", path.name[-4:])
+    assert path.name in done.stdout, done.stderr
+
+
 def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
     """A pid that has passed to another process is not signalled."""
     folder = Folder(tmp_path)
