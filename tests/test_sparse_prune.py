@@ -169,7 +169,7 @@ def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int
     [
         (["scope=n:m"], ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"]),
         (["pattern=4:2"], ["pattern=4:2", "n < m"]),
-        (["begin=0.7"], ["begin=0.7", "end=0.6", "lower begin"]),
+        (["begin=0.7", "end=0.6"], ["begin=0.7", "end=0.6", "lower begin"]),
         (["schedule=rigl", "criterion=taylor"], ["criterion=taylor", "rigl", "criterion=magnitude"]),
         (["schedule=rigl", "scope=structured"], ["scope=structured", "rigl", "scope=layer"]),
         (["data.name=cifar10"], ["data.name=cifar10", "28x28", "model=lenet5"]),
