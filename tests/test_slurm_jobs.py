@@ -112,7 +112,7 @@ def test_srun_starts_the_script(site: Site, entry: Entry) -> None:
 def test_a_script_of_ones_own_that_is_queued_again_goes_on_in_the_same_folder(site: Site) -> None:
     words = [
         *settings_words(site, "own-script"),
-        "steps=3000",
+        "steps=200",
         "epochs=50",
         "checkpoint.every_steps=20",
         "launch.nodes=2",
