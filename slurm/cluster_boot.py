@@ -174,8 +174,8 @@ def power_off(plan: Plan, number: int) -> None:
     """End a host at once. Its cable goes first: dying processes would still say goodbye to their peers."""
     process = running_host(plan, number)
     net.ip(f"link set {host(number)} down")
+    net.ip(f"link del {host(number)}")  # before the host's end goes with its last process, and this one with it
     process.kill()
-    net.ip(f"link del {host(number)}")
 
 
 def power_on(plan: Plan, number: int) -> None:

@@ -69,7 +69,7 @@ EXPERIMENTS = [
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "peak_memory"),
         spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
         others=(
-            ("width=8", "replicas=2", "split_size=8", "plot=false"),
+            ("width=8", "replicas=2", "split_size=6", "plot=false"),
             ("width=8", "devices=[cpu,cpu]", "split_size=8", "plot=false"),
             ("width=8", "schedule=zero_bubble", "split_size=12", "plot=false"),
         ),
