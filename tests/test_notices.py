@@ -90,7 +90,7 @@ def test_nobody_waits_longer_than_the_grace_time(tmp_path: Path, start: Any) -> 
 
 @every
 def test_a_rank_that_hangs_is_named(entry: Entry, tmp_path: Path, start: Any) -> None:
-    process = start(entry, tmp_path, "launch.step_timeout=3")
+    process = start(entry, tmp_path, *entry.spread(2), "launch.step_timeout=3")
     os.kill(rank(process, 1), signal.SIGSTOP)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
