@@ -84,7 +84,7 @@ def test_this_machine_is_sound_and_a_damaged_set_is_named(cache: Path, tmp_path:
     lines = doctor("--nodes=2", args).splitlines()
     assert lines[-2:] == ["W&B: runs would be disabled", "all is sound"] and len(lines) == 6
     assert "all_reduce_gb_per_s" in lines[1] and "gflop_per_s" in lines[1]
-    (file,) = (tmp_path / "prepared").glob("*/test_labels.npy")
+    (file,) = (tmp_path / "prepared").glob("digits-*/test_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)

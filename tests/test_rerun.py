@@ -81,7 +81,7 @@ def test_another_seed_is_named_and_how_far_it_leads(old: Path, place: Path) -> N
 
 
 def test_one_flipped_byte_of_the_prepared_data_is_named(old: Path, place: Path, tmp_path: Path) -> None:
-    (file,) = (tmp_path / "data").glob("*/train_labels.npy")
+    (file,) = (tmp_path / "data").glob("digits-*/train_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[500] ^= 1
     file.write_bytes(raw)
