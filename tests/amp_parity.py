@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-import tempfile
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +19,16 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from common import config, data, launch, optim, processes
-from common.config import to_yaml
+from common import config, data, optim
 from common.folder import Folder
 from common.footprint import Footprint
-from common.launch import Place, World
+from common.launch import World
 from common.prepare import Prepared
 from common.run import Run
 from common.training import Training
 from configs.amp_accum import Config
 from experiments import amp_accum
-from tests.ddp_parity import prepared_for, whole
+from tests.ddp_parity import in_processes, whole
 from tests.helpers import ROOT
 
 CASE = {
@@ -174,22 +171,5 @@ def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: F
     }
 
 
-def main(out: str, cache: str, count: int, cases: list[str]) -> int:
-    chosen = {case: settings(f"{case},processes_per_node={count}") for case in cases}
-    sets = {case: prepared_for(cfg, cache) for case, (cfg, _) in chosen.items()}  # type: ignore[arg-type]
-    runs = Path(tempfile.mkdtemp())
-
-    def body(place: Place) -> None:
-        with launch.group(place, chosen[cases[0]][0].launch) as world:
-            results = {}
-            for case, (cfg, special) in chosen.items():
-                path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
-                results[case] = train(cfg, special, world, sets[case], Folder(world.broadcast(path), 1))
-            if world.is_main:
-                torch.save(results, out)
-
-    return processes.fork_all(body, count, 1, lambda: None)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
+    sys.exit(in_processes(settings, train, *sys.argv[1:]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,15 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     }
 
 
-def main(out: str, cache: str, count: int, cases: list[str]) -> int:
+def in_processes(
+    settings: Callable[[str], tuple[Any, str]],
+    train: Callable[..., dict[str, Any]],
+    out: str,
+    cache: str,
+    count: str,
+    *cases: str,
+) -> int:
+    """Train every case in the same `count` processes, one after the other, and save rank 0's results; exit status."""
     chosen = {case: settings(f"{case},processes_per_node={count}") for case in cases}
     sets = {case: prepared_for(cfg, cache) for case, (cfg, _) in chosen.items()}
     runs = Path(tempfile.mkdtemp())
@@ -127,14 +136,14 @@ def main(out: str, cache: str, count: int, cases: list[str]) -> int:
     def body(place: Place) -> None:
         with launch.group(place, chosen[cases[0]][0].launch) as world:
             results = {}
-            for case, (cfg, mistake) in chosen.items():
+            for case, (cfg, special) in chosen.items():
                 path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
-                results[case] = train(cfg, mistake, world, sets[case], Folder(world.broadcast(path), 1))
+                results[case] = train(cfg, special, world, sets[case], Folder(world.broadcast(path), 1))
             if world.is_main:
                 torch.save(results, out)
 
-    return processes.fork_all(body, count, 1, lambda: None)
+    return processes.fork_all(body, int(count), 1, lambda: None)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
+    sys.exit(in_processes(settings, train, *sys.argv[1:]))

@@ -358,7 +358,7 @@ def perform(case: Case, place: Path, cache: Path, hosts: dict[str, str]) -> Done
 def answers(
     tmp_path_factory: pytest.TempPathFactory, cache: Path, hosts: dict[str, str], request: pytest.FixtureRequest
 ) -> Iterator[dict[str, tuple[Path, Future[Done]]]]:
-    """The finished process of every case that a test of this session asks for, and its folder."""
+    """The finished process of every case that a selected test asks for, and its folder."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = {item.name.partition("[")[2][:-1] for item in items if item.module is request.module}
     with ThreadPoolExecutor(TOGETHER) as pool:
