@@ -142,18 +142,18 @@ def interleave(teams: Sequence[Team], *, rounds: int, drop: int = 1) -> Samples:
 
 def direct(members: Sequence[Sequence[Connection]], samples: Samples, rounds: int, drop: int) -> None:
     """Give the turns; `members` are the pipes to each team's processes."""
-    names = [hear_all(team)[0] for team in members]
+    turns = [(team, side) for team in members for side in hear_all(team)[0]]
     for number in range(drop + 2 * rounds):
         if number > drop and len(samples.clean()) == rounds:
             break
-        for team, sides in zip(members, names, strict=True):
-            for side in sides:
-                before = Load.now()
-                for pipe in team:
-                    pipe.send(side)
-                seconds = hear_all(team)[0]
-                if number >= drop:
-                    samples.add(side, seconds, before)
+        first = number % len(turns)  # another one each round: who comes after a pause may have to wait for the disk
+        for team, side in turns[first:] + turns[:first]:
+            before = Load.now()
+            for pipe in team:
+                pipe.send(side)
+            seconds = hear_all(team)[0]
+            if number >= drop:
+                samples.add(side, seconds, before)
     for team in members:
         for pipe in team:
             pipe.send(None)
