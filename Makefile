@@ -1,32 +1,13 @@
 # Everything a person or CI runs. Variables reach Python as arguments, as they were written, and are checked there.
 # `override X := $(value X)` keeps make from expanding what a value contains; "$$X" keeps the shell from it.
 SHELL := /bin/sh
-override NAME := $(value NAME)
-override NODES := $(value NODES)
-override ARGS := $(value ARGS)
-override LAUNCH := $(value LAUNCH)
-override CLUSTER := $(value CLUSTER)
-override FOLLOW := $(value FOLLOW)
-override DRY_RUN := $(value DRY_RUN)
-override STRICT := $(value STRICT)
-override RUN := $(value RUN)
-override RESUME := $(value RESUME)
-override WAIT := $(value WAIT)
-override DB := $(value DB)
-override RUNS := $(value RUNS)
-override LAST := $(value LAST)
-override WHERE := $(value WHERE)
-override GRID := $(value GRID)
-override FAILED := $(value FAILED)
-override SWEEP := $(value SWEEP)
-override PAGE := $(value PAGE)
-override JSON := $(value JSON)
-override PROJECT := $(value PROJECT)
-override TESTS := $(value TESTS)
+override SETTINGS := NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB RUNS LAST WHERE GRID FAILED SWEEP \
+  PAGE JSON PROJECT TESTS PYTHON
+override UNKNOWN := $(strip $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $v)),$(filter-out $(SETTINGS),$v))))
+$(if $(UNKNOWN),$(error $(UNKNOWN): no such setting; there are $(SETTINGS)))
 PYTHON ?= python3
-override PYTHON := $(value PYTHON)
-export NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB RUNS LAST WHERE GRID FAILED SWEEP PAGE JSON PROJECT \
-  TESTS PYTHON
+$(foreach v,$(SETTINGS),$(eval override $v := $$(value $v)))
+export $(SETTINGS)
 override PY := .venv/bin/python
 override READY := .venv/.ready
 

@@ -14,14 +14,12 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 class Footprint:
     """The most memory that was held whenever somebody looked, beyond what was held at the start; in bytes.
 
-    On a CPU this process's own pages, files that it maps left out; on a GPU all that torch allocated on it.
+    On a CPU this process's own pages, files that it maps left out; on a GPU what torch's tensors take there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
+        if not self.cuda:
             with contextlib.suppress(OSError, AttributeError):  # not glibc
                 ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not held
         self.start = self._held()
@@ -33,7 +31,7 @@ class Footprint:
 
     def _held(self) -> int:
         if self.cuda:
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.memory_allocated(self.device)
         with open("/proc/self/statm", "rb") as file:
             resident, shared = file.read().split()[1:3]
         return (int(resident) - int(shared)) * PAGE

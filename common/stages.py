@@ -27,9 +27,9 @@ def choose(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -
     except ValueError as error:
         raise UserError(str(error)) from None
     empty = [part for part in parts if not any(True for _ in part.parameters())]
-    if settings.engine == "torch" and empty:
+    if empty:
         name = next(name for name, _ in empty[0].named_children())
-        raise UserError(f"split: the stage from {name} on has no parameters, which engine=torch needs; set split")
+        raise UserError(f"split: the stage from {name} on has no parameters to train; set split, or fewer stages")
     return parts
 
 

@@ -53,6 +53,10 @@ class Config(Sweep, Stages, Experiment):
         return 1 if self.in_one_process else self.pipeline().processes * self.replicas
 
     @property
+    def takes_vectors(self) -> bool:
+        return self.model == "toy"
+
+    @property
     def share(self) -> int:
         """Samples of a batch that each replica gets."""
         return self.batch // self.replicas
@@ -100,8 +104,6 @@ class Config(Sweep, Stages, Experiment):
                 f"batch={self.share} does not divide into microbatches of split_size={self.microbatch}; "
                 f"valid sizes are {', '.join(near)}"
             )
-        if self.model != "toy" and self.data.name == "vectors":
-            raise ValueError(f"data.name=vectors: model={self.model} takes images; use model=toy, or another set")
         if self.sweep and not (self.split_sizes and all(size.isdecimal() and int(size) for size in self.split_sizes)):
             raise ValueError(f"split_sizes=[{','.join(self.split_sizes)}]: write sizes as [8,16,32]")
         if self.in_one_process:

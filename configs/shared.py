@@ -186,6 +186,11 @@ class Experiment:
         """How many processes the run needs, over all nodes."""
         raise NotImplementedError
 
+    @property
+    def takes_vectors(self) -> bool:
+        """Whether the model takes data.name=vectors."""
+        return False
+
     def adapt(self, gpus: int) -> None:
         """Settle what depends on the GPUs that a local start sees; called before the run folder is made."""
 
@@ -199,6 +204,10 @@ class Experiment:
         for name, folder in (("runs", self.runs), ("data.cache", self.data.cache)):
             if not folder:
                 raise ValueError(f"{name}= is empty; name a folder, or leave it out")
+        if self.data.name == "vectors" and not self.takes_vectors:
+            raise ValueError(
+                "data.name=vectors: the model takes images; use another set, or resnet_modelparallel with model=toy"
+            )
         held = self.data.train_samples
         if 0 < self.data.train_limit < self.batch:
             raise ValueError(

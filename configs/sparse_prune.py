@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Literal
 
 from configs.shared import Experiment, at_least, between
 from configs.sweep import Sweep
 
 SMALL = ("lenet300", "mlp")  # they take 28x28 images
+CRITERIA = ("magnitude", "gradient", "taylor", "random")
 
 
 @dataclass
@@ -54,6 +56,11 @@ class Config(Sweep, Experiment):
     export: bool = True
     """At the end, write the model with torch.export, and let a process that knows nothing of this project run it."""
 
+    levels: list[str] = field(default_factory=lambda: ["0.8", "0.92", "0.97", "0.99"])
+    """With sweep=true, the sparsities."""
+    criteria: list[str] = field(default_factory=lambda: list(CRITERIA))
+    """With sweep=true, the criteria."""
+
     @property
     def processes(self) -> int:
         return self.launch.nodes * self.processes_per_node
@@ -84,6 +91,11 @@ class Config(Sweep, Experiment):
                 f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {1 - left / size:g}; "
                 f"use sparsity={1 - left / size:g}, or another pattern"
             )
+        wrong = [name for name in self.criteria if name not in CRITERIA]
+        if wrong or not self.criteria:
+            raise ValueError(f"criteria=[{','.join(wrong)}]: use some of {', '.join(CRITERIA)}")
+        if not self.levels or not all(re.fullmatch(r"0(\.\d{1,4})?", level) for level in self.levels):
+            raise ValueError(f"levels=[{','.join(self.levels)}]: write sparsities below 1, such as levels=[0.9,0.95]")
         if self.schedule == "rigl" and self.scope in ("structured", "n:m"):
             raise ValueError(f"scope={self.scope}: rigl exchanges single weights; use scope=global or scope=layer")
         if self.schedule == "rigl" and self.criterion != "magnitude":

@@ -45,9 +45,6 @@ from common.start import start
 from common.training import Training
 from configs.sparse_prune import Config
 
-CRITERIA = ("magnitude", "gradient", "taylor", "random")
-LEVELS = (0.8, 0.92, 0.97, 0.99)  # of a sweep
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -281,8 +278,8 @@ def conclude(it: Parts, inner: nn.Module, test: data.Images, scores: dict[str, f
 def cells(cfg: Config) -> list[sweep.Cell]:
     """The dense model, and every criterion at every sparsity. n:m has one sparsity, and rigl one criterion."""
     plain: sweep.Cell = {"export": False, "int8": False}
-    names = ("magnitude",) if cfg.schedule == "rigl" else CRITERIA
-    levels = (cfg.sparsity,) if cfg.scope == "n:m" else LEVELS
+    names = ["magnitude"] if cfg.schedule == "rigl" else cfg.criteria
+    levels = [cfg.sparsity] if cfg.scope == "n:m" else [float(level) for level in cfg.levels]
     grid = [plain | {"criterion": name, "sparsity": level} for level in levels for name in names]
     return [plain | {"schedule": "none"}, *grid]
 

@@ -122,7 +122,10 @@ def up(given: argparse.Namespace) -> None:
     conf.check_programs(auth, database)
     user = checked_user(os.getuid())
     with own_folder(given.name) as folder:
-        if running(given.name):
+        if found := running(given.name):
+            if given.nodes and nodes != found.plan.nodes:
+                down = "make cluster-down" + ("" if given.name == DEFAULT else f" NAME={given.name}")
+                raise UserError(f"cluster {given.name} is up already, with NODES={found.plan.nodes}; first: {down}")
             print(f"cluster {given.name} is up already")
             return
         began = time.monotonic()

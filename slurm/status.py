@@ -236,20 +236,19 @@ def cancel(folder: Folder) -> str:
     if state in OVER:
         return f"{folder.path.name} is {state} already"
     meta = read_json(folder.path / "meta.json")
-    if meta.get("job"):
-        scheduler = scheduler_of(meta)
-        assert scheduler is not None, "it would be LOST"
-        write_json(
-            folder.path / "result.json", {"state": "cancelled", "exit_status": 130}
-        )  # first: it is not queued again
-        scheduler.call("scancel", meta["job"]["id"])
-        provenance.amend(folder, state="cancelled", end=provenance.now())
-        return f"cancelled job {meta['job']['id']}"
-    start = meta["history"][-1]
-    if start["host"] != socket.gethostname():
+    job, start = meta.get("job"), (meta.get("history") or [{}])[-1]
+    if not job and start["host"] != socket.gethostname():
         raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
-    os.kill(start["pid"], signal.SIGTERM)
-    return f"ended process {start['pid']}"
+    # first: so it is not queued again, and its process knows why it has to stop
+    write_json(folder.path / "result.json", {"state": "cancelled", "exit_status": 130})
+    if not job:
+        os.kill(start["pid"], signal.SIGTERM)
+        return f"cancelled process {start['pid']}; it saves, and leaves"
+    scheduler = scheduler_of(meta)
+    assert scheduler is not None, "it would be LOST"
+    scheduler.call("scancel", job["id"])
+    provenance.amend(folder, state="cancelled", end=provenance.now())
+    return f"cancelled job {job['id']}"
 
 
 def as_json(text: str) -> bool:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from common import config, data, models, optim
 from common.config import UserError
+from common.launch import World
 from configs.amp_accum import Config
 from configs.shared import Optim
+from experiments import amp_accum
 from tests import amp_parity
 from tests.ddp_parity import prepared_for
 from tests.helpers import ROOT, environment, run
@@ -228,6 +231,16 @@ def test_the_layout_changes_nothing_but_rounding(tmp_path: Path, cache: Path) ->
     ]
     assert all(each.status == 0 for each in done), done[1].err
     assert done[0].losses == pytest.approx(done[1].losses, abs=1e-9, rel=0)
+
+
+def test_channels_last_lays_images_and_filters_so(cache: Path) -> None:
+    world = World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
+    for wanted in (True, False):
+        cfg = Config(model="resnet18", channels_last=wanted)
+        images = cast(data.Images, SimpleNamespace(shape=(3, 8, 8), classes=2))
+        filters = cast(torch.nn.Conv2d, amp_accum.build(cfg, images, world).get_submodule("layer1_0.conv1"))
+        for tensor in (filters.weight, amp_accum.laid_out(cfg, torch.zeros(2, 3, 8, 8))):
+            assert tensor.is_contiguous(memory_format=torch.channels_last) == wanted
 
 
 def test_the_sweep_sets_costs_and_distances_side_by_side(tmp_path: Path, cache: Path) -> None:

@@ -154,7 +154,8 @@ def test_hosts_are_idle_at_once_and_nothing_is_left_behind() -> None:
         spaces = {space for space in inside if space.startswith(("net", "mnt", "pid", "uts"))} - mine
         assert len({space for space in spaces if space.startswith("net")}) == 3  # the controller and two hosts
         assert len(members(spaces)) > 5
-        assert "is up already" in lab.out("up", "--nodes", "3")
+        assert "is up already" in lab.out("up", "--nodes", "2")
+        assert "is up already, with NODES=2; first: make cluster-down" in lab("up", "--nodes", "3", status=2).stderr
         began = time.monotonic()
         lab("down")
         print(f"down took {time.monotonic() - began:.2f} s")

@@ -182,6 +182,12 @@ def test_numbers_of_hosts_are_handed_over_as_they_are(place: Path) -> None:
     assert f"--nodes={text}: write a number" in refused(make(place, "cluster-up", f"NODES={text}"), place)
 
 
+def test_a_misspelt_setting_is_refused(place: Path) -> None:
+    done = make(place, "exp", "NAME=mnist_pipeline", "NODE=2")
+    assert done.status == 2 and "NODE: no such setting; there are NAME NODES" in done.err
+    assert not (place / "runs").exists()
+
+
 @pytest.mark.parametrize("verb", ["logs", "cancel"])
 def test_a_missing_run_is_answered_with_the_newest(place: Path, verb: str) -> None:
     assert "RUN is missing; write RUN=<id> (newest in runs: none)" in refused(make(place, verb), place)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common import compact, config, models, quantise, seeds, snapshots, sparsity
 from common.config import UserError
 from common.sparsity import Masks
-from configs.sparse_prune import Config
+from configs.sparse_prune import CRITERIA, Config
 from experiments import sparse_prune
 from tests.helpers import Done, run
 
@@ -167,6 +167,8 @@ def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
+        (["levels=[0.9,2]"], ["levels=[0.9,2]", "below 1"]),
+        (["criteria=[size]"], ["criteria=[size]", "magnitude, gradient"]),
         (["scope=n:m"], ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"]),
         (["pattern=4:2"], ["pattern=4:2", "n < m"]),
         (["begin=0.7", "end=0.6"], ["begin=0.7", "end=0.6", "lower begin"]),
@@ -238,7 +240,7 @@ def test_l1_makes_zeros_without_masks_and_more_of_them_the_stronger_it_is(
 def test_criteria_choose_differently_and_processes_choose_alike(digits: tuple[str, ...], tmp_path: Path) -> None:
     words = (*digits, *QUIET, "schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
     found: dict[tuple[str, int], str] = {}
-    for criterion, count in itertools.product(sparse_prune.CRITERIA, (1, 2)):
+    for criterion, count in itertools.product(CRITERIA, (1, 2)):
         if criterion in ("gradient", "taylor") or count == 2:
             each = (f"criterion={criterion}", f"processes_per_node={count}")
             done = run("sparse_prune", *words, *each, runs=tmp_path / f"{criterion}{count}")
