@@ -280,10 +280,12 @@ def spread(values: list[float]) -> tuple[float, float]:
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
-    """The strategies that differ on this machine."""
-    several = torch.cuda.device_count() > 1 and cfg.launch.device != "cpu"
-    names = ["single", *(["data_parallel"] if several else []), "ddp"]
-    return [{"strategy": name, "compare": False} for name in names]
+    """The strategies that differ on this machine; with fewer GPUs than ddp's processes all of them on the CPU."""
+    gpus = torch.cuda.device_count() if cfg.launch.device != "cpu" else 0
+    enough = gpus >= replace(cfg, strategy="ddp").processes
+    names = ["single", *(["data_parallel"] if gpus > 1 and enough else []), "ddp"]
+    alike = {"launch.device": "cpu"} if gpus and not enough else {}
+    return [{"strategy": name, "compare": False} | alike for name in names]
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:

@@ -137,6 +137,19 @@ def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> 
     assert re.search(r"single  [\d,]+ samples/s \+- \d+, 1 runs", done.out) and "data_parallel  " in done.out
 
 
+@pytest.mark.parametrize(
+    ("gpus", "strategies", "device"),
+    [(0, ["single", "ddp"], None), (1, ["single", "ddp"], "cpu"), (2, ["single", "data_parallel", "ddp"], None)],
+)
+def test_a_sweep_compares_on_one_kind_of_device(
+    gpus: int, strategies: list[str], device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    cells = resnet_dataparallel.cells(Config())
+    assert [cell["strategy"] for cell in cells] == strategies
+    assert {cell.get("launch.device") for cell in cells} == {device}
+
+
 def test_a_model_saved_by_a_wrapper_is_loaded_too() -> None:
     saved, ours = models.ResNet18((28, 28), 10), models.ResNet18((28, 28), 10)
     wrapped = nn.DataParallel(saved).state_dict()
