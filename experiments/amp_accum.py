@@ -210,10 +210,10 @@ def conclude(
     cfg: Config, world: World, run: Run, scaler: GradScaler, footprint: Footprint, scores: dict[str, float]
 ) -> None:
     """The result file and the table."""
-    memories = world.gather(footprint.most)
+    found = world.gather((footprint.most, report.peak_memory(world.device)))
     if not world.is_main:
         return
-    memory = max(memories)
+    memory, whole = (max(values) for values in zip(*found, strict=True))
     rows = [row for row in run.folder.metrics() if "loss" in row]  # of earlier starts, too
     skipped = int(sum(row["skipped"] for row in rows))
     sent = sum(row["bytes_sent"] for row in rows) / len(rows)
@@ -221,8 +221,9 @@ def conclude(
     loss = sum(final) / len(final) if final else None
     seconds, rate = run.step_seconds(), run.samples_per_second()
     computed = "fp32" if cfg.precision == "tf32" and world.device.type == "cpu" else cfg.precision
-    facts = {"samples_per_second": rate, "step_seconds": seconds, "peak_memory": memory, "bytes_sent": sent}
-    facts |= {"steps_skipped": skipped, "final_loss": loss, "computed_in": computed}
+    facts = {"samples_per_second": rate, "step_seconds": seconds, "computed_in": computed}
+    facts |= {"training_memory": memory, "peak_memory": whole, "bytes_sent": sent}
+    facts |= {"steps_skipped": skipped, "final_loss": loss}
     run.finish(**scores, **facts, data=run.prepared.name)
     each = cfg.microbatch // world.size
     table = epochs.rows(run, world, scores) | {
@@ -258,7 +259,7 @@ def cells(cfg: Config) -> list[sweep.Cell]:
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
     """What each cell costs, and how far its result is from fp32's with one microbatch."""
-    names = ("samples_per_second", "peak_memory", "bytes_sent", "steps_skipped", "final_loss", "test_accuracy")
+    names = ("samples_per_second", "training_memory", "bytes_sent", "steps_skipped", "final_loss", "test_accuracy")
     found = {name: sweep.gather(rows, ("precision", "accumulate", "no_sync"), name) for name in names}
     exact = {name: found[name].get(("fp32", 1, True), (math.nan,))[0] for name in names}
     lines = [
@@ -274,7 +275,8 @@ def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
     label = {cell: f"{cell[0]}\n{cell[1]}{'' if cell[2] else ' each'}" for cell in found["samples_per_second"]}
     title = f"{cfg.model}, batch {cfg.batch} in so many microbatches; each: exchanged after each"
     files = []
-    for name, unit, scale in (("samples_per_second", "samples/s", 1.0), ("peak_memory", "MB beyond the model", 1e-6)):
+    plotted = {"samples_per_second": ("samples/s", 1.0), "training_memory": ("MB beyond the model", 1e-6)}
+    for name, (unit, scale) in plotted.items():
         files.append(folder / f"{name}.png")
         heights = {label[cell]: (mean * scale, dev * scale) for cell, (mean, dev, _) in found[name].items()}
         plots.bars(files[-1], heights, unit, title=title)

@@ -47,7 +47,14 @@ EXPERIMENTS = [
         name="amp_accum",
         smallest=("batch=16", "optim.base_batch=16", "optim.warmup=0"),
         processes=2,
-        produces=("test_accuracy", "samples_per_second", "peak_memory", "bytes_sent", "steps_skipped", "final_loss"),
+        produces=(
+            "test_accuracy",
+            "samples_per_second",
+            "training_memory",
+            "bytes_sent",
+            "steps_skipped",
+            "final_loss",
+        ),
         # three microbatches of 8 samples: the last window of an epoch of 320 has only one of them
         spread=lambda count: (f"processes_per_node={count}", "precision=fp32", f"accumulate={2 if count == 3 else 3}"),
         others=(

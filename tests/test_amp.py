@@ -254,7 +254,7 @@ def test_the_sweep_sets_costs_and_distances_side_by_side(tmp_path: Path, cache: 
     assert list(found) == [(bits, *window) for bits in ("fp32", "bf16", "fp16") for window in windows]
     sent = {key: float(row["bytes_sent"]) for key, row in found.items()}
     assert sent[("fp32", "2", "False")] == 2 * sent[("fp32", "2", "True")] == 2 * sent[("bf16", "1", "True")] > 0
-    assert all(float(row["samples_per_second"]) > 0 and float(row["peak_memory"]) > 0 for row in found.values())
+    assert all(float(row["samples_per_second"]) > 0 and float(row["training_memory"]) > 0 for row in found.values())
     assert "loss, less fp32" in done.out and len(list(folder.glob("*.png"))) == 2
 
 

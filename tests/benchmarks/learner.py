@@ -21,7 +21,7 @@ from tests.benchmarks.measure import Report
 
 ROOT = config.ROOT
 UNSPLIT = ("stages=1", "microbatches=1")
-QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled")
+QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled", "checkpoint.every_seconds=0")
 Batch = tuple[Tensor | None, Tensor | None]
 
 
