@@ -290,10 +290,10 @@ def words(error: BaseException) -> str:
 
 def write(path: Path, content: dict[str, Any]) -> Entry:
     """Write a file, its checksum taken meanwhile, and wait until it is on the disk. Raises OSError."""
-    with open(path, "x+b", buffering=0) as file, Hashed(file) as hashed:
-        torch.save(content, cast(IO[bytes], hashed))
-        if hashed.error is None:
-            os.fsync(file.fileno())
-    if hashed.error is not None:
-        raise hashed.error
+    with open(path, "xb", buffering=0) as file:
+        with Hashed(file) as hashed:
+            torch.save(content, cast(IO[bytes], hashed))
+        if hashed.error is not None:
+            raise hashed.error
+        os.fsync(file.fileno())
     return Entry(hashed.size, hashed.digest.hexdigest())

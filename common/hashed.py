@@ -1,65 +1,102 @@
-"""A file whose checksum is taken while it is written. Knows no torch."""
+"""A file whose checksum is taken while it is written, past the page cache where the disk lets us. Knows no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import io
+import mmap
 import os
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-CHUNK = 1 << 20  # bytes that are hashed at once
+PIECE = 4 << 20  # bytes that are hashed and written at once
+PIECES = 3  # one is filled while another is written and hashed
+DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
 
 
 class Hashed:
-    """A file for torch.save whose checksum a second thread takes of what has been written.
+    """A file for torch.save: what is given is copied into pieces, which one thread writes and another one hashes.
 
-    Hashing takes about as long as writing and waiting for the disk; both let the other go on.
+    Written directly from these pieces to the disk, a file needs no new memory for each of its pages: that memory
+    would have to be found while training waits, for content that nobody reads again. Pieces lie and end as direct
+    writes want them; what the last one has too much is cut off. Where the disk refuses, writes are ordinary ones.
     """
 
     def __init__(self, file: io.FileIO) -> None:
         self.file, self.size, self.digest = file, 0, hashlib.sha256()
         self.error: OSError | None = None
-        self.more, self.ended = threading.Event(), False
-        self.thread = threading.Thread(target=self._hash)
+        self.pieces = [mmap.mmap(-1, PIECE) for _ in range(PIECES)]
+        self.busy: list[list[Future[Any]]] = [[] for _ in self.pieces]
+        self.turn = self.filled = 0
+        self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def __enter__(self) -> Hashed:
-        self.thread.start()
+        self._go(DIRECT)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.ended = True
-        self.more.set()
-        self.thread.join()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """All of it is written, but not yet brought to the disk."""
+        with self.writer, self.hasher:
+            if kind is None:
+                self._pass_on()
+                for turn in range(PIECES):
+                    self._wait(turn)
+        if kind is None and self.error is None:
+            try:
+                self.file.truncate(self.size)
+            except OSError as error:
+                self.error = error
 
     def write(self, data: memoryview) -> int:
         """After an error it only pretends: torch must not be left in the middle of a file."""
         rest = memoryview(data).cast("B")
         length = len(rest)
-        try:
-            while self.error is None and rest:
-                count = self.file.write(rest) or 0
-                rest, self.size = rest[count:], self.size + count
-                self.more.set()
-        except OSError as error:
-            self.error = error
+        while self.error is None and rest:
+            count = min(len(rest), PIECE - self.filled)
+            self.pieces[self.turn][self.filled : self.filled + count] = rest[:count]
+            rest, self.filled, self.size = rest[count:], self.filled + count, self.size + count
+            if self.filled == PIECE:
+                self._pass_on()
         return length
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is held back for long."""
 
-    def _hash(self) -> None:
-        done, ended, buffer = 0, False, memoryview(bytearray(CHUNK))
-        while not ended:
-            self.more.wait()
-            self.more.clear()
-            ended = self.ended
+    def _pass_on(self) -> None:
+        """Have the piece written and hashed, and take the next one when it is free."""
+        whole = -(-self.filled // mmap.PAGESIZE) * mmap.PAGESIZE
+        view = memoryview(self.pieces[self.turn])
+        self.busy[self.turn] = [
+            self.writer.submit(self._write, view[:whole]),
+            self.hasher.submit(self.digest.update, view[: self.filled]),
+        ]
+        self.turn, self.filled = (self.turn + 1) % PIECES, 0
+        self._wait(self.turn)
+
+    def _wait(self, turn: int) -> None:
+        for work in self.busy[turn]:
             try:
-                while self.error is None and done < self.size:
-                    count = os.preadv(self.file.fileno(), [buffer[: self.size - done]], done)
-                    if not count:
-                        raise OSError(errno.EIO, "the file was cut off while it was written")
-                    self.digest.update(buffer[:count])
-                    done += count
+                work.result()
             except OSError as error:
-                self.error = error
+                self.error = self.error or error
+        self.busy[turn] = []
+
+    def _write(self, rest: memoryview) -> None:
+        while rest:
+            try:
+                rest = rest[os.write(self.file.fileno(), rest) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._go(0):
+                    raise
+
+    def _go(self, direct: int) -> bool:
+        """Write directly or not; returns whether that is a change."""
+        handle = self.file.fileno()
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        wanted = flags & ~DIRECT | direct
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(handle, fcntl.F_SETFL, wanted)
+        return fcntl.fcntl(handle, fcntl.F_GETFL) != flags

@@ -221,10 +221,9 @@ def conclude(
     loss = sum(final) / len(final) if final else None
     seconds, rate = run.step_seconds(), run.samples_per_second()
     computed = "fp32" if cfg.precision == "tf32" and world.device.type == "cpu" else cfg.precision
-    facts = {"samples_per_second": rate, "step_seconds": seconds, "computed_in": computed}
-    facts |= {"training_memory": memory, "peak_memory": whole, "bytes_sent": sent}
-    facts |= {"steps_skipped": skipped, "final_loss": loss}
-    run.finish(**scores, **facts, data=run.prepared.name)
+    facts = {"samples_per_second": rate, "step_seconds": seconds, "training_memory": memory, "peak_memory": whole}
+    facts |= {"bytes_sent": sent, "steps_skipped": skipped, "final_loss": loss}
+    run.finish(**scores, **facts, computed_in=computed, data=run.prepared.name)
     each = cfg.microbatch // world.size
     table = epochs.rows(run, world, scores) | {
         "step": f"batch {cfg.batch} = {cfg.accumulate} microbatches x {world.size} processes x {each} samples",

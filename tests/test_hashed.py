@@ -1,0 +1,62 @@
+"""A file that is hashed while it is written holds what was given, whatever its size and its disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from common import hashed
+from common.hashed import DIRECT, PIECE, PIECES, Hashed
+
+SIZES = [0, 1, mmap.PAGESIZE, PIECE - 1, PIECE, PIECE + 1, PIECES * PIECE, (PIECES + 2) * PIECE + 12345]
+
+
+def write(path: Path, content: bytes) -> Hashed:
+    """In parts of many sizes, as torch does it."""
+    rest, chance = memoryview(content), random.Random(0)
+    with open(path, "xb", buffering=0) as file:
+        with Hashed(file) as it:
+            while rest:
+                count = min(len(rest), chance.choice([1, 64, 5000, PIECE // 2, 3 * PIECE]))
+                assert it.write(rest[:count]) == count
+                rest = rest[count:]
+        assert it.error is None
+    return it
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("folder", ["disk", "memory"])
+def test_the_file_and_its_checksum_are_those_of_the_content(size: int, folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "file" if folder == "disk" else Path("/dev/shm") / f"hashed-{os.getpid()}"
+    content = random.Random(size).randbytes(size)
+    try:
+        it = write(path, content)
+        assert path.read_bytes() == content and it.size == size
+        assert it.digest.hexdigest() == hashlib.sha256(content).hexdigest()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashed.mmap, "PAGESIZE", 1)  # so that the last write has a length that none can take directly
+    with open(tmp_path / "probe", "xb", buffering=0) as file:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | DIRECT)
+        with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
+            os.write(file.fileno(), b"odd")
+    content = random.Random(1).randbytes(2 * PIECE + 777)
+    write(tmp_path / "file", content)
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_after_an_error_it_pretends_and_tells(tmp_path: Path) -> None:
+    with open("/dev/full", "wb", buffering=0) as file, Hashed(file) as it:
+        for _ in range(PIECES + 2):
+            assert it.write(memoryview(bytes(PIECE))) == PIECE
+    assert it.error is not None and it.error.errno == errno.ENOSPC
