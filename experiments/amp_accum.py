@@ -42,7 +42,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import data, epochs, hooks, models, norm, optim, plots, report, sweep
+from common import data, epochs, hooks, models, norm, optim, plots, report, scaling, sweep
 from common.config import UserError
 from common.evaluate import classify
 from common.footprint import Footprint
@@ -94,7 +94,12 @@ def laid_out(cfg: Config, x: Tensor) -> Tensor:
 
 
 def add_up(
-    cfg: Config, model: nn.Module, scaler: GradScaler, window: list[tuple[Tensor, Tensor]], footprint: Footprint
+    cfg: Config,
+    model: nn.Module,
+    scaler: GradScaler,
+    window: list[tuple[Tensor, Tensor]],
+    footprint: Footprint,
+    times: scaling.StepTimes,
 ) -> tuple[Tensor, int]:
     """Add up the gradient of the mean loss over a window; returns that loss and how often gradients were exchanged."""
     total, exchanges = torch.zeros((), device=window[0][0].device), 0
@@ -106,6 +111,8 @@ def add_up(
                 loss = F.cross_entropy(model(laid_out(cfg, x)), y)
             footprint.look()
             loss = loss / len(window)  # its real length: an epoch's last window may be shorter than cfg.accumulate
+            if not exchanges:  # so far nobody has waited for the others
+                times.mark("backward")
             scaler.scale(loss).backward()
         total = total + loss.detach()
         exchanges += not waits
@@ -134,15 +141,16 @@ def train_epoch(
     windows: data.Windows,
     run: Run,
     footprint: Footprint,
+    times: scaling.StepTimes,
     step: int,
     total: int,
 ) -> int:
     """Train on the rest of the epoch's windows, or up to `total` steps; returns the steps done since the start."""
     model.train()
     payload = hooks.ring_bytes(model)
-    for window in windows:
+    for window in times.batches(windows):
         optimizer.zero_grad()
-        loss, exchanges = add_up(cfg, model, scaler, window, footprint)
+        loss, exchanges = add_up(cfg, model, scaler, window, footprint, times)
         optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
         skipped = update(cfg, model, optimizer, scaler)
         step += 1
@@ -196,11 +204,12 @@ def main(cfg: Config, world: World, run: Run) -> None:
 
     with autocast(cfg, device):
         hooks.settle(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), device, dtype)))
-    footprint = Footprint(device)
+    footprint, times = Footprint(device), scaling.StepTimes(model, device)
+    run.before_backward = times.recent  # the heartbeats tell who is slow
     step = run.resume(Training([hooks.inner(model)], optimizer, windows, world, replicated=True, scaler=scaler))
 
     def epoch(step: int) -> int:
-        return train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, step, run.total)
+        return train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, times, step, run.total)
 
     scores = epochs.train(run, windows, step, epoch, lambda: evaluate(cfg, model, test, world))
     conclude(cfg, world, run, scaler, footprint, scores)

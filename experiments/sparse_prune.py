@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import compact, data, epochs, hooks, models, optim, plots, report, seeds, sparsity, sweep
+from common import compact, data, epochs, hooks, models, optim, plots, report, scaling, seeds, sparsity, sweep
 from common.evaluate import accuracy_alone, classify_shared
 from common.launch import World
 from common.run import Run
@@ -57,6 +57,7 @@ class Parts:
     masks: Masks
     optimizer: Optimizer
     loader: data.Loader
+    times: scaling.StepTimes
 
 
 # ---- scores
@@ -202,9 +203,10 @@ def train_epoch(it: Parts, step: int) -> int:
     """Train on the rest of the loader's epoch, or up to the run's last step; returns the steps done since the start."""
     cfg, run, masks = it.cfg, it.run, it.masks
     it.model.train()
-    for x, y in it.loader:
+    for x, y in it.times.batches(it.loader):
         it.optimizer.zero_grad()
         loss = F.cross_entropy(it.model(x), y)
+        it.times.mark("backward")
         loss.backward()
         rate = optim.rate(cfg.optim, step, run.total, cfg.batch)
         optim.set_rate(it.optimizer, rate)
@@ -229,7 +231,9 @@ def main(cfg: Config, world: World, run: Run) -> None:
     inner = models.for_images(cfg.model, train.shape, train.classes).to(world.device, dtype)
     masks = Masks(inner)
     model = hooks.wrapped(inner, world.device, gradient_as_bucket_view=True) if world.size > 1 else inner
-    it = Parts(cfg, world, run, model, masks, optim.make(model.parameters(), cfg.optim), loader)
+    times = scaling.StepTimes(model, world.device)
+    it = Parts(cfg, world, run, model, masks, optim.make(model.parameters(), cfg.optim), loader, times)
+    run.before_backward = times.recent  # the heartbeats tell who is slow
     run.total = epochs.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
 

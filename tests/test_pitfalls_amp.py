@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import data, optim
+from common import data, optim, scaling
 from common.footprint import Footprint
 from common.models import SimpleNN
 from common.prepare import prepare_digits
@@ -35,7 +35,8 @@ def gradients(it: Any, cfg: AmpConfig, model: nn.Module, window: Any, scaler: An
     """The gradient after a window, in one piece."""
     off = it.make_scaler(AmpConfig(precision="fp32"), torch.device("cpu"))
     model.zero_grad()
-    it.add_up(cfg, model, scaler or off, window, Footprint(torch.device("cpu")))
+    cpu = torch.device("cpu")
+    it.add_up(cfg, model, scaler or off, window, Footprint(cpu), scaling.StepTimes(model, cpu))
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

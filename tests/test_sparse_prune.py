@@ -73,7 +73,7 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     cfg = Config()
     model = models.for_images("lenet300", (28, 28), 10)
     masks = Masks(model)
-    it: Any = sparse_prune.Parts(cfg, None, None, model, masks, None, None)  # type: ignore[arg-type]
+    it: Any = sparse_prune.Parts(cfg, None, None, model, masks, None, None, None)  # type: ignore[arg-type]
     with torch.no_grad():
         masks.weights[0].mul_(100)
     masks.set(sparsity.globally(sparse_prune.scores_of(it, 0), 0.1))

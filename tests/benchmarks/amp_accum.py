@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import config, data, launch, optim, prepare, processes, seeds
+from common import config, data, launch, optim, prepare, processes, scaling, seeds
 from common.config import UserError
 from common.folder import Folder
 from common.footprint import Footprint
@@ -95,7 +95,7 @@ class Bench:
         model = experiment.wrap(cfg, self.model(cfg, world), world)
         optimizer = optim.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
         scaler, footprint, losses = experiment.make_scaler(cfg, world.device), Footprint(world.device), list[Tensor]()
-        log, steps = run.log, 0
+        log, steps, times = run.log, 0, scaling.StepTimes(model, world.device)
 
         def keep(step: int, **row: Any) -> None:
             losses.append(row["loss"])
@@ -107,7 +107,7 @@ class Bench:
             nonlocal steps
             run.flushed = time.perf_counter()  # so that waiting for the turn does not look like slow steps
             given = cast(data.Windows, windows)
-            steps = experiment.train_epoch(cfg, model, optimizer, scaler, given, run, footprint, steps, 10**9)
+            steps = experiment.train_epoch(cfg, model, optimizer, scaler, given, run, footprint, times, steps, 10**9)
 
         return self.turn(name, world, cfg, train, losses)
 
@@ -247,15 +247,16 @@ def on_gpu(bench: Bench, cfg: Config, world: World) -> dict[str, float]:
     loader = data.Loader.of(images, cfg, world.device, batch=cfg.microbatch)
     given = list(data.Windows(loader, cfg.accumulate))
     scaler, footprint = experiment.make_scaler(cfg, world.device), Footprint(world.device)
+    times = scaling.StepTimes(inner, world.device)
     with FlopCounterMode(display=False) as counter:
-        experiment.add_up(cfg, inner, scaler, given[0], footprint)
+        experiment.add_up(cfg, inner, scaler, given[0], footprint, times)
     model = experiment.wrap(cfg, inner, world)
     optimizer = optim.make(model.parameters(), cfg.optim, scaled=scaler.is_enabled())
     torch.cuda.reset_peak_memory_stats()  # what counting took, uncompiled, is not this setting's
     marks = []
     for number in range(30):
         optimizer.zero_grad()
-        experiment.add_up(cfg, model, scaler, given[number % len(given)], footprint)
+        experiment.add_up(cfg, model, scaler, given[number % len(given)], footprint, times)
         experiment.update(cfg, model, optimizer, scaler)
         torch.cuda.synchronize()
         marks.append(time.perf_counter())

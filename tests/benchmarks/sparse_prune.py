@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as library
 
-from common import compact, config, data, models, optim, prepare, seeds, sparsity
+from common import compact, config, data, models, optim, prepare, scaling, seeds, sparsity
 from common.folder import Folder
 from common.launch import World
 from common.run import Run
@@ -122,7 +123,8 @@ class Bench:
                 del layer._buffers["weight_mask"]  # the library's has the same name
             library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=cfg.sparsity)
         optimizer = optim.make(model.parameters(), cfg.optim)
-        it = experiment.Parts(cfg, world, run, model, masks, optimizer, loader)
+        times = scaling.StepTimes(model, world.device)
+        it = experiment.Parts(cfg, world, run, model, masks, optimizer, loader, times)
         experiment.prune(it, 0)
         masks.apply()
         batches, steps = list(islice(loader, STEPS + 1)), 0
@@ -131,7 +133,7 @@ class Bench:
             nonlocal steps
             run.flushed = time.perf_counter()  # so that waiting for the turn does not look like slow steps
             feed = cast(data.Loader, Fed(chosen, images))
-            steps = experiment.train_epoch(experiment.Parts(cfg, world, run, model, masks, optimizer, feed), steps)
+            steps = experiment.train_epoch(replace(it, loader=feed), steps)
 
         def turn() -> float:
             train(batches[:1])
