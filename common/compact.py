@@ -5,6 +5,7 @@ torch has sparse kernels for linear layers only: those of a model are computed i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import subprocess
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from common import quantise
 from common.models import LinearReLU
 
+PATIENCE = 300  # seconds for a process that imports torch, perhaps from a slow disk
 ROUNDS, TURN = 9, 4e-3  # of timing: turns of each side, and seconds that one takes at least
 
 # what the other process does: it knows torch, and no file of this project
@@ -42,7 +44,9 @@ def bare(model: nn.Module) -> nn.Module:
     found = copy.deepcopy(model).float().eval().requires_grad_(False)
     for module in found.modules():
         module._buffers.pop("weight_mask", None)
-    found.zero_grad()
+    for parameter in found.parameters():
+        parameter.grad = None
+        parameter.add_(0.0)  # a mask makes -0.0 of what is negative: signs by chance, which compress badly
     return found
 
 
@@ -88,11 +92,29 @@ def as_csr(model: nn.Module) -> nn.Module:
     return found
 
 
+def is_two_of_four(weight: Tensor) -> bool:
+    """Whether at most two of each four weights that follow each other in a row are not zero."""
+    return weight.size(1) % 4 == 0 and bool((weight.unflatten(1, (-1, 4)).count_nonzero(2) <= 2).all())
+
+
+def as_two_of_four(model: nn.Module) -> nn.Module:
+    """A copy of a bare model in float16 whose linear layers run on the sparse tensor cores of an NVIDIA GPU (Ampere
+    and newer): those that are 2:4 and have a shape that these take. The others stay dense."""
+    from torch.sparse import to_sparse_semi_structured
+
+    found = copy.deepcopy(model).half()
+    for layer in found.modules():
+        if isinstance(layer, nn.Linear) and is_two_of_four(layer.weight):
+            with contextlib.suppress(RuntimeError, ValueError):
+                layer.weight = nn.Parameter(to_sparse_semi_structured(layer.weight), requires_grad=False)
+    return found
+
+
 # ---- time
 
 
 def seconds(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
-    """Seconds of one call of each side: they take turns, and the median counts."""
+    """Seconds of one call of each side: they take turns, and the median counts. Slow ones take fewer turns."""
 
     def turn(side: Callable[[], Tensor], count: int) -> float:
         began = time.perf_counter()
@@ -106,17 +128,23 @@ def seconds(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> 
     with torch.no_grad():
         for side in sides.values():
             turn(side, 2)
-        counts = {name: max(1, int(TURN / turn(side, 2))) for name, side in sides.items()}
-        for _ in range(ROUNDS):
+        first = {name: turn(side, 2) for name, side in sides.items()}
+        counts = {name: max(1, int(TURN / once)) for name, once in first.items()}
+        for _ in range(ROUNDS if sum(first.values()) < 1 else 3):
             for name, side in sides.items():
                 taken[name].append(turn(side, counts[name]))
     return {name: median(values) for name, values in taken.items()}
 
 
 def inference(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Seconds of a bare model's forward: dense in float32 and bf16, and with linear layers in CSR."""
-    half, low, sparse = copy.deepcopy(model).bfloat16(), x.bfloat16(), as_csr(model)
-    return seconds({"fp32": lambda: model(x), "bf16": lambda: half(low), "csr": lambda: sparse(x)}, x.device)
+    """Seconds of a bare model's forward: dense in float32 and bf16, and with linear layers in CSR; on a GPU that has
+    sparse tensor cores also in float16, dense and with linear layers 2:4."""
+    brain, low, sparse = copy.deepcopy(model).bfloat16(), x.bfloat16(), as_csr(model)
+    sides = {"fp32": lambda: model(x), "bf16": lambda: brain(low), "csr": lambda: sparse(x)}
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0):
+        half, lower, thin = copy.deepcopy(model).half(), x.half(), as_two_of_four(model)
+        sides |= {"fp16": lambda: half(lower), "two_of_four": lambda: thin(lower)}
+    return seconds(sides, x.device)
 
 
 # ---- a file that needs none of this
@@ -137,8 +165,9 @@ def elsewhere(path: Path, x: Tensor) -> Tensor:
     given, answer = path.with_suffix(".in.pt"), path.with_suffix(".out.pt")
     try:
         torch.save(x.cpu().clone(), given)
-        words = [sys.executable, "-I", "-c", RUN, *(str(file.absolute()) for file in (path, given, answer))]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        words = [sys.executable, "-P", "-c", RUN, *(str(file.absolute()) for file in (path, given, answer))]
+        place = path.parent  # not this project's folder
+        done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=PATIENCE, check=False)
         if done.returncode:
             raise RuntimeError(f"{path} cannot be run by itself: {done.stderr.strip()}")
         found: Tensor = torch.load(answer, weights_only=True)
@@ -164,13 +193,19 @@ def savings(
         small = quantise.to_int8(model)
         raw, squeezed = packed(small)
         facts |= {"int8_accuracy": accuracy(small), "int8_bytes_raw": raw, "int8_bytes_compressed": squeezed}
-    if exports:
+    return facts | (exported(model, x[:7], path) if exports else {})
+
+
+def exported(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
+    """The file, and by how much its outputs differ elsewhere; or why there is none: that costs a run no result."""
+    try:
         with torch.no_grad():
-            expected = model(x[:7]).cpu()
-        export(model, x[:2], path)
-        facts |= {"export": str(path), "export_bytes": path.stat().st_size}
-        facts["export_difference"] = float((elsewhere(path, x[:7]) - expected).abs().max())
-    return facts
+            expected = model(x).cpu()
+        export(model, torch.zeros(2, *x.shape[1:]), path)
+        difference = float((elsewhere(path, x) - expected).abs().max())
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        return {"export_problem": (str(error).splitlines() or [type(error).__name__])[0]}
+    return {"export": str(path), "export_bytes": path.stat().st_size, "export_difference": difference}
 
 
 def rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
@@ -191,6 +226,11 @@ def rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
     if "int8_accuracy" in facts:
         raw, squeezed = (f"{facts[name]:,}" for name in ("int8_bytes_raw", "int8_bytes_compressed"))
         found["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {raw} bytes, compressed {squeezed}"
+    if "two_of_four_seconds" in facts:
+        dense, thin = facts["fp16_seconds"], facts["two_of_four_seconds"]
+        found["2:4"] = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {thin * 1e3:.3g}: {dense / thin:.2f} x"
+    if "export_problem" in facts:
+        found["exported"] = f"not done: {facts['export_problem']}"
     if "export" in facts:
         found["exported"] = f"{facts['export']}; run elsewhere, outputs differ by {facts['export_difference']:g}"
     return found
@@ -198,6 +238,7 @@ def rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
 
 COLUMNS = {  # of a sweep's table: what, its head, and how its numbers are written
     "test_accuracy": ("accuracy", "{:8.2%}"),
+    "below": ("below dense", "{:11.2f}"),
     "nonzero": ("  non-zero", "{:10,.0f}"),
     "bytes_raw": ("     bytes", "{:10,.0f}"),
     "bytes_compressed": ("compressed", "{:10,.0f}"),
@@ -214,7 +255,7 @@ def table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     lines = [f"    {'':<{width}}  {'  '.join(head for head, _ in COLUMNS.values())}  runs"]
     for name, found in groups.items():
         values = {key: median(row[key] for row in found) * (1e3 if "seconds" in key else 1) for key in COLUMNS}
-        numbers = "  ".join(text.format(values[key]) for key, (_, text) in COLUMNS.items())
+        numbers = "  ".join(text.format(values[key] + 0.0) for key, (_, text) in COLUMNS.items())
         lines.append(f"    {name:<{width}}  {numbers}  {len(found):>4}")
     return "\n".join(lines)
 

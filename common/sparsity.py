@@ -72,9 +72,14 @@ def globally(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     return [mask.logical_not_() for mask in gone]
 
 
-def by_layer(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """Masks without the lowest scores of each layer."""
-    return [~lowest([score], round(sparsity * score.numel()))[0] for score in scores]
+def by_layer(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
+    """Masks without the lowest scores of each layer, at its own sparsity; exactly as many as all together make."""
+    wanted = [share * score.numel() for score, share in zip(scores, sparsity, strict=True)]
+    counts = [math.floor(number) for number in wanted]
+    by_rest = sorted(range(len(counts)), key=lambda i: counts[i] - wanted[i])  # those that lost most by the floor
+    for i in by_rest[: round(sum(wanted)) - sum(counts)]:
+        counts[i] += 1
+    return [~lowest([score], number)[0] for score, number in zip(scores, counts, strict=True)]
 
 
 def by_channel(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
@@ -82,7 +87,8 @@ def by_channel(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     units are the classes, stays whole, and of every layer at least one channel."""
     masks = []
     for score in scores[:-1]:
-        worth = score.flatten(1).clamp(min=0).norm(dim=1)
+        rows = score.flatten(1)
+        worth = rows.clamp(min=0).norm(dim=1).masked_fill((rows < 0).all(1), GONE)
         gone = lowest([worth], min(round(sparsity * len(worth)), len(worth) - 1))[0]
         masks.append((~gone).view(-1, *[1] * (score.dim() - 1)).expand_as(score))
     return [*masks, torch.ones_like(scores[-1], dtype=torch.bool)]
@@ -93,7 +99,7 @@ def by_group(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tenso
 
     What is left of a row that is no multiple of `size` stays.
     """
-    gone, masks = math.floor(sparsity * size + 1e-6), []
+    gone, masks = math.floor(sparsity * size + 1e-3), []  # thirds are written with few digits
     for score in scores:
         mask = torch.ones_like(score, dtype=torch.bool)
         rows, end = mask.view(len(score), -1), score[0].numel() // size * size

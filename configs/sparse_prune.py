@@ -39,7 +39,7 @@ class Config(Sweep, Experiment):
     begin: float = between(0, 1, 0.1)
     """Share of all steps before the first pruning; rigl begins at once."""
     end: float = between(0, 1, 0.6)
-    """Share of all steps after which masks stay: the rest is fine-tuning."""
+    """Share of all steps after which masks stay: the rest is fine-tuning. oneshot has no use for it."""
     rounds: int = between(1, 1000, 5)
     """Prunings of iterative."""
     every: int = at_least(1, 50)
@@ -83,10 +83,20 @@ class Config(Sweep, Experiment):
             )
         if self.model in SMALL and self.data.name not in ("mnist", "digits"):
             raise ValueError(f"data.name={self.data.name}: model={self.model} takes 28x28 images; use model=lenet5")
-        if self.begin > self.end or (self.begin == self.end and self.schedule in ("iterative", "cubic")):
+        if self.model == "lenet5" and self.data.name in ("generated", "imagefolder") and self.data.image_size < 16:
+            raise ValueError(f"data.image_size={self.data.image_size}: model=lenet5 needs 16 pixels; use 16 or more")
+        if self.normalize == "layer" and self.scope != "global":
+            raise ValueError(f"normalize=layer: scope={self.scope} does not compare layers; use scope=global")
+        if self.sweep and self.schedule == "none":
+            raise ValueError("sweep=true: schedule=none prunes nothing; use another schedule")
+        if self.schedule in ("iterative", "cubic") and self.begin >= self.end:
             raise ValueError(f"begin={self.begin:g} is not before end={self.end:g}; lower begin, or raise end")
         left, size = self.group()
-        if self.scope == "n:m" and self.schedule != "none" and not math.isclose(self.sparsity, 1 - left / size):
+        if (
+            self.scope == "n:m"
+            and self.schedule != "none"
+            and not math.isclose(self.sparsity, 1 - left / size, abs_tol=1e-5)
+        ):
             raise ValueError(
                 f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {1 - left / size:g}; "
                 f"use sparsity={1 - left / size:g}, or another pattern"

@@ -45,6 +45,8 @@ from common.start import start
 from common.training import Training
 from configs.sparse_prune import Config
 
+TIMED = 256  # samples of one forward, to measure what is saved
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -115,7 +117,7 @@ def choose(cfg: Config, scores: list[Tensor], share: float) -> list[Tensor]:
         case "global":
             return sparsity.globally(scores, share)
         case "layer":
-            return sparsity.by_layer(scores, share)
+            return sparsity.by_layer(scores, [share] * len(scores))
         case "structured":
             return sparsity.by_channel(scores, share)
         case _:
@@ -128,8 +130,7 @@ def scattered(cfg: Config, masks: Masks) -> list[Tensor]:
     shares = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
         shares = sparsity.erdos_renyi(shapes, cfg.sparsity)
-    layers = zip(chance(cfg, masks.weights, 0), shares, strict=True)
-    return [sparsity.by_layer([score], share)[0] for score, share in layers]
+    return sparsity.by_layer(chance(cfg, masks.weights, 0), shares)
 
 
 @torch.no_grad()
@@ -181,7 +182,8 @@ def prune(it: Parts, step: int) -> None:
     if share is None:
         return
     if cfg.schedule != "rigl":
-        masks.set(choose(cfg, scores_of(it, step), share))
+        chosen = choose(cfg, scores_of(it, step), share)
+        masks.set([old & new for old, new in zip(masks.kept, chosen, strict=True)])  # even if a start asks for less
     elif step:
         exchange(cfg, masks, it.optimizer, step / (cfg.end * it.run.total))
     else:
@@ -214,8 +216,8 @@ def train_epoch(it: Parts, step: int) -> int:
         step += 1
         if cfg.l1:
             shrink(masks.weights, rate * cfg.l1)
-        if cfg.schedule != "none":
-            prune(it, step)
+        prune(it, step)
+        if masks.sparsity:
             masks.apply()  # the step has moved pruned weights, too
         run.log(step, loss=loss.detach(), sparsity=masks.sparsity)
         run.safe_point(step)  # saves now and then, and leaves if it was told to
@@ -240,6 +242,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
     step = run.resume(Training([inner], it.optimizer, loader, world, replicated=True))
     masks.refresh()
+    masks.agree()
     if step == 0:
         prune(it, 0)
         masks.apply()
@@ -265,10 +268,10 @@ def conclude(it: Parts, inner: nn.Module, test: data.Images, scores: dict[str, f
     def accuracy(model: nn.Module) -> float:
         return accuracy_alone(model, test, world.device, batch=cfg.eval_batch, dtype=torch.float32)
 
-    x = test.inputs(slice(0, cfg.eval_batch), world.device, torch.float32)
+    x = test.inputs(slice(0, min(cfg.eval_batch, TIMED)), world.device, torch.float32)
     facts = compact.savings(inner, x, accuracy if cfg.int8 else None, run.folder.path / "model.pt2", cfg.export)
     nonzero = sum(map(sparsity.count, masks.weights))
-    found = {"weights": masks.total, "nonzero": nonzero, "sparsity": masks.sparsity, "masks": digest}
+    found = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
     pace = {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
     run.finish(**scores, **pace, **found, **facts, data=run.prepared.name)
     rows = epochs.rows(run, world, scores) | {
@@ -285,20 +288,24 @@ def cells(cfg: Config) -> list[sweep.Cell]:
     names = ["magnitude"] if cfg.schedule == "rigl" else cfg.criteria
     levels = [cfg.sparsity] if cfg.scope == "n:m" else [float(level) for level in cfg.levels]
     grid = [plain | {"criterion": name, "sparsity": level} for level in levels for name in names]
-    return [plain | {"schedule": "none"}, *grid]
+    return [plain | {"schedule": "none", "l1": 0}, *grid]
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
     """Test error against the weights that are left, and the medians of all that was measured."""
+    dense = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
     groups: dict[str, list[sweep.Row]] = {}
     for row in rows:
-        cell, row["error"] = row["cell"], 100 * (1 - row["test_accuracy"])
-        dense = cell.get("schedule") == "none"
-        groups.setdefault("dense" if dense else f"{cell['criterion']} {cell['sparsity']:.0%}", []).append(row)
-    series: dict[str, list[tuple[float, float, float]]] = {}
+        cell, score = row["cell"], row["test_accuracy"]
+        row |= {"error": 100 * (1 - score), "left": 100 * row["nonzero"] / row["weights"]}
+        row["below"] = 100 * (dense.get(cell["seed"], math.nan) - score)  # points, for the same seed
+        name = f"{cell['criterion']} {100 * cell['sparsity']:.4g} %" if "criterion" in cell else "dense"
+        groups.setdefault(name, []).append(row)
     pruned = [row for row in rows if "criterion" in row["cell"]]
-    for (name, level), (mean, deviation, _) in sweep.gather(pruned, ["criterion", "sparsity"], "error").items():
-        series.setdefault(name, []).append((100 * (1 - level), mean, deviation))
+    left = sweep.gather(pruned, ["criterion", "sparsity"], "left")
+    series: dict[str, list[tuple[float, float, float]]] = {}
+    for cell, (mean, deviation, _) in sweep.gather(pruned, ["criterion", "sparsity"], "error").items():
+        series.setdefault(cell[0], []).append((left[cell][0], mean, deviation))
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
     title = f"{cfg.model} on {rows[0]['data']}"
     plots.curves(folder / "sparsity.png", series, "weights left, %", "test error, %", levels, log=True, title=title)

@@ -48,7 +48,7 @@ def test_as_many_are_pruned_as_asked_whatever_the_ties(share: float, levels: int
     gone = torch.cat([score[~mask] for score, mask in zip(scores, masks, strict=True)])
     left = torch.cat([score[mask] for score, mask in zip(scores, masks, strict=True)])
     assert not len(gone) or not len(left) or gone.max() <= left.min()
-    for score, mask in zip(scores, sparsity.by_layer(scores, share), strict=True):
+    for score, mask in zip(scores, sparsity.by_layer(scores, [share] * len(scores)), strict=True):
         assert pruned([mask]) == round(share * score.numel())
 
 
@@ -128,7 +128,7 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
     model = nn.Sequential(nn.Linear(20, 10, bias=False))
     masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
-    masks.set(sparsity.by_layer([torch.rand(weight.shape)], 0.5))
+    masks.set(sparsity.by_layer([torch.rand(weight.shape)], [0.5]))
     masks.apply()
     weight.grad = torch.rand_like(weight)
     optimizer.step()

@@ -180,7 +180,7 @@ def linear_sides(world: World) -> dict[str, Side]:
     found = {"fp32": side(lambda: layer(x)), "bf16": side(lambda: half(low))}
     for level in LEVELS:
         thin = copy.deepcopy(layer)
-        thin.weight.mul_(sparsity.by_layer([thin.weight.abs()], level)[0])
+        thin.weight.mul_(sparsity.by_layer([thin.weight.abs()], [level])[0])
         rows = compact.as_csr(nn.Sequential(thin))
         if not torch.allclose(rows(x), thin(x), atol=1e-4):
             raise AssertionError("CSR gives other outputs")
