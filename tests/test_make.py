@@ -184,7 +184,11 @@ def test_numbers_of_hosts_are_handed_over_as_they_are(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "word", "known"),
-    [("exp", "NODE=2", "NAME NODES"), ("prune-runs", "RUN=1234", "RUNS NAME LAST WHERE DRY_RUN"), ("tour", "ARGS=a", "")],
+    [
+        ("exp", "NODE=2", "NAME NODES"),
+        ("prune-runs", "RUN=1234", "RUNS NAME LAST WHERE DRY_RUN"),
+        ("tour", "ARGS=a", ""),
+    ],
 )
 def test_a_setting_that_a_target_does_not_have_is_refused(place: Path, target: str, word: str, known: str) -> None:
     done = make(place, target, word, "DRY_RUN=0") if target == "prune-runs" else make(place, target, word)
