@@ -53,6 +53,8 @@ from common.start import start
 from common.training import Training
 from configs.resnet_modelparallel import Config
 
+BRIEF = 12  # steps of a run of the sweep
+
 
 class OnDevices:
     """All stages in this one process, each on a device of its own.
@@ -235,10 +237,14 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
-    """single and naive with the whole batch, pipelined with each size of microbatches."""
-    sizes = [int(size) for size in cfg.split_sizes]
+    """single and naive with the whole batch, pipelined with each size of microbatches.
+
+    Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
+    """
+    short: sweep.Cell = {} if cfg.steps else {"steps": BRIEF, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
     whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.share} for mode in ("single", "naive")]
-    return whole + [{"mode": "pipelined", "split_size": size} for size in sizes]
+    pieces: list[sweep.Cell] = [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
+    return [cell | short for cell in whole + pieces]
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
