@@ -10,7 +10,7 @@
     python experiments/resnet_modelparallel.py model=toy data.name=vectors       10-10-5, the smallest example
     python experiments/resnet_modelparallel.py sweep=true                        all modes over sizes of microbatches
 
-One run takes about half a minute on 2 CPU cores, the sweep a few minutes. Expect the pipelined mode between the naive
+One run takes about half a minute on 2 CPU cores, the sweep six. Expect the pipelined mode between the naive
 one and half of it; one process with both cores is a strong opponent.
 
 How it works. A batch is cut into microbatches of `split_size` samples. Naively a microbatch goes through all stages
