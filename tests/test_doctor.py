@@ -65,10 +65,23 @@ def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -
     assert not message or message in found[0]
 
 
-def test_of_two_clocks_nobody_knows_which_is_wrong() -> None:
-    facts = [SOUND, SOUND | {"host": "node2", "rank": 1, "times": [97.0, 98.0, 99.0]}]
-    (found,) = problems(facts, 2)
-    assert "node2 (rank 1) and node1 (rank 0): their clocks are -3.0 s apart" in found
+@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("skew", [-1.8, 90.0, 0.9])
+def test_of_two_clocks_nobody_knows_which_is_wrong(each: int, skew: float) -> None:
+    """However many processes each host has."""
+    facts = [SOUND | {"rank": rank} for rank in range(each)]
+    there = {"host": "node2", "times": [100.0 + skew, 101.0 + skew, 102.0 + skew]}
+    facts += [SOUND | there | {"rank": each + rank} for rank in range(each)]
+    words = f"node2 (rank {each}) and node1 (rank 0): their clocks are {skew:+.1f} s apart; set up NTP"
+    assert problems(facts, 2) == ([words] if abs(skew) > 1 else [])
+
+
+def test_processes_of_one_host_do_not_outvote_the_others() -> None:
+    """Two of three hosts are right, though the one that is wrong has most of the processes."""
+    hosts = ["node1", "node2", "node3", "node3", "node3"]
+    late = {"times": [130.0, 131.0, 132.0]}
+    facts = [SOUND | {"host": h, "rank": r} | (late if h == "node3" else {}) for r, h in enumerate(hosts)]
+    assert problems(facts, 3) == ["node3 (rank 2): its clock is +30.0 s from the others'; set up NTP"]
 
 
 def doctor(*words: str, status: int | None = 0) -> str:
