@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from common.checkup import problems
-from common.folder import Folder
+from common.folder import Folder, write_json
 from slurm import diagnosis
 from tests.benchmarks.runs import Made
 from tests.helpers import ROOT, command, environment
@@ -212,9 +212,41 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
 def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     folder = Made(state="running", steps=200).write(tmp_path)
     assert diagnosis.examine(folder)["cause"] == diagnosis.WELL
-    for rank, step in ((0, 100), (1, 99)):
-        folder.attempts()[-1].heartbeat(rank, step, time.time() - 100 - rank)
-    assert diagnosis.examine(folder)["cause"] == "it hangs: rank 1 on vm has shown nothing since step 99"
+    for seconds, cause in ((100, diagnosis.WELL), (130, "it hangs: rank 1 on vm has shown nothing since step 99")):
+        for rank, step in ((0, 100), (1, 99)):  # a message may take launch.step_timeout=120 seconds
+            folder.attempts()[-1].heartbeat(rank, step, time.time() - seconds - rank)
+        assert diagnosis.examine(folder)["cause"] == cause
+
+
+@pytest.mark.parametrize(("timeout", "seconds", "well"), [(120, 100, True), (120, 130, False), (15, 70, False)])
+def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
+    tmp_path: Path, timeout: int, seconds: float, well: bool
+) -> None:
+    folder = Made(state="running", settings={"launch.step_timeout": str(timeout)}).write(tmp_path)
+    place = folder.attempts()[-1].attempt
+    (place / "heartbeat-1.json").unlink()
+    folder.attempts()[-1].heartbeat(0, 1, time.time() - seconds)
+    for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
+        os.utime(path, (time.time() - seconds - 5,) * 2)
+    hangs = "it hangs: rank 1 on vm has shown nothing since step 0"
+    assert diagnosis.examine(folder)["cause"] == (diagnosis.WELL if well else hangs)
+    (place / "heartbeat-0.json").unlink()  # nobody has made a step
+    assert diagnosis.examine(folder)["cause"].startswith(diagnosis.WELL if well else "it hangs: rank ")
+    assert diagnosis.show(folder, machines=True) == (0 if well else 1)
+
+
+def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path) -> None:
+    """SLURM appends what all starts of a job say to one file."""
+    folder = Made(attempts=2).write(tmp_path)
+    write_json(folder.path / "meta.json", {"job": {"id": "7", "scheduler": "SLURM"}})
+    kept = folder.path / "submit" / "7_1_log.out"
+    kept.parent.mkdir()
+    start = "submitit INFO (2026-01-01 00:00:00,000) - Starting with JobEnvironment(job_id=7, hostname=vm)\n"
+    error = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"
+    kept.write_text(start + error + start)
+    assert diagnosis.examine(folder)["first_error"] is None
+    kept.write_text(start + start + error)  # its log may know nothing of it
+    assert diagnosis.examine(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
 
 
 @pytest.mark.parametrize(
