@@ -21,6 +21,7 @@ from common.folder import Folder, write_json
 from configs.profile import Profile
 from slurm import sbatch, scheduler, status
 from slurm.cluster_net import Process
+from tests.benchmarks.runs import Made
 from tests.helpers import ROOT, environment
 
 GOLDEN = """#!/bin/bash
@@ -324,6 +325,46 @@ def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
             if state == "LOST":
                 assert "is LOST already" in answer and sleep.poll() is None
         assert sleep.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: Path) -> None:
+    """Once its submitter is gone; until then it is being prepared."""
+    fake.answer("sbatch", "kill -9 $PPID")  # of the submitter: nothing is cleared away
+    assert submit(fake, cache).returncode == -signal.SIGKILL
+    folder = the_folder(fake)
+    assert not folder.attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
+    done = call(fake, "slurm.status", "status", str(folder.path))
+    assert done.returncode == 1 and "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
+    assert "is LOST already" in call(fake, "slurm.status", "cancel", str(folder.path)).stdout
+    provenance.describe(folder, [], {})  # as a living submitter, this process
+    assert status.state_of(folder) == ("PENDING", "it is being prepared")
+    done = call(fake, "slurm.status", "cancel", str(folder.path))
+    assert done.returncode == 2 and "is still being prepared" in done.stderr and "Traceback" not in done.stderr
+    (folder.path / "meta.json").unlink()  # the first thing that is written is config.yaml
+    assert status.state_of(folder)[0] == "PENDING"
+    long_ago = (folder.path / "config.yaml").stat().st_mtime - 2 * status.PREPARING
+    os.utime(folder.path / "config.yaml", (long_ago, long_ago))
+    assert status.state_of(folder)[0] == "LOST"
+
+
+@pytest.mark.parametrize(
+    ("result", "state", "detail"),
+    [
+        ({"test_accuracy": 0.5}, "FAILED", "result.json does not say how it ended"),
+        ({"state": None, "exit_status": None}, "FAILED", "result.json does not say how it ended"),
+        ({"state": "finished", "test_accuracy": None, "samples_per_second": None}, "FINISHED", ""),
+        ({"state": "failed", "test_accuracy": "x", "reason": None, "samples_per_second": "x"}, "FAILED", ""),
+        ({"state": "finished", "test_accuracy": 0.5}, "FINISHED", "accuracy 50.00%"),
+    ],
+)
+def test_a_result_without_its_numbers_hides_no_other_run(
+    tmp_path: Path, result: dict[str, Any], state: str, detail: str
+) -> None:
+    folder = Made(steps=10).write(tmp_path)
+    write_json(folder.path / "result.json", result)
+    found = status.status_of(folder)
+    assert (found.state, found.detail) == (state, detail) and found.line()
+    assert status.exit_status(folder) == 1
 
 
 def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:
