@@ -204,12 +204,12 @@ def worlds(old: Folder, new: Folder) -> Lines:
 
 
 def profile_of(old: Folder, cluster: str, words: list[str]) -> Profile:
-    """The cluster's profile: the one that is named, else the run's own, else the default."""
+    """The cluster's profile: the one that is named, else the run's own, else the default; `words` on top of it."""
     job: Mapping[str, Any] = read_json(old.path / "meta.json").get("job") or {}
     known = {key: value for key, value in (job.get("profile") or {}).items() if key in vars(Profile())}
-    if cluster or not known or words:
+    if cluster or not known:
         return sbatch.load_profile(cluster or "default", words)
-    return Profile(**known)
+    return sbatch.checked_profile(flat(yaml.safe_dump(known)), words)
 
 
 def main(arguments: list[str]) -> int:
@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
     old = checked(given.run)
-    words, for_profile = submit.divided(given.args)
+    words, for_profile = submit.only_settings(given.args)
     profile = profile_of(old, given.cluster, for_profile)
     scheduler = choose(given.launch or "auto")
     text = resolved(old, [f"runs={old.path.parent}", *words])

@@ -160,6 +160,17 @@ def divided(text: str) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in for_profile], for_profile
 
 
+def only_settings(text: str) -> tuple[list[str], list[str]]:
+    """The same for a command to which the options of an experiment mean nothing. Raises UserError for them."""
+    words, for_profile = divided(text)
+    option = next((word for word in words if word.startswith("-")), None)
+    if option:
+        raise UserError(
+            f"ARGS: {option} is no setting; write key=value here (make exp NAME=<experiment> ARGS=--help lists them)"
+        )
+    return words, for_profile
+
+
 def check_patience(settings: Experiment, profile: Profile) -> None:
     if settings.launch.step_timeout >= profile.signal_seconds:
         raise UserError(

@@ -254,6 +254,7 @@ def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path
     [
         (["--run=nothing"], "RUN='nothing': no such run folder"),
         (["--nodes=x"], "NODES='x' is no positive number"),
+        (["--args=--help"], "ARGS: --help is no setting"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),
         (["--json=2"], "JSON='2' is neither 0 nor 1"),
     ],

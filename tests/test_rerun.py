@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.config import UserError
 from common.folder import Folder, write_json
 from common.prepare import RAW
+from configs.profile import Profile
 from slurm import rerun
 from tests.helpers import ROOT, Done, environment, run
 
@@ -122,6 +125,8 @@ def test_one_flipped_byte_of_the_source_of_the_data_is_named(place: Path, tmp_pa
         ([], "RUN is missing; write RUN=<id>"),
         (["--args=seed=x", "{old}"], "seed=x: write a decimal number"),
         (["--args=sed=1", "{old}"], "unknown key sed; did you mean seed?"),
+        (["--args=--help", "{old}"], "ARGS: --help is no setting; write key=value here"),
+        (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is no setting"),
         (["--launch=nowhere", "{old}"], "LAUNCH=nowhere is unknown"),
         (["{bare}"], "has no source in code/ any more"),
     ],
@@ -141,6 +146,18 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], me
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path) -> None:
+    own = Profile(partition="long", gpus=2, gpus_as="gres", requeue=False, memory_gb=1.5, setup=["module load cuda"])
+    write_json(tmp_path / "meta.json", {"job": {"profile": vars(own) | {"gone": 1}}})
+    old = Folder(tmp_path)
+    assert rerun.profile_of(old, "", []) == own
+    longer = rerun.profile_of(old, "", ["cluster.time=120"])
+    assert longer == dataclasses.replace(own, time=120)
+    assert rerun.profile_of(old, "default", ["cluster.time=120"]).partition == ""
+    with pytest.raises(UserError, match="did you mean partition"):
+        rerun.profile_of(old, "", ["cluster.partion=x"])
 
 
 def test_a_loss_that_is_no_number_is_as_far_as_can_be() -> None:
