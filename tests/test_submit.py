@@ -128,7 +128,7 @@ class Fake:
             "scontrol", 'case "$1" in ping) echo "Slurmctld(primary) at ctl is UP";; *) echo "JobState=RUNNING";; esac'
         )
         self.answer("sbatch", 'cat "$1" >/dev/null; echo "Submitted batch job 4711"')
-        self.answer("squeue", "echo RUNNING")
+        self.answer("squeue", "echo '4711|RUNNING|None'")
         self.answer("sinfo", "echo 4")
         self.answer("sacct", "echo COMPLETED")
         self.answer("scancel", "exit 0")
@@ -268,8 +268,9 @@ def test_without_a_configuration_the_run_is_local(fake: Fake, cache: Path) -> No
 @pytest.mark.parametrize(
     ("answers", "state", "exit_status"),
     [
-        ({"squeue": "echo 'PENDING|Resources'"}, "PENDING", 0),
-        ({"squeue": "echo RUNNING"}, "RUNNING", 0),
+        ({"squeue": "echo '4711|PENDING|Resources'"}, "PENDING", 0),
+        ({"squeue": "echo '4711|RUNNING|None'"}, "RUNNING", 0),
+        ({"squeue": "echo '47|PENDING|None'"}, "RUNNING", 0),  # another one; scontrol knows ours
         ({"squeue": "exit 1", "scontrol": "echo JobId=1 JobState=RUNNING"}, "RUNNING", 0),
         ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo FAILED"}, "FAILED", 1),
         ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo 'CANCELLED by 0'"}, "CANCELLED", 0),
@@ -288,13 +289,51 @@ def test_status_asks_in_turn(fake: Fake, cache: Path, answers: dict[str, str], s
     assert done.returncode == exit_status
 
 
+def waiting(folder: Path, number: int, job: str) -> Folder:
+    """A run that a job was submitted for."""
+    found = Made(number=number, steps=0, state="lost").write(folder)
+    write_json(found.path / "meta.json", {"job": {"id": job, "scheduler": "SLURM"}})
+    return found
+
+
+def test_the_queue_is_asked_once_for_all_runs(fake: Fake) -> None:
+    runs = fake.bin.parent / "runs"
+    for number, job in enumerate(("1", "2_0", "2_1", "3")):
+        waiting(runs, number, job)
+    fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
+    fake.answer("scontrol", "echo JobState=FAILED")
+    done = call(fake, "slurm.status", f"--runs={runs}", "status")
+    states = [line.split()[1:2] + line.split()[6:] for line in done.stdout.splitlines()[1:]]
+    assert [state for state, *_ in states] == ["RUNNING", "RUNNING", "PENDING", "FAILED"], done.stdout + done.stderr
+    assert "job 2_1 JobArrayTaskLimit" in done.stdout
+    asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
+    assert asked == ["squeue", "scontrol"]
+
+
+def test_a_controller_that_hangs_is_waited_for_once(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [waiting(tmp_path / "runs", number, str(number)) for number in range(5)]
+    for name in ("squeue", "scontrol", "sacct"):
+        fake.answer(name, "exec sleep 60")
+    monkeypatch.setattr(scheduler, "PATIENCE", 3.3)
+    monkeypatch.setattr(scheduler, "FAILED", {})
+    monkeypatch.setattr(scheduler, "QUEUES", {})
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    assert {status.state_of(run)[0] for run in runs} == {"UNKNOWN"}
+    asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
+    assert asked == ["squeue", "scontrol", "sacct"]
+    monkeypatch.setattr(scheduler, "AGAIN", 0.0)
+    fake.answer("squeue", "echo '3|RUNNING|None'")
+    assert status.state_of(runs[3])[0] == "RUNNING"
+
+
 def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake, cache: Path) -> None:
     assert submit(fake, cache).returncode == 0
     folder = str(the_folder(fake).path)
     done = call(fake, "slurm.status", "cancel", folder)
     assert done.stdout == "cancelled job 4711\n"
     assert "scancel 4711" in fake.calls.read_text()
-    fake.answer("squeue", "echo RUNNING")
     assert "CANCELLED" in call(fake, "slurm.status", "status", folder).stdout
     assert "is CANCELLED already" in call(fake, "slurm.status", "cancel", folder).stdout
 
