@@ -42,7 +42,7 @@ def checked(run: str) -> Folder:
     """The folder of a run that is over and can be repeated. Raises UserError."""
     folder = status.find(run, Path("runs"))
     state, _ = status.state_of(folder)
-    if state in ("RUNNING", "PENDING"):
+    if state not in status.OVER:
         raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} has no source in code/ any more, and cannot be repeated; start a new run")

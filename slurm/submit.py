@@ -107,7 +107,7 @@ def checked_run(run: str, name: str) -> Folder:
     state, _ = status.state_of(folder)
     if name and name != folder.experiment:
         raise UserError(f"RESUME={run} is a run of {folder.experiment}, not of {name}; leave NAME out")
-    if state in ("RUNNING", "PENDING"):
+    if state not in status.OVER:
         raise UserError(f"{folder.path.name} is {state}; to go on with it elsewhere, first make cancel RUN={run}")
     return folder
 

@@ -328,6 +328,21 @@ def test_a_controller_that_hangs_is_waited_for_once(
     assert status.state_of(runs[3])[0] == "RUNNING"
 
 
+def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
+    folder = waiting(fake.bin.parent / "runs", 0, "1")
+    (folder.path / "wandb" / "offline-run-1").mkdir(parents=True)
+    (folder.path / "wandb" / "offline-run-1" / "run.wandb").touch()
+    for name in ("squeue", "scontrol", "sacct"):
+        fake.answer(name, "exit 1")
+    sync = ("sync", f"--runs={folder.path.parent}", "--dry-run=1")
+    assert "is not over yet (UNKNOWN): left for later\nnothing to send" in call(fake, "slurm.upload", *sync).stdout
+    for module, words in (("slurm.rerun", ["--", str(folder.path)]), ("slurm.submit", [f"--resume={folder.path}"])):
+        done = call(fake, module, *words)
+        assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
+    fake.answer("sacct", "echo FAILED")
+    assert call(fake, "slurm.upload", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
+
+
 def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake, cache: Path) -> None:
     assert submit(fake, cache).returncode == 0
     folder = str(the_folder(fake).path)
