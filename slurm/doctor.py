@@ -93,8 +93,8 @@ def unfit(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
     """Hosts that SLURM itself holds for down, where too few others are left."""
     chosen = [f"--partition={partition}"] if partition else []
     lines = sorted(set(scheduler.call("sinfo", "-N", "-h", "-o", "%N|%T|%E", *chosen).split("\n")) - {""})
-    bad = [line.split("|") for line in lines if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
-    if len({line.split("|")[0] for line in lines}) - len(bad) >= nodes:
+    bad = [line.split("|", 2) for line in lines if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
+    if len({line.partition("|")[0] for line in lines}) - len(bad) >= nodes:
         return []
     return [f"{host} is {state}: {reason.strip()}; SLURM starts nothing there" for host, state, reason in bad]
 

@@ -20,8 +20,11 @@ import pytest
 from common.checkup import problems
 from common.folder import Folder, write_json
 from slurm import diagnosis
+from slurm import doctor as checks
+from slurm.ranks import Beat, straggler
+from slurm.scheduler import Scheduler
 from tests.benchmarks.runs import Made
-from tests.helpers import ROOT, command, environment
+from tests.helpers import ROOT, command, environment, script
 from tests.helpers import run as experiment
 
 SOUND = {
@@ -247,6 +250,25 @@ def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path
     assert diagnosis.examine(folder)["first_error"] is None
     kept.write_text(start + start + error)  # its log may know nothing of it
     assert diagnosis.examine(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "slow"),
+    [((0.2, 0.9), None), ((0.2, 1.3), 1), ((10.0, 12.0), None), ((10.0, 13.0), 1), ((3.0, 10.0, 3.1), 1)],
+)
+def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ...], slow: int | None) -> None:
+    found = straggler([Beat(rank, "vm", 100, 1.0, each / 1e3) for rank, each in enumerate(milliseconds)])
+    assert (found and found.rank) == slow
+
+
+def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = Scheduler("SLURM")
+    assert checks.unfit(slurm, 2, "") == ["node2 is drained: disk | see ticket | 7; SLURM starts nothing there"]
+    assert checks.unfit(slurm, 1, "") == []
 
 
 @pytest.mark.parametrize(
