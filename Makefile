@@ -1,13 +1,34 @@
 # Everything a person or CI runs. Variables reach Python as arguments, as they were written, and are checked there.
+# Only those of the command line count (WSL, for one, has a NAME in its environment), and each target knows its own.
 # `override X := $(value X)` keeps make from expanding what a value contains; "$$X" keeps the shell from it.
 SHELL := /bin/sh
-override SETTINGS := NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RUN RESUME WAIT DB RUNS LAST WHERE GRID FAILED SWEEP \
-  PAGE JSON PROJECT TESTS PYTHON
-override UNKNOWN := $(strip $(foreach v,$(.VARIABLES),$(if $(findstring command line,$(origin $v)),$(filter-out $(SETTINGS),$v))))
-$(if $(UNKNOWN),$(error $(UNKNOWN): no such setting; there are $(SETTINGS)))
+override CHOICE := RUNS NAME LAST WHERE SWEEP
+override KNOWN-exp := NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RESUME
+override KNOWN-rerun := RUN ARGS LAUNCH CLUSTER
+override KNOWN-sweep := GRID ARGS LAUNCH CLUSTER FAILED FOLLOW DRY_RUN
+override KNOWN-doctor := NODES ARGS LAUNCH CLUSTER RUN JSON
+override KNOWN-status := RUN WAIT JSON
+override KNOWN-logs := RUN FOLLOW
+override KNOWN-cancel := RUN
+override KNOWN-compare := $(CHOICE) PAGE JSON
+override KNOWN-sync := $(CHOICE) DRY_RUN
+override KNOWN-dashboard := PROJECT DRY_RUN
+override KNOWN-leet := $(CHOICE)
+override KNOWN-prune-runs := RUNS NAME LAST WHERE DRY_RUN
+override KNOWN-cluster-up := NAME NODES DB
+override KNOWN-cluster-down := NAME
+override KNOWN-cluster-status := NAME
+override KNOWN-cluster-shell := NAME
+override KNOWN-test := TESTS
+override GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
+override KNOWN := PYTHON $(foreach target,$(MAKECMDGOALS),$(KNOWN-$(target)))
+override UNKNOWN := $(filter-out $(KNOWN),$(GIVEN))
+$(if $(UNKNOWN),$(error make $(MAKECMDGOALS) has no setting $(UNKNOWN); it has $(strip $(KNOWN))))
 PYTHON ?= python3
-$(foreach v,$(SETTINGS),$(eval override $v := $$(value $v)))
-export $(SETTINGS)
+override SETTINGS := $(sort $(filter-out $(GIVEN),$(foreach v,$(filter KNOWN-%,$(.VARIABLES)),$($v))))
+$(foreach v,$(SETTINGS),$(eval override $v :=))
+$(foreach v,$(GIVEN) PYTHON,$(eval override $v := $$(value $v)))
+export $(SETTINGS) $(GIVEN) PYTHON
 override PY := .venv/bin/python
 override READY := .venv/.ready
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common import report
 from common.data import Loader, Windows
 from common.launch import World
 from common.run import Run
@@ -30,6 +31,8 @@ def train(
         words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
         run.say(f"epoch {step / loader.steps:.3g}  step {step}  {words}")
         if step >= run.total:
+            held = run.world.gather(report.peak_memory(run.world.device))
+            run.memory = {f"process {rank}": most for rank, most in enumerate(held)}
             return scores
 
 

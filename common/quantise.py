@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 
 from torch import nn
 
-MISSING = "not measured: torchao is not installed; pip install torchao"
+MISSING = "not measured: torchao is missing or too old; pip install --upgrade torchao"
 
 
 def available() -> bool:
-    return importlib.util.find_spec("torchao") is not None
+    """Whether torchao is there, with what is used of it. Importing it takes a second."""
+    try:
+        torchao = importlib.import_module("torchao.quantization")
+    except ImportError:
+        return False
+    return hasattr(torchao, "Int8DynamicActivationInt8WeightConfig") and hasattr(torchao, "quantize_")
 
 
 def to_int8(model: nn.Module) -> nn.Module:

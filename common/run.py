@@ -61,6 +61,7 @@ class Run:
         self.checkpoints = Checkpoints(folder, world, settings.checkpoint, self.say)
         self.training: Training | None = None
         self.diverged = ""
+        self.memory: dict[str, int] = {}  # of each process, the most bytes it has held
         self.before_backward: Callable[[], float | None] = lambda: None  # seconds of a step, where they are measured
         self.best: float | None = None  # what `checkpoint.best` names, in the best evaluation so far
         self.metrics = Rows(folder.metrics_file, lambda text: self.say(text, logging.WARNING))
@@ -298,7 +299,7 @@ class Run:
         if self.folder.superseded:
             return
         self.metrics.flush()
-        result = {"state": "finished", "exit_status": 0} | finite(result)
+        result = {"state": "finished", "exit_status": 0, "peak_memory": self.memory} | finite(result)
         write_json(self.folder.path / "result.json", result)
 
     def places(self) -> dict[str, str]:

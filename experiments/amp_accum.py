@@ -219,10 +219,10 @@ def conclude(
     cfg: Config, world: World, run: Run, scaler: GradScaler, footprint: Footprint, scores: dict[str, float]
 ) -> None:
     """The result file and the table."""
-    found = world.gather((footprint.most, report.peak_memory(world.device)))
+    memories = world.gather(footprint.most)
     if not world.is_main:
         return
-    memory, whole = (max(values) for values in zip(*found, strict=True))
+    memory = max(memories)
     rows = [row for row in run.folder.metrics() if "loss" in row]  # of earlier starts, too
     skipped = int(sum(row["skipped"] for row in rows))
     sent = sum(row["bytes_sent"] for row in rows) / len(rows)
@@ -230,7 +230,7 @@ def conclude(
     loss = sum(final) / len(final) if final else None
     seconds, rate = run.step_seconds(), run.samples_per_second()
     computed = "fp32" if cfg.precision == "tf32" and world.device.type == "cpu" else cfg.precision
-    facts = {"samples_per_second": rate, "step_seconds": seconds, "training_memory": memory, "peak_memory": whole}
+    facts = {"samples_per_second": rate, "step_seconds": seconds, "training_memory": memory}
     facts |= {"bytes_sent": sent, "steps_skipped": skipped, "final_loss": loss}
     run.finish(**scores, **facts, computed_in=computed, data=run.prepared.name)
     each = cfg.microbatch // world.size

@@ -182,10 +182,23 @@ def test_numbers_of_hosts_are_handed_over_as_they_are(place: Path) -> None:
     assert f"--nodes={text}: write a number" in refused(make(place, "cluster-up", f"NODES={text}"), place)
 
 
-def test_a_misspelt_setting_is_refused(place: Path) -> None:
-    done = make(place, "exp", "NAME=mnist_pipeline", "NODE=2")
-    assert done.status == 2 and "NODE: no such setting; there are NAME NODES" in done.err
-    assert not (place / "runs").exists()
+@pytest.mark.parametrize(
+    ("target", "word", "known"),
+    [
+        ("exp", "NODE=2", "NAME NODES"),
+        ("prune-runs", "RUN=1234", "RUNS NAME LAST WHERE DRY_RUN"),
+        ("tour", "ARGS=a", ""),
+    ],
+)
+def test_a_setting_that_a_target_does_not_have_is_refused(place: Path, target: str, word: str, known: str) -> None:
+    done = make(place, target, word, "DRY_RUN=0") if target == "prune-runs" else make(place, target, word)
+    name = word.partition("=")[0]
+    assert done.status == 2 and f"make {target} has no setting {name}; it has PYTHON {known}".strip() in done.err
+
+
+def test_the_environment_sets_nothing(place: Path) -> None:
+    done = make(place, "status", NAME="DESKTOP-1", RUN="somebody's", JSON="yes", WAIT="x")
+    assert done.status == 0, done.err
 
 
 @pytest.mark.parametrize("verb", ["logs", "cancel"])

@@ -16,6 +16,7 @@ from common.models import ResNet
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
 from tests.helpers import Done, run
+from tests.parity import WIDTH
 from tests.test_ddp_parity import KEEP
 from tests.test_parity import differences
 
@@ -27,7 +28,7 @@ PARITY = (
     f"steps={STEPS}",
     "epochs=2",
     "dtype=float64",
-    "width=8",
+    f"width={WIDTH}",
     "eval_batch=4",
     "plot=false",
 )
@@ -49,7 +50,7 @@ def reference(cache: Path) -> dict[str, Any]:
 
     images, labels = part("train")
     torch.manual_seed(seeds.derive(0, "init"))
-    model = ResNet("resnet18", (3, 32, 32), 10, width=8).double().train()
+    model = ResNet("resnet18", (3, 32, 32), 10, width=int(WIDTH)).double().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True)
     buffers = [{name: b.clone() for name, b in model.named_buffers()} for _ in range(2)]
     losses = []

@@ -47,6 +47,9 @@ STEPS = 2  # a turn, after one that does not count
 SETTINGS = ("data.name=generated", "data.samples=640", "optim.warmup=0", "optim.decay=constant", "optim.lr=0.01")
 DEEP = ("model=resnet50", "batch=32", "accumulate=1", "processes_per_node=1")
 SMALL = ("model=resnet18", "batch=128", "accumulate=4", "precision=bf16", "processes_per_node=2")
+BRIEF = ("model=resnet18", "data.image_size=64", "batch=32", "accumulate=4", "precision=fp32", "processes_per_node=2")
+PRODUCTS = {"product fp32": torch.float32, "product bf16": torch.bfloat16}
+SYNC = {"once, brief": "true", "each, brief": "false"}
 Window = list[tuple[Tensor, Tensor]]
 Train = Callable[[list[Window]], None]
 
@@ -185,14 +188,44 @@ def bits(report: Report, scratch: Path, pixels: int, goal: float, rounds: int) -
     }
     words = {side: [word for word in values if not word.endswith("=")] for side, values in sides.items()}
     team = Team(1, 2, lambda world: {side: bench.ours(side, world, *values) for side, values in words.items()})
-    taken = interleave([team], rounds=rounds, drop=1)
+    limit = Team(1, 2, lambda world: {name: product(dtype) for name, dtype in PRODUCTS.items()})
+    taken = interleave([team, limit], rounds=rounds, drop=1)
     plain, *others = sides
     require_same("channels_last", bench.first(others[0])[:1], bench.first(plain)[:1], 1e-3)
     for side in others[1:]:
         require_same(side, bench.first(side)[:1], bench.first(plain)[:1], 0.05)
     rows = times(taken) + [Row(f"{plain} / {side}", str(taken.ratio(plain, side))) for side in others[:2]]
     rows.append(at_least(f"{plain} / {others[2]}", taken.ratio(plain, others[2]), goal))
+    rows.append(
+        Row("fp32 / bf16 of a matrix product, the limit of bf16", str(taken.ratio("product fp32", "product bf16")))
+    )
     report.section(f"ResNet-50 at {pixels} px, batch 32, one process with two threads", rows, {"": taken})
+
+
+def product(dtype: torch.dtype) -> Side:
+    """A matrix product that is large enough to reach the processor's rate."""
+    a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
+
+    def side() -> float:
+        start = time.perf_counter()
+        for _ in range(5):
+            a @ b
+        return (time.perf_counter() - start) / 5
+
+    return side
+
+
+def brief(report: Report, scratch: Path, rounds: int) -> None:
+    """Exchanging once a window, where there is little to compute for each byte that travels."""
+    bench = Bench(scratch, *BRIEF)
+
+    def two(world: World) -> dict[str, Side]:
+        return {name: bench.ours(name, world, f"no_sync={word}") for name, word in SYNC.items()}
+
+    taken = interleave([Team(2, 1, two)], rounds=rounds, drop=1)
+    require_same("each, brief", bench.first("each, brief")[:2], bench.first("once, brief")[:2], 1e-4)
+    rows = [*times(taken), at_least("exchanged each time / once", taken.ratio("each, brief", "once, brief"), 1.3)]
+    report.section(f"two ddp processes with one thread each: {' '.join(BRIEF)}", rows, {"": taken})
 
 
 def windows(report: Report, scratch: Path, rounds: int) -> None:
@@ -300,6 +333,7 @@ def main(words: list[str]) -> None:
             gpu(report, Path(scratch))
         else:
             windows(report, Path(scratch), rounds)
+            brief(report, Path(scratch), rounds)
             bits(report, Path(scratch), 64, 2.0, rounds)
             bits(report, Path(scratch), 128, 2.8, rounds)
         print(f"\nraw samples: {report.file.relative_to(ROOT)}")
