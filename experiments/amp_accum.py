@@ -252,7 +252,8 @@ def cells(cfg: Config) -> list[sweep.Cell]:
 
     Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
     """
-    short = {"steps": BRIEF, "optim.warmup": cfg.optim.warmup or 5, "data.test_limit": cfg.data.test_limit or 1000}
+    warmup, limit = min(cfg.optim.warmup, BRIEF // 8), cfg.data.test_limit or 1000
+    short = {"steps": BRIEF, "optim.warmup": warmup, "data.test_limit": limit}
     brief = {} if cfg.steps else short
     # asks without touching one: forks follow; with fewer GPUs than processes they run on the CPU
     gpu = cfg.launch.device != "cpu" and torch.cuda.device_count() >= cfg.processes

@@ -10,7 +10,7 @@
     python experiments/resnet_modelparallel.py model=toy data.name=vectors       10-10-5, the smallest example
     python experiments/resnet_modelparallel.py sweep=true                        all modes over sizes of microbatches
 
-One run takes about half a minute on 2 CPU cores, the sweep a few minutes. Expect the pipelined mode between the naive
+One run takes about half a minute on 2 CPU cores, the sweep six. Expect the pipelined mode between the naive
 one and half of it; one process with both cores is a strong opponent.
 
 How it works. A batch is cut into microbatches of `split_size` samples. Naively a microbatch goes through all stages
@@ -52,6 +52,8 @@ from common.run import Run
 from common.start import start
 from common.training import Training
 from configs.resnet_modelparallel import Config
+
+BRIEF = 12  # steps of a run of the sweep
 
 
 class OnDevices:
@@ -235,10 +237,14 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
-    """single and naive with the whole batch, pipelined with each size of microbatches."""
-    sizes = [int(size) for size in cfg.split_sizes]
+    """single and naive with the whole batch, pipelined with each size of microbatches.
+
+    Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
+    """
+    short: sweep.Cell = {} if cfg.steps else {"steps": BRIEF, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
     whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.share} for mode in ("single", "naive")]
-    return whole + [{"mode": "pipelined", "split_size": size} for size in sizes]
+    pieces: list[sweep.Cell] = [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
+    return [cell | short for cell in whole + pieces]
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:

@@ -390,6 +390,16 @@ def test_a_run_measures_all_of_it(digits: tuple[str, ...], tmp_path: Path) -> No
     assert "than fp32" in done.out and "run elsewhere, outputs differ by" in done.out
 
 
+def test_a_resnet_on_colour_images_is_pruned_as_well(cache: Path, tmp_path: Path) -> None:
+    images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
+    words = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "optim.warmup=0")
+    done = run("sparse_prune", *images, *words, "processes_per_node=2", runs=tmp_path)
+    assert done.status == 0, done.err
+    result = done.folder.result
+    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"]) and result["weights"] > 11e6
+    assert result["export_difference"] < 1e-3
+
+
 def test_a_sweep_draws_accuracy_against_sparsity(digits: tuple[str, ...], tmp_path: Path) -> None:
     few = ("sweep=true", "repeats=2", "steps=2", "schedule=rigl", "data.test_limit=100")
     done = run("sparse_prune", *digits, *QUIET, *few, runs=tmp_path, timeout=280)

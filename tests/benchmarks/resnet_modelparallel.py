@@ -49,6 +49,8 @@ SPLIT = {
 }
 WHOLE = {"single": ("mode=single",), "accumulating": ("mode=single", "split_size={piece}")}
 
+BOTH = "accumulating, both cores"
+
 
 class Bench:
     """The prepared images and a scratch folder."""
@@ -109,8 +111,12 @@ def main(rounds: int, extra: Sequence[str]) -> None:
         def sides(chosen: dict[str, tuple[str, ...]]) -> Callable[[World], dict[str, Side]]:
             return lambda world: {name: bench.side(name, world, *words) for name, words in chosen.items()}
 
+        def two(world: World) -> dict[str, Side]:
+            alone = world.part([world.rank])  # each process trains a model of its own: what both cores can do at once
+            return sides(SPLIT)(world) | {BOTH: bench.side(f"{BOTH} {world.rank}", alone, *WHOLE["accumulating"])}
+
         two_threads = {"single, two threads": WHOLE["single"]}
-        teams = [Team(2, 1, sides(SPLIT)), Team(1, 1, sides(WHOLE)), Team(1, 2, sides(two_threads))]
+        teams = [Team(2, 1, two), Team(1, 1, sides(WHOLE)), Team(1, 2, sides(two_threads))]
         taken = interleave(teams, rounds=rounds, drop=1)
         for name, like in (("naive", "single"), *((name, "accumulating") for name in list(SPLIT)[1:])):
             require_same(name, bench.losses(name), bench.losses(like), TOLERANCE)
@@ -126,6 +132,7 @@ def main(rounds: int, extra: Sequence[str]) -> None:
                 Row(f"single with one thread / {name}", str(taken.ratio("single", name))),
                 Row(f"single with two threads / {name}", str(taken.ratio("single, two threads", name))),
             ]
+        rows.append(Row("a core alone / both at work, the same step in each", str(taken.ratio("accumulating", BOTH))))
         note = f"cut at {bench.cut('pipelined')}"
         rows += [
             at_least("the tutorial's cut / the measured one", taken.ratio("tutorial's cut", "pipelined"), 1.12, note)
