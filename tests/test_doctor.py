@@ -221,7 +221,9 @@ def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
         assert diagnosis.examine(folder)["cause"] == cause
 
 
-@pytest.mark.parametrize(("timeout", "seconds", "well"), [(120, 100, True), (120, 130, False), (15, 40, True), (15, 70, False)])
+@pytest.mark.parametrize(
+    ("timeout", "seconds", "well"), [(120, 100, True), (120, 130, False), (15, 40, True), (15, 70, False)]
+)
 def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     tmp_path: Path, timeout: int, seconds: float, well: bool
 ) -> None:
