@@ -5,7 +5,7 @@ A point of a training curve is the mean over some consecutive steps, with the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,11 @@ class Curves:
     """Evaluations by name, such as test_accuracy."""
 
 
-def read(rows: Iterable[dict[str, Any]]) -> Curves:
-    """The curves of a run's rows of metrics. Rows that are not as they should be are left out."""
+def read(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> Curves:
+    """The curves of a run's rows of metrics. Rows that are not as they should be are left out.
+
+    `ends` are the last steps of starts that another one continued.
+    """
     steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether an evaluation or another start came before
     tests: dict[str, list[tuple[float, ...]]] = {}
     broken = True
@@ -53,9 +56,9 @@ def read(rows: Iterable[dict[str, Any]]) -> Curves:
             if "loss" in row:
                 value = row["loss"]
                 steps.append((*at, np.nan if value is None else value, broken))
-                broken = False
+                broken = at[0] in ends
                 continue
-        except KeyError:
+        except (KeyError, TypeError):
             continue
         broken = True
         for name, value in row.items():

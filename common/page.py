@@ -29,6 +29,8 @@ NOTHING = "-"  # where a run has no such number
 class Picture:
     """One run as the page shows it."""
 
+    key: str
+    """What tells it from all others: its id."""
     label: str
     state: str
     curves: Curves
@@ -65,7 +67,7 @@ def line(run: Picture, curve: Curve, colour: str, shown: str, spread: bool) -> g
         y=curve.value,
         customdata=beside,
         name=html.escape(run.name),
-        legendgroup=html.escape(run.label),
+        legendgroup=html.escape(run.key),
         showlegend=False,
         mode="lines" if len(curve) > 30 else "lines+markers",
         line={"color": colour, "width": 1.6, "dash": DASH.get(run.state, "dash")},
@@ -75,12 +77,12 @@ def line(run: Picture, curve: Curve, colour: str, shown: str, spread: bool) -> g
 
 
 def bar(run: Picture, value: float, colour: str, shown: str) -> go.Bar:
-    name = html.escape(run.label)
+    key = html.escape(run.key)
     return go.Bar(
-        x=[name.partition(" ")[0]],
+        x=[key],
         y=[value],
         name=html.escape(run.name),
-        legendgroup=name,
+        legendgroup=key,
         showlegend=False,
         marker={"color": colour},
         hovertemplate=f"<b>%{{fullData.name}}</b><br>%{{y:{shown}}}<extra></extra>",
@@ -138,7 +140,9 @@ def figure(runs: Sequence[Picture]) -> go.Figure | None:
         if panel.curves:
             plot.update_xaxes(title_text="step", title_standoff=4, **where)
         else:
-            plot.update_xaxes(type="category", showticklabels=len(panel.traces) <= ROOM, **where)
+            names = {"tickvals": [trace.x[0] for trace in panel.traces]}  # the end of the id is told under a bar
+            names["ticktext"] = [trace.name.partition(" ")[0] for trace in panel.traces]
+            plot.update_xaxes(type="category", **names, showticklabels=len(panel.traces) <= ROOM, **where)
     plot.update_layout(
         template="plotly_white",
         height=HEIGHT * rows + 60,

@@ -98,6 +98,7 @@ def describe(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None
         | {"cores": len(os.sched_getaffinity(0))},
         "argv": [sys.executable, *arguments],
         "data": data,
+        "prepared_by": this_process(),
         "history": [],
     }
     write_json(folder.path / "meta.json", meta)
@@ -107,11 +108,15 @@ def begin(folder: Folder) -> None:
     """Note in meta.json that an attempt starts here and now."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
     entry = {"attempt": folder.number, "start": now(), "end": None, "state": "running"}
-    entry |= {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": ticks("self")}
-    entry |= {"slurm": slurm or None, "starter": starter()}
+    entry |= this_process() | {"slurm": slurm or None, "starter": starter()}
     meta = read_json(folder.path / "meta.json")
     meta.setdefault("history", []).append(entry)
     write_json(folder.path / "meta.json", meta)
+
+
+def this_process() -> dict[str, Any]:
+    """What tells whether this process still runs."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": ticks("self")}
 
 
 def ticks(pid: int | str) -> int:

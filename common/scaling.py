@@ -75,9 +75,9 @@ class StepTimes:
             self.history.append(self.marks)
 
     def recent(self) -> float | None:
-        """Seconds of the newest steps until backward begins, the median; None before there is a steady one, or on a
-        GPU, where asking would wait for it."""
-        if self.clock.cuda or not self.history:
+        """Seconds of the newest steps until backward begins, the median; None before there are enough, or on a GPU,
+        where asking would wait for it."""
+        if self.clock.cuda or len(self.history) < ENOUGH:
             return None
         at, newest = self.clock.seconds, [self.history[-n] for n in range(1, 1 + min(NEWEST, len(self.history)))]
         steps = [{name: at(stamp) for name, stamp in marks.items() if name != "in norms"} for marks in newest]

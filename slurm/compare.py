@@ -20,7 +20,8 @@ from urllib.parse import quote
 
 from common import config, curves, summary
 from common import page as pages
-from common.folder import Folder, read_json, write_atomic
+from common.config import UserError
+from common.folder import Folder, disk_errors, read_json, write_atomic
 from common.page import Picture
 from slurm import selection, status
 from slurm.selection import Asked
@@ -48,8 +49,9 @@ class Compared:
     def of(cls, folder: Folder) -> Compared:
         world = next((read_json(a.attempt / "world.json") for a, _ in folder.chain()[:1]), {})
         own = selection.settings_of(folder)
-        rows = curves.read(folder.rows())
-        return cls(folder, status.status_of(folder), own, folder.result, world, rows)
+        bounds = {bound for _, bound in folder.chain() if bound is not None}
+        drawn = curves.read(folder.rows(), bounds)
+        return cls(folder, status.status_of(folder), own, folder.result, world, drawn)
 
     @property
     def over(self) -> bool:
@@ -165,6 +167,7 @@ def picture(run: Compared, place: Path, differing: list[str]) -> Picture:
     if not run.over:
         columns["detail"] = run.status.detail
     return Picture(
+        run.status.run,
         run.label,
         run.status.state.lower(),
         run.curves,
@@ -189,6 +192,17 @@ def links(folder: Folder, place: Path) -> dict[str, str]:
     return found | ({"W&B": online} if online.startswith("https://") else {})
 
 
+def write(page: Path, text: str) -> None:
+    """Write the page into a folder that is made if need be. Raises UserError."""
+    try:
+        with disk_errors(page):
+            page.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(page, text)
+    except OSError as error:
+        why = "part of the path is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"PAGE={page}: cannot be written ({why}); name a file, such as runs/compare.html") from None
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make compare")
     for option in ("pick", "name", "last", "where", "sweep", "page", "json", "runs"):
@@ -199,13 +213,13 @@ def main(arguments: list[str]) -> int:
     folders = selection.select(Asked(given.pick, given.name, given.last, given.where, given.sweep), root)
     runs, differing = compare(folders)
     page = Path(given.page or root / "compare.html")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, pages.page([picture(run, page.parent, differing) for run in runs], differing))
     if as_json:
         rows = [run.facts() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
-        print(json.dumps({"page": str(page.absolute()), "differing": differing, "runs": rows}, indent=2))
+        print(json.dumps({"page": str(page.absolute()), "differing": differing, "runs": rows}, indent=2), flush=True)
     else:
-        print(table(runs, differing))
+        print(table(runs, differing), flush=True)
+    write(page, pages.page([picture(run, page.parent, differing) for run in runs], differing))
+    if not as_json:
         print(f"page: {page.absolute()}")
     return 0
 

@@ -16,13 +16,15 @@ from typing import Any
 from common.folder import Folder, read_json
 from slurm import status
 from slurm.ranks import Beat, beats, slow_words, straggler
+from slurm.selection import number, settings_of
 from slurm.status import OVER
 
 ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
 RAISED = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # a traceback's last line
 STACKS = re.compile(r"^Timeout \(.*\)!\n((?:.+\n|\n(?=Thread|Current))*)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
-SILENT = 60.0  # seconds without a sign of life of a run that hangs
+SILENT = 60.0  # seconds without a sign of life of a run that hangs, at least
+BEGIN = "Starting with JobEnvironment"  # Submitit's first words at each start of a job, whose output is appended
 WELL = "nothing wrong is seen; it runs"
 TAIL = 1 << 18  # bytes of a log that are read
 PEER = re.compile(r"closed by peer|reset by peer|Connection refused|Broken pipe|timed out|did not answer", re.I)
@@ -45,6 +47,8 @@ class Rank:
     """What one rank left behind."""
 
     beat: Beat
+    seen: float
+    """Its newest sign of life, seconds since 1970."""
     when: str
     """Of its first error."""
     error: str
@@ -56,9 +60,9 @@ class Rank:
         return f"rank {self.beat.rank} on {self.beat.host}"
 
     @property
-    def age(self) -> float | None:
-        """Seconds since its last sign of life; None where there is none."""
-        return max(0.0, time.time() - self.beat.time) if self.beat.time else None
+    def age(self) -> float:
+        """Seconds since its last sign of life."""
+        return max(0.0, time.time() - self.seen)
 
     def facts(self) -> dict[str, Any]:
         rest = {"age": self.age, "when": self.when, "error": self.error, "stands": self.stands}
@@ -75,10 +79,18 @@ def read_tail(path: Path) -> str:
 
 
 def logs(folder: Folder, attempt: Folder, rank: int) -> str:
-    """What a rank wrote: its own log, and what SLURM kept of it."""
+    """What a rank wrote in the newest start: its own log, and what SLURM kept of it."""
     job = read_json(folder.path / "meta.json").get("job") or {}
     room = Path(job.get("logs") or folder.path / "submit")
-    return read_tail(attempt.log_file(rank)) + "\n" + (read_tail(room / f"{job['id']}_{rank}_log.out") if job else "")
+    kept = read_tail(room / f"{job['id']}_{rank}_log.out") if job else ""
+    return read_tail(attempt.log_file(rank)) + "\n" + kept.rpartition(BEGIN)[2]
+
+
+def begun(attempt: Folder) -> float:
+    """When a start showed itself last, heartbeats left out; seconds since 1970."""
+    names = ("attempt.json", "world.json", "logs")
+    paths = [*(attempt.attempt / name for name in names), *attempt.attempt.glob("logs/rank-*.log")]
+    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def first_error(text: str) -> tuple[str, str]:
@@ -107,11 +119,12 @@ def where_it_stands(text: str) -> str:
 
 def ranks_of(folder: Folder) -> list[Rank]:
     """All ranks of the newest start."""
-    attempts = folder.attempts()
     found = []
-    for beat in beats(attempts[-1]) if attempts else []:
-        text = logs(folder, attempts[-1], beat.rank)
-        found.append(Rank(beat, *first_error(text), where_it_stands(text)))
+    for attempt in folder.attempts()[-1:]:
+        first = begun(attempt)
+        for beat in beats(attempt):
+            text = logs(folder, attempt, beat.rank)
+            found.append(Rank(beat, beat.time or first, *first_error(text), where_it_stands(text)))
     return found
 
 
@@ -138,21 +151,26 @@ def lost_ones(ranks: list[Rank], errors: list[Rank]) -> str:
     return f"{silent} ended without a word (killed, out of memory, or its host failed), and the others lost it"
 
 
-def alive(ranks: list[Rank]) -> str:
-    """Of a run that still runs."""
-    known = [rank for rank in ranks if rank.age is not None]
-    if not known or min(rank.age or 0.0 for rank in known) < SILENT:
+def patience(folder: Folder) -> float:
+    """Seconds that a run may be silent: no process may wait longer than launch.step_timeout for the others."""
+    allowed = number(settings_of(folder).get("launch.step_timeout", ""))
+    return max(SILENT, allowed or 0.0)
+
+
+def alive(ranks: list[Rank], allowed: float) -> str:
+    """Of a run that still runs, and may be silent for so many seconds; a rank without heartbeat is at its beginning."""
+    if not ranks or min(rank.age for rank in ranks) < allowed:
         return slow_words([rank.beat for rank in ranks]) or WELL
-    behind = min(known, key=lambda rank: (rank.beat.step, rank.beat.time))
+    behind = min(ranks, key=lambda rank: (rank.beat.step, rank.seen))
     return f"it hangs: {behind.name} has shown nothing since step {behind.beat.step}"
 
 
-def cause(state: str, detail: str, ranks: list[Rank]) -> str:
+def cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
     """The likely cause in one line; empty for a run that is well."""
     if state == "FINISHED":
         return slow_words([rank.beat for rank in ranks])
     if state == "RUNNING":
-        return alive(ranks)
+        return alive(ranks, patience(folder))
     errors = in_order(ranks)
     own = [rank for rank in errors if not PEER.search(rank.error)]
     first = f"{own[0].name} failed first: {own[0].error}" if own else ""
@@ -176,7 +194,7 @@ def examine(folder: Folder) -> dict[str, Any]:
         "ranks": [rank.facts() for rank in ranks],
         "first_error": first,
         "straggler": slow.rank if slow else None,
-        "cause": cause(state, detail, ranks),
+        "cause": cause(folder, state, detail, ranks),
     }
 
 
@@ -189,7 +207,7 @@ def show(folder: Folder, machines: bool) -> int:
         return 0 if well else 1
     print(f"{found['run']} is {found['state'].upper()}" + (f": {found['detail']}" if found["detail"] else ""))
     for rank in found["ranks"]:
-        age = "-" if rank["age"] is None else f"{rank['age']:.0f} s ago"
+        age = f"{rank['age']:.0f} s ago"
         early = f"  {rank['before_backward'] * 1e3:.1f} ms until backward" if rank["before_backward"] else ""
         print(f"  rank {rank['rank']:<3}  {rank['host']:<12}  step {rank['step']:>7}  {age:>10}{early}")
         if rank["stands"]:

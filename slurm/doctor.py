@@ -27,7 +27,7 @@ from configs.profile import Profile
 from configs.shared import Experiment
 from slurm import diagnosis, sbatch, status
 from slurm.scheduler import Scheduler, choose, scrubbed
-from slurm.submit import checked_nodes, divided
+from slurm.submit import checked_nodes, only_settings
 
 COLUMNS = (
     "rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "disk_mb_per_s", "gflop_per_s",
@@ -93,8 +93,8 @@ def unfit(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
     """Hosts that SLURM itself holds for down, where too few others are left."""
     chosen = [f"--partition={partition}"] if partition else []
     lines = sorted(set(scheduler.call("sinfo", "-N", "-h", "-o", "%N|%T|%E", *chosen).split("\n")) - {""})
-    bad = [line.split("|") for line in lines if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
-    if len({line.split("|")[0] for line in lines}) - len(bad) >= nodes:
+    bad = [line.split("|", 2) for line in lines if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
+    if len({line.partition("|")[0] for line in lines}) - len(bad) >= nodes:
         return []
     return [f"{host} is {state}: {reason.strip()}; SLURM starts nothing there" for host, state, reason in bad]
 
@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> int:
     if given.run:
         return diagnosis.show(status.find(given.run, Path("runs")), machines)
     nodes = checked_nodes(given.nodes or "1")
-    words, for_profile = divided(given.args)
+    words, for_profile = only_settings(given.args)
     settings = config.resolve(Places, [config.parse(words).values])
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose(given.launch or "auto")

@@ -9,6 +9,7 @@ from statistics import median
 from common.folder import Folder, read_json
 
 STRAGGLER = 1.25  # times the median of the others, as in common/scaling.py
+FLOOR = 1e-3  # seconds at least: less than that is the jitter of a short step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ def straggler(ranks: Sequence[Beat]) -> Beat | None:
         return None
     slow = max(known, key=lambda rank: known[rank])
     others = median(seconds for rank, seconds in known.items() if rank is not slow)
-    return slow if known[slow] > STRAGGLER * others else None
+    return slow if known[slow] > max(STRAGGLER * others, others + FLOOR) else None
 
 
 def slow_words(ranks: Sequence[Beat]) -> str:

@@ -3,8 +3,8 @@
     python -m slurm.rerun [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] -- RUN
 
 Before it starts it says what differs from then: settings, packages, machine, processes, data. After it, whether losses
-and final numbers are equal to the bit, or how far apart. Exit status: 0 equal, 3 different, 2 refused; a repetition
-that does not finish has its own.
+and final numbers, those of time and memory left out, are equal to the bit, or how far apart. Exit status: 0 equal,
+3 different, 2 refused; a repetition that does not finish has its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -35,6 +36,11 @@ from slurm.scheduler import Scheduler, choose
 
 DIFFERENT = 3  # exit status
 PLACES = ("runs", "data.root", "data.cache")  # where things lie changes no number
+# parts of the names under which a result holds times, memory, and places, which are never quite the same again
+MEASURED = re.compile(
+    r"second|memory|megabytes|idle_share|timeline|communication|efficiency|imbalance"
+    r"|^(ranks|straggler|compare|stages|export(_.*)?|state|exit_status)$"
+)
 Lines = Iterator[tuple[str, Any, Any]]
 
 
@@ -42,7 +48,7 @@ def checked(run: str) -> Folder:
     """The folder of a run that is over and can be repeated. Raises UserError."""
     folder = status.find(run, Path("runs"))
     state, _ = status.state_of(folder)
-    if state in ("RUNNING", "PENDING"):
+    if state not in status.OVER:
         raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} has no source in code/ any more, and cannot be repeated; start a new run")
@@ -157,14 +163,15 @@ def losses(folder: Folder) -> dict[int, float | None]:
     return {row["global_step"]: row["loss"] for row in folder.rows() if "loss" in row}
 
 
-def apart(a: float | None, b: float | None) -> float:
+def apart(a: Any, b: Any) -> float:
     """How far two numbers are apart; infinitely if only one of them is a number."""
-    return abs(a - b) if a is not None and b is not None else 0.0 if a is b else math.inf
+    both = isinstance(a, int | float) and isinstance(b, int | float)
+    return float(abs(a - b)) if both else 0.0 if a == b else math.inf
 
 
 def outcome(folder: Folder) -> dict[str, Any]:
-    """The final numbers that depend on the training alone, not on its speed."""
-    return {key: value for key, value in folder.result.items() if key.startswith("test_")}
+    """What depends on the training alone, not on its speed: losses, accuracies, counts, masks."""
+    return {key: value for key, value in folder.result.items() if not MEASURED.search(key)}
 
 
 def compare(old: Folder, new: Folder) -> bool:
@@ -189,8 +196,9 @@ def compare(old: Folder, new: Folder) -> bool:
     a, b = outcome(old), outcome(new)
     odd = [key for key in a | b if a.get(key) != b.get(key)]
     for key in odd:
-        gap = f", {apart(a[key], b[key]):.3g} apart" if key in a and key in b else ""
-        print(f"result      {key}: then {a.get(key)}, now {b.get(key)}{gap}")
+        gap = apart(a.get(key), b.get(key))
+        words = f", {gap:.3g} apart" if gap < math.inf else ""
+        print(f"result      {key}: then {a.get(key)}, now {b.get(key)}{words}")
     if not odd:
         print(f"result      equal to the bit: {', '.join(a)}")
     return bool(both) and not wrong and not missing and not odd
@@ -204,12 +212,12 @@ def worlds(old: Folder, new: Folder) -> Lines:
 
 
 def profile_of(old: Folder, cluster: str, words: list[str]) -> Profile:
-    """The cluster's profile: the one that is named, else the run's own, else the default."""
+    """The cluster's profile: the one that is named, else the run's own, else the default; `words` on top of it."""
     job: Mapping[str, Any] = read_json(old.path / "meta.json").get("job") or {}
     known = {key: value for key, value in (job.get("profile") or {}).items() if key in vars(Profile())}
-    if cluster or not known or words:
+    if cluster or not known:
         return sbatch.load_profile(cluster or "default", words)
-    return Profile(**known)
+    return sbatch.checked_profile(flat(yaml.safe_dump(known)), words)
 
 
 def main(arguments: list[str]) -> int:
@@ -219,7 +227,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
     old = checked(given.run)
-    words, for_profile = submit.divided(given.args)
+    words, for_profile = submit.only_settings(given.args)
     profile = profile_of(old, given.cluster, for_profile)
     scheduler = choose(given.launch or "auto")
     text = resolved(old, [f"runs={old.path.parent}", *words])

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from slurm import cluster
 
 LOCAL = "the local cluster"
 PATIENCE = 15.0  # seconds for a command of SLURM
+FRESH = 1.0  # seconds for which the queue is taken to be as it was
+LATE = 1.0  # seconds from which on a failure is not waited for once more
+AGAIN = 15.0  # seconds for which it is then not asked again
 CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 DOWN = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}  # ended without a result: completed is no excuse
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
@@ -22,6 +26,10 @@ ALIVE = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
 # what an allocation or a launcher leaves in the environment and would mislead a nested job
 LEFTOVERS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_", "SUBMITIT_")
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# of commands that look at many runs one after the other, by the words that start a command of SLURM
+QUEUES: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}  # when, and the state of each job
+FAILED: dict[tuple[str, ...], tuple[float, str]] = {}  # when, and why
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
@@ -64,17 +72,41 @@ class Scheduler:
             raise UserError(f"{self.name}: {words[0]} failed: {problem}")
         return done.stdout
 
+    def call_once(self, *words: str) -> str:
+        """The output of a command that is asked for many runs: one that failed late a moment ago fails at once."""
+        key = tuple(self.command(words[0]))
+        when, problem = FAILED.get(key, (0.0, ""))
+        began = time.monotonic()
+        if problem and began - when < AGAIN:
+            raise UserError(problem)
+        try:
+            return self.call(*words, patience=PATIENCE / 3)
+        except UserError as error:
+            if time.monotonic() - began > LATE and "Invalid job id" not in str(error):  # that is about this job alone
+                FAILED[key] = time.monotonic(), str(error)
+            raise
+
+    def queue(self) -> dict[str, str]:
+        """State and reason of our jobs in the queue by their ids, asked once for all runs."""
+        key = tuple(self.command("squeue"))
+        when, found = QUEUES.get(key, (0.0, {}))
+        if not when or time.monotonic() - when > FRESH:
+            lines = self.call_once("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r").splitlines()
+            found = {job: words for job, _, words in (line.strip().partition("|") for line in lines)}
+            QUEUES[key] = time.monotonic(), found
+        return found
+
     def state(self, job: str) -> tuple[str, str]:
         """What SLURM says of a job, asked in three ways; a job that none knows is LOST."""
         asked = (
-            ("squeue", "-h", "-j", job, "-o", "%T|%r"),
+            ("squeue",),
             ("scontrol", "-o", "show", "job", job),
             ("sacct", "-n", "-X", "-P", "-j", job, "-o", "State"),
         )
         problems = []
         for words in asked:
             try:
-                answer = self.call(*words, patience=PATIENCE / len(asked)).strip()
+                answer = self.queue().get(job, "") if words == ("squeue",) else self.call_once(*words).strip()
             except UserError as error:
                 problems.append(str(error))
                 continue

@@ -100,11 +100,15 @@ def cells(sweep: str, root: Path) -> list[Folder]:
 
 
 def settings_of(folder: Folder) -> dict[str, str]:
-    """The settings of a run as text, by dotted name; empty where they cannot be read."""
+    """The settings of a run's newest start as text, by dotted name; empty where they cannot be read."""
     try:
-        return {key: str(value) for key, value in config.read_file(folder.path / "config.yaml").items()}
+        found = {key: str(value) for key, value in config.read_file(folder.path / "config.yaml").items()}
     except UserError:
         return {}
+    for start in folder.attempts()[-1:]:
+        changed = read_json(start.attempt / "changed.json").items()
+        found |= {key: str(pair[-1]) for key, pair in changed if isinstance(pair, list) and pair}
+    return found
 
 
 def fitting(folders: list[Folder], where: str) -> list[Folder]:

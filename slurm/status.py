@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import config, provenance
+from common import config, provenance, summary
 from common.config import UserError
 from common.folder import Folder, read_json, write_json
 from slurm import cluster, ranks
@@ -35,6 +35,7 @@ from slurm.scheduler import LOCAL, Scheduler
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
 TAIL, LAST_ROW = 1 << 16, 1 << 11  # bytes of metrics that tell the speed, and the step alone
 LEAST = 1 << 16  # bytes free on a disk that is not full
+PREPARING = 600.0  # seconds for which a folder may be prepared by somebody who is not known here
 EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
 
 
@@ -110,7 +111,7 @@ def status_of(folder: Folder) -> Status:
     newest = attempts[-1] if attempts else None
     counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
     result = folder.result
-    rate = result.get("samples_per_second")
+    rate = summary.number(result.get("samples_per_second"))
     rows = tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     signs = ranks.beats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
@@ -127,8 +128,7 @@ def state_of(folder: Folder) -> tuple[str, str]:
     """The state of a run and a word on it."""
     result = folder.result
     if result:
-        word = f"accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else result.get("reason", "")
-        return result["state"].upper(), word
+        return ending(result)
     meta = read_json(folder.path / "meta.json")
     if meta.get("job"):
         scheduler = scheduler_of(meta)
@@ -137,10 +137,35 @@ def state_of(folder: Folder) -> tuple[str, str]:
         state, word = scheduler.state(meta["job"]["id"])
         return state, word + (disk_trouble(folder) if state == "FAILED" else "")
     start = (meta.get("history") or [{}])[-1]
-    process = Process(start.get("pid", 0), start.get("pid_started", 0))
-    if start.get("host") == socket.gethostname() and not process.alive():
-        return "LOST", "its process is gone and left no result"
-    return "RUNNING", ""
+    if not start:
+        return unbegun(folder, meta.get("prepared_by") or {})
+    return ("LOST", "its process is gone and left no result") if alive(start) is False else ("RUNNING", "")
+
+
+def ending(result: dict[str, Any]) -> tuple[str, str]:
+    """What a result file says; one that does not tell how the run ended is no success."""
+    state, accuracy = str(result.get("state")).upper(), summary.number(result.get("test_accuracy"))
+    if state not in OVER:
+        return "FAILED", "result.json does not say how it ended"
+    return state, str(result.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}"
+
+
+def alive(entry: dict[str, Any]) -> bool | None:
+    """Whether a process that meta.json names still runs; None where this host cannot know."""
+    if entry.get("host") != socket.gethostname():
+        return None
+    return Process(entry.get("pid", 0), entry.get("pid_started", 0)).alive()
+
+
+def unbegun(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
+    """Of a folder in which no start has begun and that was given to no job: somebody may still be preparing it."""
+    busy = alive(by)
+    if busy is None:
+        with contextlib.suppress(OSError):
+            busy = time.time() - (folder.path / "config.yaml").stat().st_mtime < PREPARING
+    if busy:
+        return "PENDING", "it is being prepared"
+    return "LOST", "it was prepared and never begun; remove its folder"
 
 
 def scheduler_of(meta: dict[str, Any]) -> Scheduler | None:
@@ -204,7 +229,7 @@ def follow_to_the_end(folder: Folder, log: Path) -> int:
 def exit_status(folder: Folder) -> int:
     """The exit status of a run that is over: its own, else what SLURM saw, else 1."""
     meta, result = read_json(folder.path / "meta.json"), folder.result
-    if "exit_status" in result:
+    if isinstance(result.get("exit_status"), int):
         return int(result["exit_status"])
     scheduler = scheduler_of(meta) if meta.get("job") else None
     if scheduler is None:
@@ -237,6 +262,8 @@ def cancel(folder: Folder) -> str:
         return f"{folder.path.name} is {state} already"
     meta = read_json(folder.path / "meta.json")
     job, start = meta.get("job"), (meta.get("history") or [{}])[-1]
+    if not job and not start:
+        raise UserError(f"{folder.path.name} is still being prepared; end the command that does it, or try again")
     if not job and start["host"] != socket.gethostname():
         raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
     # first: so it is not queued again, and its process knows why it has to stop

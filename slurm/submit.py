@@ -107,7 +107,7 @@ def checked_run(run: str, name: str) -> Folder:
     state, _ = status.state_of(folder)
     if name and name != folder.experiment:
         raise UserError(f"RESUME={run} is a run of {folder.experiment}, not of {name}; leave NAME out")
-    if state in ("RUNNING", "PENDING"):
+    if state not in status.OVER:
         raise UserError(f"{folder.path.name} is {state}; to go on with it elsewhere, first make cancel RUN={run}")
     return folder
 
@@ -158,6 +158,17 @@ def divided(text: str) -> tuple[list[str], list[str]]:
     words = split_arguments(text)
     for_profile = [word for word in words if re.match(r"cluster\.\w+=", word)]
     return [word for word in words if word not in for_profile], for_profile
+
+
+def only_settings(text: str) -> tuple[list[str], list[str]]:
+    """The same for a command to which the options of an experiment mean nothing. Raises UserError for them."""
+    words, for_profile = divided(text)
+    option = next((word for word in words if word.startswith("-")), None)
+    if option:
+        raise UserError(
+            f"ARGS: {option} is no setting; write key=value here (make exp NAME=<experiment> ARGS=--help lists them)"
+        )
+    return words, for_profile
 
 
 def check_patience(settings: Experiment, profile: Profile) -> None:

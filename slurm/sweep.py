@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
     failed, wants, dry = (submit.checked_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
-    words, for_profile = submit.divided(given.args)
+    words, for_profile = submit.only_settings(given.args)
     plan = grid.read(given.grid, words)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose(given.launch or "auto")

@@ -40,8 +40,9 @@ def sync(folders: list[Folder], dry: bool) -> int:
     waiting: list[Path] = []
     for folder in folders:
         new = [path for path in offline(folder) if not sent(path)]
-        if new and status.state_of(folder)[0] in ("RUNNING", "PENDING"):
-            print(f"{folder.path.name} is not over yet: left for later")
+        state = status.state_of(folder)[0] if new else ""
+        if new and state not in status.OVER:
+            print(f"{folder.path.name} is not over yet ({state}): left for later")
             continue
         waiting += new
     if dry or not waiting:

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from common import page
 from common.folder import Folder
+from slurm import compare as compared
+from slurm import selection
 from tests.benchmarks.runs import Made
 from tests.browser import browser, requests, until
 from tests.helpers import ROOT, environment
@@ -123,6 +126,52 @@ def test_mistakes_are_answered(made: Path, words: tuple[str, ...], part: str) ->
     assert done.returncode == 2
     assert part in done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("below", ["", "/x.html", "/a/b.html"])
+def test_a_page_that_cannot_be_written_takes_no_table_away(made: Path, tmp_path: Path, below: str) -> None:
+    place = tmp_path / "there"
+    place.touch() if below else place.mkdir()
+    done = compare(made, f"--page={place}{below}")
+    assert done.returncode == 2 and len(done.stdout.splitlines()) > 6, done.stdout
+    assert str(place) in done.stderr and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+    assert not place.is_dir() or not list(place.iterdir())
+
+
+def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> None:
+    for name in ("mnist_pipeline", "ddp_multinode"):
+        Made(name, 7, 10, result={"idle_share": [0.2]}).write(tmp_path)
+    runs, differing = compared.compare(selection.everything(tmp_path))
+    for run in runs:
+        run.label = "0007"
+    plot = page.figure([compared.picture(run, tmp_path, differing) for run in runs])
+    assert plot is not None
+    ids = {run.folder.path.name for run in runs}
+    assert {trace.legendgroup for trace in plot.data} == ids
+    assert [trace.name for trace in plot.data if trace.showlegend] == ["0007", "0007"]
+    (bars,) = (axis for axis in plot.select_xaxes() if axis.type == "category")
+    assert set(bars.tickvals) == ids and bars.ticktext == ("0007", "0007")
+
+
+def test_the_newest_starts_settings_count(tmp_path: Path) -> None:
+    folder = Made("ddp_multinode", 1, 20, attempts=2, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
+    Made("ddp_multinode", 2, 20, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
+    first, second = folder.attempts()
+    (second.attempt / "changed.json").write_text('{"optim.lr": ["0.1", "0.05"], "clip": 3}')
+    answer = as_json(tmp_path / "runs")
+    assert [run["settings"] for run in answer["runs"]] == [{"optim.lr": "0.05"}, {"optim.lr": "0.1"}]
+    assert ends(as_json(tmp_path / "runs", "--where=lr<0.07")) == ["0001"]
+    shutil.move(second.attempt / "changed.json", first.attempt)  # the second start took it back
+    assert as_json(tmp_path / "runs")["differing"] == []
+
+
+def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
+    folder = Made(steps=60, attempts=2).write(tmp_path)
+    later = folder.attempts()[1].metrics_file
+    waited = [row | {"time": row["time"] + 60} for row in folder.attempts()[1].own_rows()]
+    later.write_text("".join(json.dumps(row) + "\n" for row in waited))
+    low = compared.Compared.of(folder).curves.speed.low
+    assert low.min() > 0.5 * low.max()
 
 
 def test_an_ending_of_two_runs_is_refused(tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ def test_the_time_of_evaluations_is_no_step() -> None:
     assert drawn.tests["test_accuracy"].at.tolist() == [[3, 30, 60.3]]
 
 
+def test_the_time_between_two_starts_is_no_step() -> None:
+    own = rows([1.0] * 6)
+    for row in own[3:]:
+        row["time"] += 60
+    own.append({"global_step": [6], "samples": 60, "time": 61, "loss": 1.0})
+    assert min(curves.read(own[:-1]).speed.value) < 1
+    assert curves.read(own, {3}).speed.value == pytest.approx([100] * 4)  # all but the first of each start
+
+
 def test_a_loss_that_is_no_number_is_a_gap() -> None:
     drawn = curves.read(rows([1.0, None, 1.0]))
     assert np.isnan(drawn.loss.value).tolist() == [False, True, False]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from common import config, data, models, norm, prepare, scaling
 from common.config import UserError
@@ -107,6 +108,14 @@ def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
     assert found.efficiency == pytest.approx(0.15 / 0.1 / 3) and "50%" in found.rows()["efficiency"]
     assert scaling.straggler([rank(0.010), rank(0.011)]) is None
     assert ScalingReport(ranks, "abc", None, 0, 0.1, names_stragglers=False).rows().keys() == {"ms per step"}
+
+
+def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
+    times = scaling.StepTimes(nn.Linear(1, 1), torch.device("cpu"))
+    for _ in times.batches(range(scaling.WARM_UP + scaling.ENOUGH)):
+        times.mark("backward")
+        assert times.recent() is None
+    assert times.recent() is not None
 
 
 def test_compare_reports_the_efficiency(tmp_path: Path, digits: tuple[str, ...]) -> None:

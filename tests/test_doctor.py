@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 
 from common.checkup import problems
-from common.folder import Folder
+from common.folder import Folder, write_json
 from slurm import diagnosis
+from slurm import doctor as checks
+from slurm.ranks import Beat, straggler
+from slurm.scheduler import Scheduler
 from tests.benchmarks.runs import Made
-from tests.helpers import ROOT, command, environment
+from tests.helpers import ROOT, command, environment, script
 from tests.helpers import run as experiment
 
 SOUND = {
@@ -65,10 +68,23 @@ def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -
     assert not message or message in found[0]
 
 
-def test_of_two_clocks_nobody_knows_which_is_wrong() -> None:
-    facts = [SOUND, SOUND | {"host": "node2", "rank": 1, "times": [97.0, 98.0, 99.0]}]
-    (found,) = problems(facts, 2)
-    assert "node2 (rank 1) and node1 (rank 0): their clocks are -3.0 s apart" in found
+@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("skew", [-1.8, 90.0, 0.9])
+def test_of_two_clocks_nobody_knows_which_is_wrong(each: int, skew: float) -> None:
+    """However many processes each host has."""
+    facts = [SOUND | {"rank": rank} for rank in range(each)]
+    there = {"host": "node2", "times": [100.0 + skew, 101.0 + skew, 102.0 + skew]}
+    facts += [SOUND | there | {"rank": each + rank} for rank in range(each)]
+    words = f"node2 (rank {each}) and node1 (rank 0): their clocks are {skew:+.1f} s apart; set up NTP"
+    assert problems(facts, 2) == ([words] if abs(skew) > 1 else [])
+
+
+def test_processes_of_one_host_do_not_outvote_the_others() -> None:
+    """Two of three hosts are right, though the one that is wrong has most of the processes."""
+    hosts = ["node1", "node2", "node3", "node3", "node3"]
+    late = {"times": [130.0, 131.0, 132.0]}
+    facts = [SOUND | {"host": h, "rank": r} | (late if h == "node3" else {}) for r, h in enumerate(hosts)]
+    assert problems(facts, 3) == ["node3 (rank 2): its clock is +30.0 s from the others'; set up NTP"]
 
 
 def doctor(*words: str, status: int | None = 0) -> str:
@@ -199,9 +215,62 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
 def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     folder = Made(state="running", steps=200).write(tmp_path)
     assert diagnosis.examine(folder)["cause"] == diagnosis.WELL
-    for rank, step in ((0, 100), (1, 99)):
-        folder.attempts()[-1].heartbeat(rank, step, time.time() - 100 - rank)
-    assert diagnosis.examine(folder)["cause"] == "it hangs: rank 1 on vm has shown nothing since step 99"
+    for seconds, cause in ((100, diagnosis.WELL), (130, "it hangs: rank 1 on vm has shown nothing since step 99")):
+        for rank, step in ((0, 100), (1, 99)):  # a message may take launch.step_timeout=120 seconds
+            folder.attempts()[-1].heartbeat(rank, step, time.time() - seconds - rank)
+        assert diagnosis.examine(folder)["cause"] == cause
+
+
+@pytest.mark.parametrize(
+    ("timeout", "seconds", "well"), [(120, 100, True), (120, 130, False), (15, 40, True), (15, 70, False)]
+)
+def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
+    tmp_path: Path, timeout: int, seconds: float, well: bool
+) -> None:
+    folder = Made(state="running", settings={"launch.step_timeout": str(timeout)}).write(tmp_path)
+    place = folder.attempts()[-1].attempt
+    (place / "heartbeat-1.json").unlink()
+    folder.attempts()[-1].heartbeat(0, 1, time.time() - seconds)
+    for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
+        os.utime(path, (time.time() - seconds - 5,) * 2)
+    hangs = "it hangs: rank 1 on vm has shown nothing since step 0"
+    assert diagnosis.examine(folder)["cause"] == (diagnosis.WELL if well else hangs)
+    (place / "heartbeat-0.json").unlink()  # nobody has made a step
+    assert diagnosis.examine(folder)["cause"].startswith(diagnosis.WELL if well else "it hangs: rank ")
+    assert diagnosis.show(folder, machines=True) == (0 if well else 1)
+
+
+def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path) -> None:
+    """SLURM appends what all starts of a job say to one file."""
+    folder = Made(attempts=2).write(tmp_path)
+    write_json(folder.path / "meta.json", {"job": {"id": "7", "scheduler": "SLURM"}})
+    kept = folder.path / "submit" / "7_1_log.out"
+    kept.parent.mkdir()
+    start = "submitit INFO (2026-01-01 00:00:00,000) - Starting with JobEnvironment(job_id=7, hostname=vm)\n"
+    error = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"
+    kept.write_text(start + error + start)
+    assert diagnosis.examine(folder)["first_error"] is None
+    kept.write_text(start + start + error)  # its log may know nothing of it
+    assert diagnosis.examine(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "slow"),
+    [((0.2, 0.9), None), ((0.2, 1.3), 1), ((10.0, 12.0), None), ((10.0, 13.0), 1), ((3.0, 10.0, 3.1), 1)],
+)
+def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ...], slow: int | None) -> None:
+    found = straggler([Beat(rank, "vm", 100, 1.0, each / 1e3) for rank, each in enumerate(milliseconds)])
+    assert (found and found.rank) == slow
+
+
+def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = Scheduler("SLURM")
+    assert checks.unfit(slurm, 2, "") == ["node2 is drained: disk | see ticket | 7; SLURM starts nothing there"]
+    assert checks.unfit(slurm, 1, "") == []
 
 
 @pytest.mark.parametrize(
@@ -209,6 +278,7 @@ def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     [
         (["--run=nothing"], "RUN='nothing': no such run folder"),
         (["--nodes=x"], "NODES='x' is no positive number"),
+        (["--args=--help"], "ARGS: --help is no setting"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),
         (["--json=2"], "JSON='2' is neither 0 nor 1"),
     ],

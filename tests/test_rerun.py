@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.config import UserError
 from common.folder import Folder, write_json
 from common.prepare import RAW
+from configs.profile import Profile
 from slurm import rerun
+from tests.benchmarks.runs import Made
 from tests.helpers import ROOT, Done, environment, run
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
@@ -122,6 +126,8 @@ def test_one_flipped_byte_of_the_source_of_the_data_is_named(place: Path, tmp_pa
         ([], "RUN is missing; write RUN=<id>"),
         (["--args=seed=x", "{old}"], "seed=x: write a decimal number"),
         (["--args=sed=1", "{old}"], "unknown key sed; did you mean seed?"),
+        (["--args=--help", "{old}"], "ARGS: --help is no setting; write key=value here"),
+        (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is no setting"),
         (["--launch=nowhere", "{old}"], "LAUNCH=nowhere is unknown"),
         (["{bare}"], "has no source in code/ any more"),
     ],
@@ -141,6 +147,50 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], me
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert len(list(tmp_path.iterdir())) == 2
+
+
+MEASURED = {
+    "state": "finished", "exit_status": 0, "samples_per_second": 1.0, "step_seconds": 1.0, "training_memory": 1,
+    "peak_memory": {"process 0": 1}, "peak_memory_0": 1, "memory_megabytes": [1.0], "idle_share": [0.1],
+    "idle_share_1": 0.1, "timeline": [{"start": 0.0}], "communication_seconds": 1.0, "communication_exposed": 1.0,
+    "alone_step_seconds": 1.0, "efficiency": 1.0, "imbalance": {"memory": 1.0}, "ranks": [{"step": 1.0}],
+    "straggler": 1, "compare": {"ddp": [1.0]}, "stages": [["fc1"]], "csr_seconds": 1.0, "export": "/runs/a/model.pt2",
+    "export_bytes": 1,
+}  # fmt: skip
+TRAINED = {
+    "test_loss": 0.5, "test_accuracy": 0.9, "test_samples": 100, "final_loss": 0.25, "bytes_sent": 8.0,
+    "steps_skipped": 0, "nonzero": 80, "weights": 100, "sparsity": 0.2, "masks": "ab12", "bytes_raw": 400,
+    "int8_accuracy": 0.9, "ideal_bubble": 0.2, "last_batch": [3, 2], "data": "digits", "computed_in": "fp32",
+}  # fmt: skip
+
+
+def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (Made(number=number, steps=10).write(tmp_path) for number in range(2))
+    shutil.copy(old.attempts()[0].metrics_file, new.attempts()[0].metrics_file)
+    write_json(old.path / "result.json", MEASURED | TRAINED)
+    other = {key: value if key == "state" else "measured anew" for key, value in MEASURED.items()}
+    write_json(new.path / "result.json", other | TRAINED)
+    assert rerun.compare(old, new)
+    assert f"result      equal to the bit: {', '.join(TRAINED)}\n" in capsys.readouterr().out
+    for key, value in TRAINED.items():
+        changed = value + 0.5 if isinstance(value, int | float) else "another"
+        write_json(new.path / "result.json", other | TRAINED | {key: changed})
+        assert not rerun.compare(old, new)
+        apart = ", 0.5 apart" if isinstance(value, int | float) else ""
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result")]
+        assert said == [f"result      {key}: then {value}, now {changed}{apart}"]
+
+
+def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path) -> None:
+    own = Profile(partition="long", gpus=2, gpus_as="gres", requeue=False, memory_gb=1.5, setup=["module load cuda"])
+    write_json(tmp_path / "meta.json", {"job": {"profile": vars(own) | {"gone": 1}}})
+    old = Folder(tmp_path)
+    assert rerun.profile_of(old, "", []) == own
+    longer = rerun.profile_of(old, "", ["cluster.time=120"])
+    assert longer == dataclasses.replace(own, time=120)
+    assert rerun.profile_of(old, "default", ["cluster.time=120"]).partition == ""
+    with pytest.raises(UserError, match="did you mean partition"):
+        rerun.profile_of(old, "", ["cluster.partion=x"])
 
 
 def test_a_loss_that_is_no_number_is_as_far_as_can_be() -> None:

@@ -58,8 +58,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site
         found.call("slurm.cluster", "down")
 
 
-def doctor(site: Site, nodes: int = NODES) -> dict[str, Any]:
-    words = f"--args=runs={site.runs} data.cache={site.cache}"
+def doctor(site: Site, nodes: int = NODES, more: str = "") -> dict[str, Any]:
+    words = f"--args=runs={site.runs} data.cache={site.cache} {more}"
     done = site.call("slurm.doctor", f"--nodes={nodes}", words, "--json=1", status=None)
     assert "Traceback" not in done.stderr, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -116,16 +116,28 @@ def test_a_host_with_another_package_version(site: Site) -> None:
         only(doctor(site), "node2 (rank 1)", "has numpy 1.0.1, the others")
 
 
-def test_a_host_whose_clock_was_moved(site: Site) -> None:
+def other_clock(site: Site, number: int, offset: str) -> contextlib.AbstractContextManager[None]:
+    """A host's clock is moved."""
     (library,) = Path("/usr/lib").glob("*/faketime/libfaketime.so.1")
-    folder = site.folder / "etc-of-node3"
+    folder = site.folder / f"etc-of-node{number}"
     begin = f"""cp -a /etc {folder}
 echo {library} > {folder}/ld.so.preload
-echo '+90s' > {folder}/faketimerc
+echo '{offset}' > {folder}/faketimerc
 mount --bind {folder} /etc"""
-    with on_host(site, 3, begin, "umount /etc"):
+    return on_host(site, number, begin, "umount /etc")
+
+
+def test_a_host_whose_clock_was_moved(site: Site) -> None:
+    with other_clock(site, 3, "+90s"):
         only(doctor(site), "node3 (rank 2)", "its clock is +90.", "set up NTP")
     assert doctor(site)["sound"]
+
+
+def test_one_of_two_clocks_was_moved_however_many_processes_a_host_has(site: Site) -> None:
+    with other_clock(site, 2, "+1.8s"):
+        found = doctor(site, 2, "cluster.processes=2")
+    assert [host["host"] for host in found["hosts"]] == ["node1", "node1", "node2", "node2"]
+    only(found, "node2 (rank 2) and node1 (rank 0): their clocks are +1.8 s apart; set up NTP")
 
 
 def test_a_host_whose_disk_is_full(site: Site) -> None:

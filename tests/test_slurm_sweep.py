@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from common.folder import Folder, read_json
+from slurm.scheduler import choose
 from tests.faults import until
 from tests.site import Site
 
@@ -57,6 +58,28 @@ def test_eight_points_with_a_host_powered_off_in_the_middle(
         repeated = site.call("slurm.rerun", "--", str(on_2[0].path))
         assert f"equal to the bit in {STEPS} steps" in repeated.stdout
         assert len(started(site)) == 9
+    finally:
+        site.call("slurm.cluster", "down")
+
+
+def test_one_look_at_the_queue_tells_of_every_task(
+    tmp_path_factory: pytest.TempPathFactory, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path_factory.mktemp("queue"), cache)
+    site.call("slurm.cluster", "up", "--nodes=2")
+    try:
+        monkeypatch.setenv("CLUSTER_DIR", str(site.folder))
+        slurm = choose("slurm")
+        words = ("sbatch", "--parsable", "--array=0-3%1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+        job = site.inside(*words).stdout.strip()
+        until("the first task", lambda: slurm.state(f"{job}_0")[0] == "RUNNING")
+        found = slurm.queue()
+        assert {task.rpartition("_")[2]: words.partition("|")[0] for task, words in found.items()} == {
+            "0": "RUNNING", "1": "PENDING", "2": "PENDING", "3": "PENDING"
+        }  # fmt: skip
+        assert "JobArrayTaskLimit" in slurm.state(f"{job}_2")[1]
+        site.inside("scancel", job)
+        until("they are cancelled", lambda: slurm.state(f"{job}_2")[0] == "CANCELLED")
     finally:
         site.call("slurm.cluster", "down")
 

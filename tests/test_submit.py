@@ -21,6 +21,7 @@ from common.folder import Folder, write_json
 from configs.profile import Profile
 from slurm import sbatch, scheduler, status
 from slurm.cluster_net import Process
+from tests.benchmarks.runs import Made
 from tests.helpers import ROOT, environment
 
 GOLDEN = """#!/bin/bash
@@ -127,7 +128,7 @@ class Fake:
             "scontrol", 'case "$1" in ping) echo "Slurmctld(primary) at ctl is UP";; *) echo "JobState=RUNNING";; esac'
         )
         self.answer("sbatch", 'cat "$1" >/dev/null; echo "Submitted batch job 4711"')
-        self.answer("squeue", "echo RUNNING")
+        self.answer("squeue", "echo '4711|RUNNING|None'")
         self.answer("sinfo", "echo 4")
         self.answer("sacct", "echo COMPLETED")
         self.answer("scancel", "exit 0")
@@ -267,8 +268,9 @@ def test_without_a_configuration_the_run_is_local(fake: Fake, cache: Path) -> No
 @pytest.mark.parametrize(
     ("answers", "state", "exit_status"),
     [
-        ({"squeue": "echo 'PENDING|Resources'"}, "PENDING", 0),
-        ({"squeue": "echo RUNNING"}, "RUNNING", 0),
+        ({"squeue": "echo '4711|PENDING|Resources'"}, "PENDING", 0),
+        ({"squeue": "echo '4711|RUNNING|None'"}, "RUNNING", 0),
+        ({"squeue": "echo '47|PENDING|None'"}, "RUNNING", 0),  # another one; scontrol knows ours
         ({"squeue": "exit 1", "scontrol": "echo JobId=1 JobState=RUNNING"}, "RUNNING", 0),
         ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo FAILED"}, "FAILED", 1),
         ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo 'CANCELLED by 0'"}, "CANCELLED", 0),
@@ -287,13 +289,66 @@ def test_status_asks_in_turn(fake: Fake, cache: Path, answers: dict[str, str], s
     assert done.returncode == exit_status
 
 
+def waiting(folder: Path, number: int, job: str) -> Folder:
+    """A run that a job was submitted for."""
+    found = Made(number=number, steps=0, state="lost").write(folder)
+    write_json(found.path / "meta.json", {"job": {"id": job, "scheduler": "SLURM"}})
+    return found
+
+
+def test_the_queue_is_asked_once_for_all_runs(fake: Fake) -> None:
+    runs = fake.bin.parent / "runs"
+    for number, job in enumerate(("1", "2_0", "2_1", "3")):
+        waiting(runs, number, job)
+    fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
+    fake.answer("scontrol", "echo JobState=FAILED")
+    done = call(fake, "slurm.status", f"--runs={runs}", "status")
+    states = [line.split()[1:2] + line.split()[6:] for line in done.stdout.splitlines()[1:]]
+    assert [state for state, *_ in states] == ["RUNNING", "RUNNING", "PENDING", "FAILED"], done.stdout + done.stderr
+    assert "job 2_1 JobArrayTaskLimit" in done.stdout
+    asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
+    assert asked == ["squeue", "scontrol"]
+
+
+def test_a_controller_that_hangs_is_waited_for_once(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [waiting(tmp_path / "runs", number, str(number)) for number in range(5)]
+    for name in ("squeue", "scontrol", "sacct"):
+        fake.answer(name, "exec sleep 60")
+    monkeypatch.setattr(scheduler, "PATIENCE", 3.3)
+    monkeypatch.setattr(scheduler, "FAILED", {})
+    monkeypatch.setattr(scheduler, "QUEUES", {})
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    assert {status.state_of(run)[0] for run in runs} == {"UNKNOWN"}
+    asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
+    assert asked == ["squeue", "scontrol", "sacct"]
+    monkeypatch.setattr(scheduler, "AGAIN", 0.0)
+    fake.answer("squeue", "echo '3|RUNNING|None'")
+    assert status.state_of(runs[3])[0] == "RUNNING"
+
+
+def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
+    folder = waiting(fake.bin.parent / "runs", 0, "1")
+    (folder.path / "wandb" / "offline-run-1").mkdir(parents=True)
+    (folder.path / "wandb" / "offline-run-1" / "run.wandb").touch()
+    for name in ("squeue", "scontrol", "sacct"):
+        fake.answer(name, "exit 1")
+    sync = ("sync", f"--runs={folder.path.parent}", "--dry-run=1")
+    assert "is not over yet (UNKNOWN): left for later\nnothing to send" in call(fake, "slurm.upload", *sync).stdout
+    for module, words in (("slurm.rerun", ["--", str(folder.path)]), ("slurm.submit", [f"--resume={folder.path}"])):
+        done = call(fake, module, *words)
+        assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
+    fake.answer("sacct", "echo FAILED")
+    assert call(fake, "slurm.upload", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
+
+
 def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake, cache: Path) -> None:
     assert submit(fake, cache).returncode == 0
     folder = str(the_folder(fake).path)
     done = call(fake, "slurm.status", "cancel", folder)
     assert done.stdout == "cancelled job 4711\n"
     assert "scancel 4711" in fake.calls.read_text()
-    fake.answer("squeue", "echo RUNNING")
     assert "CANCELLED" in call(fake, "slurm.status", "status", folder).stdout
     assert "is CANCELLED already" in call(fake, "slurm.status", "cancel", folder).stdout
 
@@ -324,6 +379,46 @@ def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
             if state == "LOST":
                 assert "is LOST already" in answer and sleep.poll() is None
         assert sleep.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: Path) -> None:
+    """Once its submitter is gone; until then it is being prepared."""
+    fake.answer("sbatch", "kill -9 $PPID")  # of the submitter: nothing is cleared away
+    assert submit(fake, cache).returncode == -signal.SIGKILL
+    folder = the_folder(fake)
+    assert not folder.attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
+    done = call(fake, "slurm.status", "status", str(folder.path))
+    assert done.returncode == 1 and "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
+    assert "is LOST already" in call(fake, "slurm.status", "cancel", str(folder.path)).stdout
+    provenance.describe(folder, [], {})  # as a living submitter, this process
+    assert status.state_of(folder) == ("PENDING", "it is being prepared")
+    done = call(fake, "slurm.status", "cancel", str(folder.path))
+    assert done.returncode == 2 and "is still being prepared" in done.stderr and "Traceback" not in done.stderr
+    (folder.path / "meta.json").unlink()  # the first thing that is written is config.yaml
+    assert status.state_of(folder)[0] == "PENDING"
+    long_ago = (folder.path / "config.yaml").stat().st_mtime - 2 * status.PREPARING
+    os.utime(folder.path / "config.yaml", (long_ago, long_ago))
+    assert status.state_of(folder)[0] == "LOST"
+
+
+@pytest.mark.parametrize(
+    ("result", "state", "detail"),
+    [
+        ({"test_accuracy": 0.5}, "FAILED", "result.json does not say how it ended"),
+        ({"state": None, "exit_status": None}, "FAILED", "result.json does not say how it ended"),
+        ({"state": "finished", "test_accuracy": None, "samples_per_second": None}, "FINISHED", ""),
+        ({"state": "failed", "test_accuracy": "x", "reason": None, "samples_per_second": "x"}, "FAILED", ""),
+        ({"state": "finished", "test_accuracy": 0.5}, "FINISHED", "accuracy 50.00%"),
+    ],
+)
+def test_a_result_without_its_numbers_hides_no_other_run(
+    tmp_path: Path, result: dict[str, Any], state: str, detail: str
+) -> None:
+    folder = Made(steps=10).write(tmp_path)
+    write_json(folder.path / "result.json", result)
+    found = status.status_of(folder)
+    assert (found.state, found.detail) == (state, detail) and found.line()
+    assert status.exit_status(folder) == 1
 
 
 def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:

@@ -125,6 +125,15 @@ def test_a_wrong_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, mess
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])
+def test_an_option_starts_no_sweep(tmp_path: Path, cache: Path, option: str) -> None:
+    file = write(tmp_path, cache, points=[{"batch": "32"}])
+    words = [sys.executable, "-m", "slurm.sweep", "--launch=local", f"--args=steps=5 {option}", "--", str(file)]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and f"ARGS: {option.split(maxsplit=1)[0]} is no setting" in done.stderr, done.stderr
+    assert done.stderr.count("error: ") == 1 and not (tmp_path / "runs").exists()
+
+
 def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: Path) -> None:
     file = write(tmp_path, cache, points=[{"batch": "32"}])
     folder = tmp_path / "runs" / "sweeps" / "rates"
