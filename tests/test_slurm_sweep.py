@@ -70,6 +70,7 @@ def test_one_look_at_the_queue_tells_of_every_task(
     try:
         monkeypatch.setenv("CLUSTER_DIR", str(site.folder))
         slurm = choose("slurm")
+        assert slurm is not None
         words = ("sbatch", "--parsable", "--array=0-3%1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
         job = site.inside(*words).stdout.strip()
         until("the first task", lambda: slurm.state(f"{job}_0")[0] == "RUNNING")
