@@ -269,6 +269,8 @@ def verdict(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             ratios = [row["csr_seconds"] / row[f"{dense}_seconds"] for row in rows]
             if name != "dense" and max(ratios) > 1:
                 (slower if min(ratios) > 1 else unclear).append(name)
-        told.append(f"slower than dense {dense} for {', '.join(slower)}" if slower else f"nowhere slower than {dense}")
+        told.append(
+            f"slower than dense {dense} for {', '.join(slower)}" if slower else f"nowhere slower than dense {dense}"
+        )
         told += [f"now slower, now faster for {', '.join(unclear)}"] if unclear else []
     return "; ".join(told)
