@@ -133,7 +133,7 @@ def read(key: Key, text: Any) -> Any:
     if key.type in (int, float):
         value = read_number(key.type, text)
         if value is None:
-            raise refuse("write a decimal number")
+            raise refuse("write a whole number" if key.type is int else "write a decimal number")
         if (key.low is not None and value < key.low) or (key.high is not None and value > key.high):
             raise refuse("out of range")
         return value
@@ -165,6 +165,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def yaml_place(error: yaml.YAMLError) -> str:
+    """Where YAML could not be read any more."""
+    mark = getattr(error, "problem_mark", None)
+    return f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The settings of a YAML file, all scalars as text, by dotted name."""
     try:
@@ -174,8 +180,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
-        where = str(getattr(error, "problem_mark", "")).strip()
-        raise UserError(f"{path}: not valid YAML {where}") from None
+        raise UserError(f"{path}: not valid YAML{yaml_place(error)}") from None
     if not isinstance(tree or {}, dict):
         raise UserError(f"{path}: expected `key: value` lines")
     return flatten(tree or {})

@@ -180,8 +180,9 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
     settings.adapt(provenance.visible_gpus())
     folder, prepared = go_on(settings, given) if given else set_up(settings, fallback=True)
     if given:
-        word = "goes on in run folder" if folder.number > 1 else "run folder"
-        print(f"{given.experiment}: {settings.processes} processes, {word} {given.path}", flush=True)
+        saved = bool(snapshots.candidates(folder))
+        word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
+        print(f"{given.experiment}: {settings.processes} processes, {word}run folder {given.path}", flush=True)
 
     def body(place: Place) -> None:
         notice = listening(settings, folder, place.rank)

@@ -146,9 +146,10 @@ def exchange(cfg: Config, masks: Masks, optimizer: Optimizer, done: float) -> No
         count = min(int(share * sparsity.count(mask)), sparsity.count(~mask))
         stays = mask & ~sparsity.lowest([weight.abs().masked_fill(~mask, math.inf)], count)[0]
         staying.append(stays)
+        # lowest of -|gradient| is the largest gradient; +1 keeps those that stay out of it
         grown.append(stays | sparsity.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)[0])
     masks.set(staying)
-    masks.apply()
+    masks.apply()  # what goes, and what comes, begins at zero and without momentum
     masks.apply_to_memory(optimizer)
     masks.set(grown)
 
@@ -241,7 +242,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
 
     hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
     step = run.resume(Training([inner], it.optimizer, loader, world, replicated=True))
-    masks.refresh()
+    masks.refresh()  # a checkpoint may have brought other masks
     masks.agree()
     if step == 0:
         prune(it, 0)

@@ -169,6 +169,8 @@ def cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
     """The likely cause in one line; empty for a run that is well."""
     if state == "FINISHED":
         return slow_words([rank.beat for rank in ranks])
+    if state == "CANCELLED":
+        return "it was cancelled"
     if state == "RUNNING":
         return alive(ranks, patience(folder))
     errors = in_order(ranks)

@@ -83,6 +83,8 @@ def read(path: str, more: list[str]) -> Grid:
             near = difflib.get_close_matches(key, KEYS, n=1)
             raise UserError(f"{path}: unknown key {key}; " + (f"did you mean {near[0]}?" if near else ", ".join(KEYS)))
     try:
+        if not tree.get("experiment"):
+            raise UserError(f"experiment is missing; write a line such as experiment: {config.names()[0]}")
         experiment = checked_name(scalar(tree.get("experiment", ""), "experiment"))
         repeats, parallel, nodes = (number(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes"))
         common = group(tree.get("settings") or {}, "settings") | config.parse(more).values
@@ -107,8 +109,7 @@ def parsed(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"GRID={path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except yaml.YAMLError as error:
-        where = str(getattr(error, "problem_mark", "")).strip()
-        raise UserError(f"{path}: not valid YAML {where}") from None
+        raise UserError(f"{path}: not valid YAML{config.yaml_place(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines with experiment and grid or points")
     return tree

@@ -78,7 +78,7 @@ def find(name: str, runs: Path) -> Folder:
         newest = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
         names = ", ".join(path.parent.name for path in newest) or "none"
         raise UserError(f"RUN is missing; write RUN=<id> (newest in {runs}: {names})")
-    raise UserError(f"RUN={name!r}: no such run folder in {runs}; make status lists them")
+    raise UserError(f"{name!r}: no such run folder in {runs}; make status lists them")
 
 
 def short(folder: Folder) -> str:
@@ -255,6 +255,15 @@ def rank_0_log(folder: Folder) -> Path:
     return attempts[-1].log_file(0)
 
 
+def what_rank_0_said(folder: Folder) -> str:
+    """In the newest start of which there are words; a queued one has none yet. Raises UserError."""
+    logs = [rank_0_log(folder), *(attempt.log_file(0) for attempt in reversed(folder.attempts()))]
+    texts = [log.read_text(errors="replace") for log in logs if log.exists()]
+    if not any(texts):
+        raise UserError(f"{folder.path.name} has said nothing yet; try again, or FOLLOW=1")
+    return next(filter(None, texts))
+
+
 def cancel(folder: Folder) -> str:
     """End a run; returns what was done."""
     state, _ = state_of(folder)
@@ -312,10 +321,7 @@ def main(arguments: list[str]) -> int:
     elif given.verb == "logs":
         if given.follow == "1":
             return follow(folder, rank_0_log(folder))
-        log = rank_0_log(folder)
-        if not log.exists():
-            raise UserError(f"{folder.path.name} has no log yet; try again, or FOLLOW=1")
-        print(log.read_text(errors="replace"), end="")
+        print(what_rank_0_said(folder), end="")
     else:
         if not (given.wait or "0").isdigit():
             raise UserError(f"WAIT={given.wait!r} is no number of seconds")

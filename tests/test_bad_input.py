@@ -65,7 +65,7 @@ SETTINGS = [
     settings("unknown group", "optm.lr=1", parts=("unknown key optm.lr", "did you mean optim.lr?")),
     settings("wrong type", "batch=many", parts=("batch=many", "int >= 1")),
     settings("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
-    settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "decimal number")),
+    settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "whole number")),
     settings("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
     *(
         settings(f"{key}=0", f"{key}=0", parts=(f"{key}=0: out of range; allowed: int ",))

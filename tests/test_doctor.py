@@ -276,7 +276,7 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--run=nothing"], "RUN='nothing': no such run folder"),
+        (["--run=nothing"], "'nothing': no such run folder"),
         (["--nodes=x"], "NODES='x' is no positive number"),
         (["--args=--help"], "ARGS: --help is no setting"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),

@@ -16,8 +16,9 @@ import pytest
 from common import snapshots
 from common.errors import LEFT
 from common.folder import Folder
+from slurm import diagnosis, status
 from tests.experiments import EXPERIMENTS, Entry
-from tests.helpers import ROOT, command, environment, processes_of
+from tests.helpers import ROOT, command, environment, processes_of, run
 
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 
@@ -63,6 +64,30 @@ def test_a_notice_saves_and_leaves(entry: Entry, number: signal.Signals, tmp_pat
     assert snapshot.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
     assert folder.result["state"] == ("cancelled" if number == signal.SIGINT else "preempted")
     assert not processes_of(str(tmp_path))
+
+
+def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, start: Any) -> None:
+    process = start(EXPERIMENTS[0], tmp_path)
+    (folder,) = (Folder(path) for path in tmp_path.iterdir())
+    assert status.cancel(folder).startswith("cancelled process ")
+    process.communicate(timeout=30)
+    assert process.returncode == LEFT and snapshots.candidates(folder)
+    assert status.state_of(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
+    assert diagnosis.examine(folder)["cause"] == "it was cancelled"
+    assert "after step" in status.what_rank_0_said(folder)
+    waiting = folder.claim()  # a start that has said nothing yet hides no words of the one before
+    (waiting.attempt / "logs").mkdir(exist_ok=True)
+    waiting.log_file(0).touch()
+    assert "after step" in status.what_rank_0_said(folder)
+
+
+def test_without_a_checkpoint_it_says_that_it_begins_anew(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    begun = run("mnist_pipeline", *digits, "checkpoint.every_seconds=0", "steps=3", runs=tmp_path)
+    (begun.folder.path / "result.json").unlink()
+    done = run("mnist_pipeline", "--resume", str(begun.folder.path), runs=tmp_path)
+    assert done.status == 0, done.err
+    assert "has no checkpoint, and begins anew in run folder" in done.out
+    assert len(done.losses) == 3
 
 
 def test_told_twice_it_ends_at_once(tmp_path: Path, start: Any) -> None:

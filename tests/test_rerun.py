@@ -122,9 +122,9 @@ def test_one_flipped_byte_of_the_source_of_the_data_is_named(place: Path, tmp_pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing"], "RUN='nothing': no such run folder"),
+        (["nothing"], "'nothing': no such run folder"),
         ([], "RUN is missing; write RUN=<id>"),
-        (["--args=seed=x", "{old}"], "seed=x: write a decimal number"),
+        (["--args=seed=x", "{old}"], "seed=x: write a whole number"),
         (["--args=sed=1", "{old}"], "unknown key sed; did you mean seed?"),
         (["--args=--help", "{old}"], "ARGS: --help is no setting; write key=value here"),
         (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is no setting"),

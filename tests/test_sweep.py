@@ -100,11 +100,12 @@ def test_a_sweep_that_is_interrupted_goes_on(place: Path, cache: Path) -> None:
     ("tree", "message"),
     [
         ({"grdi": {}}, "unknown key grdi; did you mean grid?"),
+        ({"experiment": ""}, "experiment is missing; write a line such as experiment: amp_accum"),
         ({"experiment": "mnist_pipelin"}, "no experiment 'mnist_pipelin'; did you mean mnist_pipeline?"),
         ({}, "0 points; name some in grid or points"),
         ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
         ({"grid": {"bath": ["64"]}}, "at bath=64: unknown key bath; did you mean batch?"),
-        ({"grid": {"batch": ["64", "x"]}}, "at batch=x: batch=x: write a decimal number"),
+        ({"grid": {"batch": ["64", "x"]}}, "at batch=x: batch=x: write a whole number"),
         ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point {'batch': '4'} is there more than once"),
         ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats: '0' is no number from 1"),
         ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 chooses seeds, and so do the points"),
