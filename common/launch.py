@@ -86,6 +86,15 @@ class World:
         dist.broadcast_object_list(box, self.global_rank(0), self.group)
         return box[0]
 
+    def meet(self, name: str) -> None:
+        """Wait until all ranks have called it with this name, in one run once; no GPU is busy with it."""
+        if self.backend != "nccl" or self.store is None:
+            dist.barrier(self.group)
+            return
+        names = [f"meet/{name}/{rank}" for rank in range(self.size)]
+        self.store.set(names[self.rank], "")
+        self.store.wait(names, self.timeout)
+
     def global_rank(self, rank: int) -> int:
         """The rank in the whole run of a process of this part."""
         return self.members[rank] if self.members else rank

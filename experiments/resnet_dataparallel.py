@@ -161,12 +161,12 @@ def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[flo
 
     sides = {name: trainer(strategy) for name, strategy, _ in plan if strategy == "ddp" or world.is_main}
     rates: dict[str, list[float]] = {name: [] for name, _, _ in plan}
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         for name, _, count in plan:
             torch.set_num_threads(count)
             if name in sides:
                 rates[name].append(cfg.batch / alone.seconds(sides[name], STEPS))
-            dist.barrier()
+            world.meet(f"compare/{number}/{name}")
     torch.set_num_threads(world.threads)
     return rates
 

@@ -86,6 +86,17 @@ def fork(tmp_path: Path, body: str, size: int = 3, **kwargs: object) -> subproce
 JOIN = "with launch.group(place, settings) as world:\n"
 
 
+def test_ranks_meet_by_name_where_a_barrier_would_keep_gpus_busy(tmp_path: Path) -> None:
+    """What ranks with nccl do, with the real store."""
+    body = JOIN + "    import dataclasses, pathlib\n    there = pathlib.Path('.')\n"
+    body += "    for name in ('a', 'b'):\n"
+    body += "        if world.rank == 1: time.sleep(0.3); (there / name).touch()\n"
+    body += "        dataclasses.replace(world, backend='nccl').meet(name)\n"
+    body += "        assert (there / name).exists()"
+    done = fork(tmp_path, body)
+    assert done.returncode == 0, done.stderr
+
+
 def test_processes_meet_and_add_up(tmp_path: Path) -> None:
     body = JOIN + "    x = torch.ones(1) * world.rank\n    dist.all_reduce(x)\n    assert x.item() == 3, x\n"
     body += "    assert world.broadcast(world.rank) == 0 and len(world.gather(1)) == (3 if world.is_main else 0)\n"
