@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from common import config, data, optim
+from common import config, data, optim, scaling
 from common.folder import Folder
 from common.footprint import Footprint
 from common.launch import World
@@ -146,10 +146,10 @@ def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: F
         plant(special, model, world)
     if special in ("count", "forward_outside"):
         counted(model, sent)
-    step, stop = 0, cfg.steps
+    step, stop, times = 0, cfg.steps, scaling.StepTimes(model, world.device)
     while step < cfg.steps:
         stop = step + 1 if special in PLANTS else cfg.steps  # step by step, to see what each changes
-        step = it.train_epoch(cfg, model, optimizer, scaler, windows, run, Footprint(world.device), step, stop)
+        step = it.train_epoch(cfg, model, optimizer, scaler, windows, run, Footprint(world.device), times, step, stop)
         states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     run.flush()
     scores = it.evaluate(cfg, model, test_set, world)

@@ -107,14 +107,25 @@ def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> No
     assert "[1, 2]" in message
 
 
-@pytest.mark.parametrize(
-    "variable", re.findall(r"^override ([A-Z_]+) := \$\(value \1\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-)
-def test_no_variable_is_expanded_by_any_target(place: Path, variable: str) -> None:
-    for text in ("$(shell touch pwned)", "`touch pwned`", "$(touch pwned)", "'\"; touch pwned; '\""):
-        assert make(place, "help", f"{variable}={text}").status == 0
-        assert make(place, "-n", "exp", **{variable: text}).status == 0
+KNOWN = dict(re.findall(r"^override KNOWN-(\S+) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+CHOICE = "RUNS NAME LAST WHERE SWEEP"
+
+
+@pytest.mark.parametrize("target", KNOWN)
+def test_no_setting_is_expanded(place: Path, target: str) -> None:
+    for variable in KNOWN[target].replace("$(CHOICE)", CHOICE).split():
+        text = "$(shell touch pwned)`touch pwned`$(touch pwned)'\"; touch pwned; '\""
+        done = make(place, "--dry-run", target, f"{variable}={text}")
+        assert done.status == 0, done.err
+        assert make(place, "--dry-run", target, **{variable: text}).status == 0
         assert not (place / "pwned").exists()
+
+
+def test_every_target_that_uses_a_setting_has_it() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for target, recipe in re.findall(r"^([a-z][a-z-]*):.*\n((?:\t.*\n)+)", text, re.MULTILINE):
+        used = set(re.findall(r"\$\$\{?([A-Z_]+)", recipe)) - {"PYTHON"}
+        assert used == set(KNOWN.get(target, "").replace("$(CHOICE)", CHOICE).split()), target
 
 
 @pytest.mark.parametrize("text", ["$(shell touch pwned)", "x; touch pwned", "x\ntouch x", "'x", "x" * 300], ids=ascii)

@@ -42,7 +42,7 @@ ELSEWHERE = {
 def quick(words: list[str], cache: Path, runs: Path) -> list[str]:
     """A command with settings that make it short, kept out of the checkout."""
     settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
-    if words[1] == "sweep":
+    if words[1] in ("sweep", "status"):
         return words
     if words[0] == "python":
         return [sys.executable, *words[1:], *(settings if words[1].startswith("experiments/") else [])]
