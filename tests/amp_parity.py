@@ -66,7 +66,7 @@ OUTSIDE = """\
 MISTAKES = {
     "no_divisor": ("loss = loss / len(window)", "loss = loss / 1"),
     "same_divisor": ("loss = loss / len(window)", "loss = loss / cfg.accumulate"),
-    "last_window_dropped": ("in windows:\n", "in (w for w in windows if len(w) == cfg.accumulate):\n"),
+    "last_window_dropped": ("batches(windows)", "batches(w for w in windows if len(w) == cfg.accumulate)"),
     "clip_before_unscale": ("    scaler.unscale_(optimizer)", "    pass"),
     "forward_outside": (CLEAN, OUTSIDE),
     "scaler_for_bf16": ('fp16 = cfg.precision == "fp16"', "fp16 = cfg.precision in HALF"),
