@@ -28,6 +28,9 @@ def save(at: Any, path: Path) -> None:
     pyplot.close(at.figure)
 
 
+TICKS = 8  # on an axis, each at a place that was measured
+
+
 def curves(
     path: Path,
     series: Mapping[str, Points],
@@ -41,7 +44,7 @@ def curves(
 ) -> None:
     """Lines through (x, mean, deviation) with error bars, `computed` ones dashed, and `levels` as horizontal lines.
 
-    `log`: x in powers of 2.
+    `log`: x in powers of 2, its ticks where something was measured unless that is at many places.
     """
     at = axes()
     for label, points in series.items():
@@ -54,6 +57,9 @@ def curves(
         at.axhline(height, linestyle=("--", ":", "-.")[number % 3], color="0.35", label=label)
     if log:
         at.set_xscale("log", base=2)
+        places = sorted({round(point[0], 3) for points in series.values() for point in points})
+        if 0 < len(places) <= TICKS:
+            at.set_xticks(places)
         at.xaxis.set_major_formatter("{x:g}")
     at.set(xlabel=x, ylabel=y, title=title, ylim=(0, None))
     at.grid(alpha=0.3)
