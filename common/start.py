@@ -59,7 +59,13 @@ def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) ->
         if grid is not None and settings.sweep:  # type: ignore[attr-defined]
             sweep.only_here(given is None and place is None)
             sys.exit(sweep.run(grid, settings, sys.argv[1:], lambda chosen: start_here(main, chosen)))
-        sys.exit(start_here(main, settings, given)[1] if place is None else join_there(main, settings, place, given))
+        if place is None:
+            sys.exit(start_here(main, settings, given)[1])
+        status = join_there(main, settings, place, given)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)  # as forked ranks leave: a library's thread that still runs would abort an ordinary exit
 
 
 def is_finished(folder: Folder | None, speaks: bool = True) -> bool:
