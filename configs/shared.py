@@ -208,6 +208,11 @@ class Experiment:
             raise ValueError(
                 "data.name=vectors: the model takes images; use another set, or resnet_modelparallel with model=toy"
             )
+        if self.data.name == "vectors" and self.data.augment != "none":
+            raise ValueError(
+                f"data.augment={self.data.augment} changes images, and data.name=vectors has none; "
+                "leave data.augment out"
+            )
         held = self.data.train_samples
         if 0 < self.data.train_limit < self.batch:
             raise ValueError(

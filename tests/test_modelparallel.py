@@ -74,6 +74,10 @@ def test_a_mode_is_a_schedule_and_its_microbatches(words: list[str], processes: 
         (["devices=[cpu,cpu]", "schedule=1f1b"], ["as gpipe does", "devices=[]"]),
         (["devices=[cpu,cpu]", "stages_per_process=2"], ["one process on one host"]),
         (["data.name=vectors"], ["the model takes images", "model=toy"]),
+        (
+            ["model=toy", "data.name=vectors", "data.augment=crop"],
+            ["data.augment=crop", "data.name=vectors has none", "leave data.augment out"],
+        ),
         (["sweep=true", "split_sizes=[8,x]"], ["split_sizes=[8,x]"]),
         (["sweep=true", "split_sizes=[]"], ["split_sizes=[]"]),
     ],
