@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from common import digits, network, sources
+from common import digits, imagefolder, network, sources
 from common.config import UserError
 from common.folder import disk_errors, read_json
 from common.sources import Arrays
@@ -126,7 +126,7 @@ def prepare_cifar10(data: Data) -> Prepared:
         problem = obtain(root, CIFAR_FOLDER, CIFAR_MIRROR, sources.download_cifar10, data.download_timeout)
         if problem:
             raise UserError(f"CIFAR-10 is not under {root} and cannot be downloaded ({problem}); {remedy}")
-    state = tree_state(root / CIFAR_FOLDER)
+    state = sources.tree_state(root / CIFAR_FOLDER)
     try:
         return cached(Path(data.cache), "cifar10", state, lambda: isolated(sources.read_cifar10, root))
     except UserError as error:
@@ -141,18 +141,11 @@ def prepare_folder(data: Data) -> Prepared:
             f"{root / absent[0]} is missing; set data.root to a folder with train/<class>/* and val/<class>/*, "
             "or data.name=generated"
         )
-    state = f"{tree_state(root / 'train')} {tree_state(root / 'val')} {data.image_size}"
+    state = f"{sources.tree_state(root / 'train')} {sources.tree_state(root / 'val')} {data.image_size}"
     state += " skip" if data.unreadable == "skip" else ""  # with another setting, what was left out is looked at again
     how = (root, data.image_size, data.unreadable)
-    read = lambda: isolated(sources.read_folder, *how, limit=24 * 3600)  # noqa: E731
+    read = lambda: isolated(imagefolder.read_folder, *how, limit=24 * 3600)  # noqa: E731
     return cached(Path(data.cache), "imagefolder", state, read)
-
-
-def tree_state(folder: Path) -> str:
-    """Changes whenever a file in the folder is added, removed or replaced."""
-    stats = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    listed = "".join(f"{path.relative_to(folder)} {s.st_size} {s.st_mtime_ns}\n" for path, s in stats)
-    return f"{folder.resolve()} {hashlib.sha256(listed.encode(errors='surrogateescape')).hexdigest()}"
 
 
 def check_raw(raw: Path) -> None:
@@ -180,7 +173,7 @@ def cached(cache: Path, name: str, state: str, make: Callable[[], Arrays | tuple
 
     `make` may also give words that every run with this set will say.
     """
-    path = cache / f"{name}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
+    path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
     found = read_prepared(name, path)
     if found:
         return found
@@ -278,8 +271,10 @@ def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) 
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)  # a download does not outlive its run
         try:
             sender.send((True, function(*arguments)))
+        except UserError as error:
+            sender.send((False, str(error)))
         except BaseException as error:  # noqa: BLE001 (the parent tells it)
-            sender.send((False, f"{type(error).__name__}: {error}"))
+            sender.send((False, f"{function.__name__} failed: {type(error).__name__}: {error}"))
         os._exit(0)
 
     process = context.Process(target=body)
@@ -295,5 +290,5 @@ def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) 
         process.kill()
         process.join()
     if not good:
-        raise UserError(f"{function.__name__} failed: {value}")
+        raise UserError(value)
     return value

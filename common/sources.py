@@ -6,12 +6,15 @@ Whoever calls them keeps the result (common/prepare.py): nothing is decoded twic
 
 from __future__ import annotations
 
+import hashlib
+import os
 import socket
 from pathlib import Path
 
 import numpy as np
 
 from common import seeds
+from common.errors import UserError
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -70,55 +73,45 @@ def read_cifar10(root: Path) -> Arrays:
     return images[0], labels[0], images[1], labels[1]
 
 
-def read_folder(root: Path, side: int, unreadable: str) -> tuple[Arrays, str]:
-    """root/train/<class>/* and root/val/<class>/*: the shorter edge resized to `side`, the middle cut out.
+def files_below(folder: Path) -> list[str]:
+    """All files below a folder by their paths in it, sorted. Links are followed, except back to a folder they lie in.
 
-    Also says what was left out: files that are no images by their name and, with `unreadable` = skip, those that
-    cannot be read. Else these are refused with a ValueError that names them.
+    What is no folder counts as a file, a link to nowhere too. Raises UserError for a folder that cannot be listed.
     """
-    import torch
-    from torchvision.datasets import ImageFolder
-    from torchvision.datasets.folder import default_loader
-    from torchvision.transforms import v2
 
-    decode = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
-    parts = [ImageFolder(str(root / name)) for name in ("train", "val")]
-    if parts[0].classes != parts[1].classes:
-        differing = sorted(set(parts[0].classes) ^ set(parts[1].classes))
-        raise ValueError(f"train and val have different classes: {', '.join(differing[:5])}")
-    arrays: list[np.ndarray] = []
-    broken: list[str] = []
-    for part in parts:
-        images = torch.empty(len(part), 3, side, side, dtype=torch.uint8)
-        labels: list[int] = []
-        for path, label in part.samples:
-            try:
-                images[len(labels)] = decode(default_loader(path))
-            except Exception as error:  # noqa: BLE001 (Pillow raises many kinds for what it cannot read)
-                broken.append(f"{Path(path).relative_to(root)} ({first_line(error, path)})")
-            else:
-                labels.append(label)
-        left = sorted(set(part.class_to_idx.values()) - set(labels))
-        if left and unreadable == "skip":
-            raise ValueError(f"no image of {part.root}/{part.classes[left[0]]} can be read: {named(broken)}")
-        arrays += [images[: len(labels)].numpy(), np.asarray(labels, np.int32)]
-    if broken and unreadable == "refuse":
-        raise ValueError(f"{named(broken)} cannot be read; mend or remove them, or set data.unreadable=skip")
-    known = {path for part in parts for path, _ in part.samples}
-    listed = sorted(path for part in parts for path in Path(part.root).rglob("*") if path.is_file())
-    others = [str(path.relative_to(root)) for path in listed if str(path) not in known]
-    told = [(broken, "cannot be read"), (others, "no images by their names")]
-    return (arrays[0], arrays[1], arrays[2], arrays[3]), "; ".join(
-        f"left out, {why}: {named(files)}" for files, why in told if files
-    )
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{shown(str(error.filename))} cannot be listed ({error.strerror}); mend or remove it")
+
+    found: list[str] = []
+    # of each folder still to come: what it and the folders above it really are
+    within: dict[str, list[str]] = {str(folder): [os.path.realpath(folder)]}
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        above = within.pop(place)
+        real = {name: os.path.realpath(f"{place}/{name}") for name in folders}
+        folders[:] = [name for name in folders if not any(lies_in(outer, real[name]) for outer in above)]
+        within |= {f"{place}/{name}": [*above, real[name]] for name in folders}
+        found += [f"{place}/{name}"[len(f"{folder}/") :] for name in files]
+    return sorted(found)
 
 
-def named(files: list[str], most: int = 5) -> str:
-    """How many, and the first of them by name."""
-    more = f" and {len(files) - most} more" if len(files) > most else ""
-    return f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(files[:most])}{more}"
+def lies_in(path: str, folder: str) -> bool:
+    """Whether one real path is the other or below it."""
+    return os.path.commonpath([path, folder]) == folder
 
 
-def first_line(error: Exception, path: str) -> str:
-    """An error in few words, without the path that is told anyway."""
-    return (str(error).replace(repr(path), "it").strip().splitlines() or [type(error).__name__])[0]
+def tree_state(folder: Path) -> str:
+    """Changes whenever a file in the folder is added, removed or replaced."""
+    lines = []
+    for name in files_below(folder):
+        try:
+            found = (folder / name).stat()
+        except OSError as error:
+            lines.append(f"{name} cannot be read: {error.errno}\n")
+        else:
+            lines.append(f"{name} {found.st_size} {found.st_mtime_ns}\n")
+    return f"{folder.resolve()} {hashlib.sha256(os.fsencode(''.join(lines))).hexdigest()}"
+
+
+def shown(text: str) -> str:
+    """A name that any screen and any file takes, whatever bytes it is made of."""
+    return text.encode(errors="backslashreplace").decode()

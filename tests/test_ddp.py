@@ -195,6 +195,43 @@ def test_an_image_folder_is_decoded_once(tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """Two classes of one image, whose folders are links into another folder."""
+    for part in ("train", "val"):
+        (tmp_path / "set" / part).mkdir(parents=True)
+        for colour in ("red", "blue"):
+            (tmp_path / part / colour).mkdir(parents=True)
+            Image.new("RGB", (9, 9), colour).save(tmp_path / part / colour / "0.png")
+            (tmp_path / "set" / part / colour).symlink_to(tmp_path / part / colour)
+    return tmp_path
+
+
+def test_a_change_in_a_linked_folder_is_seen(linked: Path) -> None:
+    settings = Data(name="imagefolder", root=str(linked / "set"), cache=str(linked / "cache"), image_size=8)
+    first = prepare.prepare(settings)
+    assert len(data.load(first, settings)[0]) == 2 and not first.notice
+    Image.new("RGB", (9, 9), "red").save(linked / "train" / "red" / "1.png")
+    (linked / "train" / "red" / "notes.txt").touch()
+    second = prepare.prepare(settings)
+    assert second.path != first.path and len(data.load(second, settings)[0]) == 3
+    assert second.notice == "left out, no images by their names: 1 file: train/red/notes.txt"
+
+
+def test_links_that_lead_back_and_links_to_nowhere(linked: Path) -> None:
+    (linked / "train" / "red" / "again").symlink_to("..")
+    for colour, other in (("red", "blue"), ("blue", "red")):
+        (linked / "train" / colour / "more").symlink_to(f"../{other}")
+    (linked / "val" / "blue" / "itself.txt").symlink_to("itself.txt")
+    settings = Data(name="imagefolder", root=str(linked / "set"), cache=str(linked / "cache"), image_size=8)
+    found = prepare.prepare(settings)
+    assert found.notice == "left out, no images by their names: 1 file: val/blue/itself.txt"
+    assert len(data.load(found, settings)[0]) == 4, "each class has its own image and, once, the other's"
+    (linked / "val" / "red" / "gone.png").symlink_to("nowhere.png")
+    with pytest.raises(UserError, match=r"1 file: val/red/gone.png \(no file\) cannot be read"):
+        prepare.prepare(settings)
+
+
+@pytest.fixture
 def damaged(tmp_path: Path) -> Path:
     """Two classes of six images; three files cannot be read, and one is none by its name."""
     for part in ("train", "val"):

@@ -1,0 +1,91 @@
+"""An image folder as uint8 arrays: train/<class>/* and val/<class>/*, as torchvision's ImageFolder lays them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import UserError
+from common.sources import Arrays, files_below
+
+Sample = tuple[str, int]  # a file by its path in train or val, and the number of its class
+
+
+def read_folder(root: Path, side: int, unreadable: str) -> tuple[Arrays, str]:
+    """root/train/<class>/* and root/val/<class>/*: the shorter edge resized to `side`, the middle cut out.
+
+    Also says what was left out: files that are no images by their name and, with `unreadable` = skip, those that
+    cannot be read. Else these are refused with a UserError that names them.
+    """
+    import torch
+    from torchvision.datasets.folder import default_loader
+    from torchvision.transforms import v2
+
+    decode = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
+    parts = [listed(root / name) for name in ("train", "val")]
+    classes = parts[0][0]
+    if classes != parts[1][0]:
+        differing = sorted(set(classes) ^ set(parts[1][0]))
+        raise UserError(f"{root}/train and val have different classes: {', '.join(differing[:5])}")
+    arrays: list[np.ndarray] = []
+    broken: list[str] = []
+    for part, (_, samples, _) in zip(("train", "val"), parts, strict=True):
+        images = torch.empty(len(samples), 3, side, side, dtype=torch.uint8)
+        labels: list[int] = []
+        for name, label in samples:
+            path = root / part / name
+            try:
+                if not path.is_file():  # a link to nowhere, or a pipe that would be waited for
+                    raise OSError("no file")
+                images[len(labels)] = decode(default_loader(path))
+            except Exception as error:  # noqa: BLE001 (Pillow raises many kinds for what it cannot read)
+                broken.append(f"{part}/{name} ({first_line(error, path)})")
+            else:
+                labels.append(label)
+        left = sorted(set(range(len(classes))) - set(labels))
+        if left and unreadable == "skip":
+            raise UserError(f"no image of {root / part / classes[left[0]]} can be read: {named(broken)}")
+        arrays += [images[: len(labels)].numpy(), np.asarray(labels, np.int32)]
+    if broken and unreadable == "refuse":
+        raise UserError(f"{named(broken)} cannot be read; mend or remove them, or set data.unreadable=skip")
+    others = [f"{part}/{name}" for part, (_, _, names) in zip(("train", "val"), parts, strict=True) for name in names]
+    told = [(broken, "cannot be read"), (others, "no images by their names")]
+    return (arrays[0], arrays[1], arrays[2], arrays[3]), "; ".join(
+        f"left out, {why}: {named(files)}" for files, why in told if files
+    )
+
+
+def listed(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
+    """The classes, which are the folders here, in order; the images by their names; and all other files.
+
+    Raises UserError where there is no class, or one without an image.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if not classes:
+        raise UserError(f"{folder} holds no folders, one for each class, with images in them")
+    numbers = {name: number for number, name in enumerate(classes)}
+    samples, others = [], []
+    for name in files_below(folder):
+        label, within, _ = name.partition("/")
+        if within and name.lower().endswith(IMG_EXTENSIONS):
+            samples.append((name, numbers[label]))
+        else:
+            others.append(name)
+    empty = sorted(set(range(len(classes))) - {number for _, number in samples})
+    if empty:
+        raise UserError(f"{folder / classes[empty[0]]} holds no image ({', '.join(IMG_EXTENSIONS)}); remove it")
+    return classes, samples, others
+
+
+def named(files: list[str], most: int = 5) -> str:
+    """How many, and the first of them by name."""
+    more = f" and {len(files) - most} more" if len(files) > most else ""
+    return f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(files[:most])}{more}"
+
+
+def first_line(error: Exception, path: Path) -> str:
+    """An error in few words, without the path that is told anyway."""
+    return (str(error).replace(repr(str(path)), "it").strip().splitlines() or [type(error).__name__])[0]
