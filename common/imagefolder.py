@@ -6,15 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
+from common import seeds
 from common.errors import UserError
 from common.sources import Arrays, files_below
 
 Sample = tuple[str, int]  # a file by its path in train or val, and the number of its class
 
 
-def read_folder(root: Path, side: int, unreadable: str) -> tuple[Arrays, str]:
+def read_folder(root: Path, side: int, unreadable: str, seed: int) -> tuple[Arrays, str]:
     """root/train/<class>/* and root/val/<class>/*: the shorter edge resized to `side`, the middle cut out.
 
+    The samples come in an order drawn from the seed, so that the first of them are of all classes.
     Also says what was left out: files that are no images by their name and, with `unreadable` = skip, those that
     cannot be read. Else these are refused with a UserError that names them.
     """
@@ -33,7 +35,8 @@ def read_folder(root: Path, side: int, unreadable: str) -> tuple[Arrays, str]:
     for part, (_, samples, _) in zip(("train", "val"), parts, strict=True):
         images = torch.empty(len(samples), 3, side, side, dtype=torch.uint8)
         labels: list[int] = []
-        for name, label in samples:
+        for number in seeds.generator(seed, "imagefolder", part).permutation(len(samples)):
+            name, label = samples[number]
             path = root / part / name
             try:
                 if not path.is_file():  # a link to nowhere, or a pipe that would be waited for
@@ -83,7 +86,7 @@ def listed(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
 def named(files: list[str], most: int = 5) -> str:
     """How many, and the first of them by name."""
     more = f" and {len(files) - most} more" if len(files) > most else ""
-    return f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(files[:most])}{more}"
+    return f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(sorted(files)[:most])}{more}"
 
 
 def first_line(error: Exception, path: Path) -> str:

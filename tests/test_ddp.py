@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pickle
 from pathlib import Path
@@ -183,8 +184,9 @@ def test_an_image_folder_is_decoded_once(tmp_path: Path) -> None:
                 Image.new("RGB", (20, 12), colour).save(tmp_path / part / colour / f"{number}.png")
     first = prepare.prepare(settings)
     train_set, _ = data.load(first, settings)
-    assert train_set.labels.tolist() == [0, 0, 1, 1, 1] and train_set.shape == (3, 8, 8)  # blue before red
-    assert (train_set.images[0] == torch.tensor([0, 0, 255], dtype=torch.uint8).view(3, 1, 1)).all()
+    assert sorted(train_set.labels.tolist()) == [0, 0, 1, 1, 1] and train_set.shape == (3, 8, 8)  # blue before red
+    colours = torch.tensor([[0, 0, 255], [255, 0, 0]], dtype=torch.uint8)
+    assert (train_set.images == colours[train_set.labels].view(5, 3, 1, 1)).all()
     assert prepare.prepare(settings) == first
     Image.new("RGB", (20, 12), "red").save(tmp_path / "train" / "red" / "new.png")
     assert prepare.prepare(settings).path != first.path
@@ -215,6 +217,26 @@ def test_a_change_in_a_linked_folder_is_seen(linked: Path) -> None:
     second = prepare.prepare(settings)
     assert second.path != first.path and len(data.load(second, settings)[0]) == 3
     assert second.notice == "left out, no images by their names: 1 file: train/red/notes.txt"
+
+
+def test_the_first_samples_of_an_image_folder_are_of_all_classes(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        for label in range(5):
+            (tmp_path / part / f"c{label}").mkdir(parents=True)
+            for number in range(20):
+                grey = 50 * label + 2 * number
+                Image.new("L", (9, 9), grey).save(tmp_path / part / f"c{label}" / f"{number}.png")
+    settings = Data(name="imagefolder", root=str(tmp_path), image_size=8, train_limit=50, test_limit=50)
+    folders = [tmp_path / "cache", tmp_path / "another"]
+    found = [prepare.prepare(dataclasses.replace(settings, cache=str(folder))) for folder in folders]
+    assert found[0].sha256 == found[1].sha256, "the order is the same wherever it is prepared"
+    for images in data.load(found[0], settings):
+        counts = images.labels.bincount(minlength=5)
+        assert len(images) == 50 and counts.min() >= 4, counts
+        assert torch.equal(images.images[:, 0, 0, 0] // 50, images.labels), "each label goes with its image"
+    whole = data.load(found[0], dataclasses.replace(settings, train_limit=0, test_limit=0))
+    assert all(images.labels.bincount().tolist() == [20] * 5 for images in whole)
+    assert not torch.equal(whole[0].labels, whole[1].labels)
 
 
 def test_links_that_lead_back_and_links_to_nowhere(linked: Path) -> None:
@@ -266,10 +288,12 @@ def test_files_that_cannot_be_read_are_skipped_if_asked_and_told_of_every_time(d
         assert "cannot be read: 3 files: train/red/0.jpg" in found.notice
         assert "no images by their names: 1 file: train/blue/notes.txt" in found.notice
         train_set, test_set = data.load(found, settings)
-        assert train_set.labels.tolist() == [0, 0, 0, 1] and test_set.labels.tolist() == [0, 0, 1, 1, 1]
+        assert sorted(train_set.labels.tolist()) == [0, 0, 0, 1]
+        assert sorted(test_set.labels.tolist()) == [0, 0, 1, 1, 1]
     noise = np.random.default_rng(2).integers(0, 256, (20, 20, 3), dtype=np.uint8)
     kept = torch.from_numpy(noise).permute(2, 0, 1).double().mean()
-    assert abs(train_set.images[3].double().mean() - kept) < 5, "the label goes with its own image"
+    (red,) = train_set.images[train_set.labels == 1]
+    assert abs(red.double().mean() - kept) < 5, "the label goes with its own image"
     settings.unreadable = "refuse"
     with pytest.raises(UserError, match="3 files"):
         prepare.prepare(settings)
