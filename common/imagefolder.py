@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 
 from common import seeds
 from common.errors import UserError
-from common.sources import Arrays, files_below
+from common.folder import disk_errors
+from common.sources import files_below, shown
 
+LEFT_OUT = "left_out.txt"
+SHOWN = 5  # files that a message names
 Sample = tuple[str, int]  # a file by its path in train or val, and the number of its class
 
 
-def read_folder(root: Path, side: int, unreadable: str, seed: int) -> tuple[Arrays, str]:
-    """root/train/<class>/* and root/val/<class>/*: the shorter edge resized to `side`, the middle cut out.
+def write_folder(root: Path, beside: Path, side: int, unreadable: str, seed: int) -> str:
+    """Write root/train/<class>/* and root/val/<class>/* as arrays into the folder `beside`.
 
+    uint8 [N, 3, side, side] and labels int32 [N]: the shorter edge is resized to `side`, then the middle cut out.
     The samples come in an order drawn from the seed, so that the first of them are of all classes.
-    Also says what was left out: files that are no images by their name and, with `unreadable` = skip, those that
-    cannot be read. Else these are refused with a UserError that names them.
+    Returns what was left out: files that are no images by their names and, with `unreadable` = skip, those that cannot
+    be read. Else these are refused with a UserError that names them. Where they are many, LEFT_OUT lists them all.
     """
     import torch
     from torchvision.datasets.folder import default_loader
@@ -29,10 +34,9 @@ def read_folder(root: Path, side: int, unreadable: str, seed: int) -> tuple[Arra
     classes = parts[0][0]
     if classes != parts[1][0]:
         differing = sorted(set(classes) ^ set(parts[1][0]))
-        raise UserError(f"{root}/train and val have different classes: {', '.join(differing[:5])}")
-    arrays: list[np.ndarray] = []
+        raise UserError(shown(f"{root}/train and val have different classes: {', '.join(differing[:SHOWN])}"))
     broken: list[str] = []
-    for part, (_, samples, _) in zip(("train", "val"), parts, strict=True):
+    for part, to, (_, samples, _) in zip(("train", "val"), ("train", "test"), parts, strict=True):
         images = torch.empty(len(samples), 3, side, side, dtype=torch.uint8)
         labels: list[int] = []
         for number in seeds.generator(seed, "imagefolder", part).permutation(len(samples)):
@@ -48,15 +52,19 @@ def read_folder(root: Path, side: int, unreadable: str, seed: int) -> tuple[Arra
                 labels.append(label)
         left = sorted(set(range(len(classes))) - set(labels))
         if left and unreadable == "skip":
-            raise UserError(f"no image of {root / part / classes[left[0]]} can be read: {named(broken)}")
-        arrays += [images[: len(labels)].numpy(), np.asarray(labels, np.int32)]
+            raise UserError(shown(f"no image of {root / part / classes[left[0]]} can be read: {named(broken)}"))
+        with disk_errors(beside.parent):
+            np.save(beside / f"{to}_images.npy", images[: len(labels)].numpy())
+            np.save(beside / f"{to}_labels.npy", np.asarray(labels, np.int32))
     if broken and unreadable == "refuse":
         raise UserError(f"{named(broken)} cannot be read; mend or remove them, or set data.unreadable=skip")
     others = [f"{part}/{name}" for part, (_, _, names) in zip(("train", "val"), parts, strict=True) for name in names]
-    told = [(broken, "cannot be read"), (others, "no images by their names")]
-    return (arrays[0], arrays[1], arrays[2], arrays[3]), "; ".join(
-        f"left out, {why}: {named(files)}" for files, why in told if files
-    )
+    told = [(files, why) for files, why in ((broken, "cannot be read"), (others, "no images by their names")) if files]
+    if any(len(files) > SHOWN for files, _ in told):
+        lines = [f"{file}: {why}\n" for files, why in told for file in sorted(files)]
+        with disk_errors(beside.parent):
+            (beside / LEFT_OUT).write_bytes(os.fsencode("".join(lines)))
+    return "; ".join(f"left out, {why}: {named(files)}" for files, why in told)
 
 
 def listed(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
@@ -79,14 +87,14 @@ def listed(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
             others.append(name)
     empty = sorted(set(range(len(classes))) - {number for _, number in samples})
     if empty:
-        raise UserError(f"{folder / classes[empty[0]]} holds no image ({', '.join(IMG_EXTENSIONS)}); remove it")
+        raise UserError(shown(f"{folder / classes[empty[0]]} holds no image ({', '.join(IMG_EXTENSIONS)}); remove it"))
     return classes, samples, others
 
 
-def named(files: list[str], most: int = 5) -> str:
+def named(files: list[str]) -> str:
     """How many, and the first of them by name."""
-    more = f" and {len(files) - most} more" if len(files) > most else ""
-    return f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(sorted(files)[:most])}{more}"
+    more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
+    return shown(f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(sorted(files)[:SHOWN])}{more}")
 
 
 def first_line(error: Exception, path: Path) -> str:

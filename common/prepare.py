@@ -7,15 +7,12 @@ own: a set that is prepared already costs no import, and a download that hangs c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +37,6 @@ RAW = {  # uncompressed sizes in bytes
 }
 MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 in three dimensions, in one
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
-PDEATHSIG = 1  # from linux/prctl.h
 DATA_SEED = 0  # a drawn set is the same for every run: `seed` chooses initialisation and order, not the data
 DIGITS_VERSION = 1
 FOLDER_VERSION = 2  # raise these when the same settings and files would give other arrays than before
@@ -82,7 +78,7 @@ def prepare(data: Data, fallback: bool = True) -> Prepared:
             return prepare_generated(data)
         case "vectors":
             state = f"seed {DATA_SEED} samples {data.samples}"
-            return cached(Path(data.cache), "vectors", state, lambda: sources.vectors(data.samples, DATA_SEED))
+            return cached(Path(data.cache), "vectors", state, saved(lambda: sources.vectors(data.samples, DATA_SEED)))
         case "cifar10":
             return prepare_cifar10(data)
         case "imagefolder":
@@ -103,20 +99,20 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
             notice += ": training on the built-in digits set instead"
             return dataclasses.replace(prepare_digits(Path(data.cache)), notice=notice)
     check_raw(raw)
-    return cached(Path(data.cache), "mnist", raw_state(raw), lambda: isolated(sources.read_mnist, root))
+    return cached(Path(data.cache), "mnist", raw_state(raw), saved(lambda: sources.isolated(sources.read_mnist, root)))
 
 
 def prepare_digits(cache: Path) -> Prepared:
     def make() -> Arrays:
         return (*digits.generate(60_000, DATA_SEED, "train"), *digits.generate(10_000, DATA_SEED, "test"))
 
-    return cached(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", make)
+    return cached(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", saved(make))
 
 
 def prepare_generated(data: Data) -> Prepared:
     sizes = data.samples, data.image_size, data.classes
     state = f"seed {DATA_SEED} sizes {sizes}"
-    made = cached(Path(data.cache), "generated", state, lambda: sources.generated(*sizes, DATA_SEED))
+    made = cached(Path(data.cache), "generated", state, saved(lambda: sources.generated(*sizes, DATA_SEED)))
     return dataclasses.replace(made, notice="generated images: random pixels and labels, good for throughput only")
 
 
@@ -129,7 +125,7 @@ def prepare_cifar10(data: Data) -> Prepared:
             raise UserError(f"CIFAR-10 is not under {root} and cannot be downloaded ({problem}); {remedy}")
     state = sources.tree_state(root / CIFAR_FOLDER)
     try:
-        return cached(Path(data.cache), "cifar10", state, lambda: isolated(sources.read_cifar10, root))
+        return cached(Path(data.cache), "cifar10", state, saved(lambda: sources.isolated(sources.read_cifar10, root)))
     except UserError as error:
         raise UserError(f"{error}; delete {root / CIFAR_FOLDER} to download it again, {remedy}") from None
 
@@ -145,9 +141,15 @@ def prepare_folder(data: Data) -> Prepared:
     state = f"{sources.tree_state(root / 'train')} {sources.tree_state(root / 'val')} {data.image_size}"
     state += f" version {FOLDER_VERSION}"
     state += " skip" if data.unreadable == "skip" else ""  # with another setting, what was left out is looked at again
-    how = (root, data.image_size, data.unreadable, DATA_SEED)
-    read = lambda: isolated(imagefolder.read_folder, *how, limit=24 * 3600)  # noqa: E731
-    return cached(Path(data.cache), "imagefolder", state, read)
+
+    def write(beside: Path) -> str:
+        how = (root, beside, data.image_size, data.unreadable, DATA_SEED)
+        return str(sources.isolated(imagefolder.write_folder, *how, limit=24 * 3600))
+
+    made = cached(Path(data.cache), "imagefolder", state, write)
+    listed = made.path / imagefolder.LEFT_OUT
+    more = f"; all of them: {sources.shown(str(listed))}" if listed.exists() else ""
+    return dataclasses.replace(made, notice=made.notice + more)
 
 
 def check_raw(raw: Path) -> None:
@@ -170,10 +172,22 @@ def raw_state(raw: Path) -> str:
     return " ".join([str(raw.resolve())] + [f"{s.st_size}:{s.st_mtime_ns}" for s in stats])
 
 
-def cached(cache: Path, name: str, state: str, make: Callable[[], Arrays | tuple[Arrays, str]]) -> Prepared:
+def saved(make: Callable[[], Arrays]) -> Callable[[Path], str]:
+    """Writes what `make` gives into a folder, as `cached` wants it."""
+
+    def write(folder: Path) -> str:
+        for part, array in zip(PARTS, make(), strict=True):
+            with disk_errors(folder.parent):
+                np.save(folder / f"{part}.npy", array)
+        return ""
+
+    return write
+
+
+def cached(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> Prepared:
     """The prepared set for a state of its source, made under a lock if it is not there.
 
-    `make` may also give words that every run with this set will say.
+    `write` puts an array for each of PARTS into a folder, and returns words that every run with this set will say.
     """
     path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
     found = read_prepared(name, path)
@@ -183,9 +197,7 @@ def cached(cache: Path, name: str, state: str, make: Callable[[], Arrays | tuple
         found = read_prepared(name, path)
         if found:
             return found
-        made = make()
-        arrays, notice = made if len(made) == 2 else (made, "")
-        write_prepared(path, arrays, notice)
+        write_prepared(path, write)
     done = read_prepared(name, path)
     assert done is not None
     return done
@@ -204,13 +216,13 @@ def read_prepared(name: str, path: Path) -> Prepared | None:
     return Prepared(name, path.resolve(), hashes, str(manifest.get("notice", "")))
 
 
-def write_prepared(path: Path, arrays: Arrays, notice: str = "") -> None:
+def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
     """Write all arrays beside, then rename: a crash leaves no half set."""
     with disk_errors(path):
         beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        try:
-            for part, array in zip(PARTS, arrays, strict=True):
-                np.save(beside / f"{part}.npy", array)
+    try:
+        notice = write(beside)
+        with disk_errors(path):
             files = {part: beside / f"{part}.npy" for part in PARTS}
             manifest = {
                 "bytes": {part: file.stat().st_size for part, file in files.items()},
@@ -221,8 +233,8 @@ def write_prepared(path: Path, arrays: Arrays, notice: str = "") -> None:
             beside.chmod(0o755)
             shutil.rmtree(path, ignore_errors=True)
             beside.rename(path)
-        finally:
-            shutil.rmtree(beside, ignore_errors=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -257,40 +269,8 @@ def obtain(root: Path, folder: str, mirror: str, download: Callable[[Path, float
                 return ""  # another process was faster
             with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as beside:
                 # the time-out is for one silent connection; a slow but steady download may take longer
-                isolated(download, Path(beside), timeout, limit=60 * timeout)
+                sources.isolated(download, Path(beside), timeout, limit=60 * timeout)
                 shutil.copytree(Path(beside) / folder, root / folder, dirs_exist_ok=True)
     except (UserError, OSError, shutil.Error) as error:
         return str(error)
     return ""
-
-
-def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) -> Any:
-    """Call a function in a forked process, so that neither its imports nor its threads stay here."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def body() -> None:
-        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)  # a download does not outlive its run
-        try:
-            sender.send((True, function(*arguments)))
-        except UserError as error:
-            sender.send((False, str(error)))
-        except BaseException as error:  # noqa: BLE001 (the parent tells it)
-            sender.send((False, f"{function.__name__} failed: {type(error).__name__}: {error}"))
-        os._exit(0)
-
-    process = context.Process(target=body)
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(limit):
-            raise UserError(f"{function.__name__} took longer than {limit:.0f} s")
-        good, value = receiver.recv()
-    except EOFError:
-        raise UserError(f"{function.__name__} ended without an answer") from None
-    finally:
-        process.kill()
-        process.join()
-    if not good:
-        raise UserError(value)
-    return value

@@ -6,10 +6,15 @@ Whoever calls them keeps the result (common/prepare.py): nothing is decoded twic
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import multiprocessing
 import os
+import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +22,7 @@ from common import seeds
 from common.errors import UserError
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+PDEATHSIG = 1  # from linux/prctl.h
 
 
 def generated(count: int, side: int, classes: int, seed: int) -> Arrays:
@@ -115,3 +121,35 @@ def tree_state(folder: Path) -> str:
 def shown(text: str) -> str:
     """A name that any screen and any file takes, whatever bytes it is made of."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) -> Any:
+    """Call a function in a forked process, so that neither its imports nor its threads stay here."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def body() -> None:
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)  # a download does not outlive its run
+        try:
+            sender.send((True, function(*arguments)))
+        except UserError as error:
+            sender.send((False, str(error)))
+        except BaseException as error:  # noqa: BLE001 (the parent tells it)
+            sender.send((False, f"{function.__name__} failed: {type(error).__name__}: {error}"))
+        os._exit(0)
+
+    process = context.Process(target=body)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(limit):
+            raise UserError(f"{function.__name__} took longer than {limit:.0f} s")
+        good, value = receiver.recv()
+    except EOFError:
+        raise UserError(f"{function.__name__} ended without an answer") from None
+    finally:
+        process.kill()
+        process.join()
+    if not good:
+        raise UserError(value)
+    return value

@@ -109,7 +109,7 @@ def test_prepared_once_by_processes_that_start_together(tmp_path: Path) -> None:
         return (*digits.generate(50, 0, "train"), *digits.generate(20, 0, "test"))
 
     def body() -> None:
-        prepare.cached(tmp_path / "cache", "digits", "small", small).verify()
+        prepare.cached(tmp_path / "cache", "digits", "small", prepare.saved(small)).verify()
 
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=body) for _ in range(4)]

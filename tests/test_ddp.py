@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,31 @@ def test_files_that_cannot_be_read_are_skipped_if_asked_and_told_of_every_time(d
     settings.unreadable = "refuse"
     with pytest.raises(UserError, match="3 files"):
         prepare.prepare(settings)
+
+
+def test_many_files_left_out_are_listed_beside_the_arrays_whatever_their_names(damaged: Path) -> None:
+    settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
+    odd = os.fsdecode(b"train/blue/\xff.png")  # no UTF-8
+    (damaged / odd).write_text("no image")
+    with pytest.raises(UserError, match=r"4 files: train/blue/\\udcff.png \(") as caught:
+        prepare.prepare(settings)
+    str(caught.value).encode()  # else it could not be printed
+    settings.unreadable = "skip"
+    notice = prepare.prepare(settings).notice
+    notice.encode()
+    assert "all of them" not in notice, "4 are named"
+    for number in range(3):
+        (damaged / "val" / "red" / f"more{number}.png").write_text("no image")
+    found = prepare.prepare(settings)
+    assert "cannot be read: 7 files: train/blue/\\udcff.png" in found.notice and " and 2 more" in found.notice
+    listed = found.path / "left_out.txt"
+    assert found.notice.endswith(f"all of them: {listed}") and prepare.prepare(settings) == found
+    lines = listed.read_bytes().splitlines()
+    names = [line.partition(b" (")[0].partition(b": ")[0] for line in lines]
+    more = [f"val/red/more{number}.png".encode() for number in range(3)]
+    unreadable = [b"train/blue/\xff.png", b"train/red/0.jpg", b"train/red/1.png", b"val/blue/2.png", *more]
+    assert names == [*unreadable, b"train/blue/notes.txt"]
+    assert lines[-1] == b"train/blue/notes.txt: no images by their names"
 
 
 def test_a_class_without_a_readable_image_is_refused(damaged: Path) -> None:
