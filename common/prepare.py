@@ -217,7 +217,9 @@ def read_prepared(name: str, path: Path) -> Prepared | None:
 
 
 def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
-    """Write all arrays beside, then rename: a crash leaves no half set."""
+    """Write all arrays beside, then rename: a crash leaves no half set. The caller holds the cache's lock."""
+    for left in path.parent.glob(f".{path.name.rpartition('-')[0]}-*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a run that was killed: who holds the lock is alone here
     with disk_errors(path):
         beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:

@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from common.config import UserError
 from common.prepare import RAW
@@ -51,6 +52,7 @@ class Case:
     env: tuple[tuple[str, str], ...] = ()
     fast: bool = True
     """Train on the digits that are prepared already."""
+    experiment: str = "mnist_pipeline"
 
 
 # ---- settings
@@ -201,6 +203,15 @@ DATA = [
 
 # ---- disks
 
+
+def images(place: Path, cache: Path) -> None:
+    """An image folder of four images."""
+    for part in ("train", "val"):
+        for colour in ("red", "blue"):
+            (place / "images" / part / colour).mkdir(parents=True)
+            Image.new("RGB", (9, 9), colour).save(place / "images" / part / colour / "0.png")
+
+
 MOUNT = "mount -t tmpfs -o size={size} tmpfs disk"
 FILL = "head -c 32M /dev/zero > disk/zeros 2> /dev/null"
 LONG = ("width=1024", "batch=1024", "epochs=1000", "steps=60", "log.seconds=0.1", "wandb.mode=disabled")
@@ -256,6 +267,16 @@ DISKS = [
         "data.cache=disk/cache",
         parts=("cannot write disk/cache", "free space"),
         shell=(MOUNT.format(size="1M"), "run", f"{LEFT} | grep -v -e 'cache$' -e 'lock$'"),
+    ),
+    dataclasses.replace(
+        disk(
+            "disk: too small for an image folder",
+            *("data.name=imagefolder", "data.root=images", "data.cache=disk/cache", "data.image_size=1024"),
+            parts=("4 images of images take 13 MB in disk/cache", "1 MB are free; lower data.image_size", "data.cache"),
+            shell=(MOUNT.format(size="1M"), "run", f"{LEFT} | grep -v -e 'cache$' -e 'lock$'"),
+        ),
+        setup=images,
+        experiment="ddp_multinode",
     ),
     disk(
         "disk: read-only",
@@ -335,9 +356,9 @@ def perform(case: Case, place: Path, cache: Path, hosts: dict[str, str]) -> Done
     (place / "disk").mkdir()
     words = [f"runs={place}/runs", "data.test_limit=1000", "epochs=1", "steps=5"]
     words += [f"data.cache={cache}", "data.name=digits"] if case.fast else []
-    command = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), *words, *case.words]
+    command = [sys.executable, str(ROOT / "experiments" / f"{case.experiment}.py"), *words, *case.words]
     if not case.script:
-        command = [sys.executable, "-m", "slurm.submit", f"--args={' '.join(case.words)}", "--", "mnist_pipeline"]
+        command = [sys.executable, "-m", "slurm.submit", f"--args={' '.join(case.words)}", "--", case.experiment]
     if case.disk:
         text = f"run() {{ {shlex.join(command)}; status=$?; return $status; }}\n{case.disk}\nexit $status\n"
         command = [*namespace()[0], "sh", "-c", text]
@@ -378,7 +399,7 @@ def test_bad_settings(case: Case, cache: Path, tmp_path: Path, monkeypatch: pyte
     for name, value in case.env:
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as caught:  # --dry-run, so that nothing would start if it were not refused
-        submit.main(["--dry-run=1", f"--args={' '.join(case.words)}", "--", "mnist_pipeline"])
+        submit.main(["--dry-run=1", f"--args={' '.join(case.words)}", "--", case.experiment])
     assert all(part in str(caught.value) for part in case.parts), caught.value
     assert sorted(tmp_path.iterdir()) == before
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from common.scaling import Rank, ScalingReport
 from configs.ddp_multinode import Config
 from configs.mnist_pipeline import Config as Pipelined
 from configs.shared import Data
-from tests.helpers import run
+from tests.helpers import ROOT, run
 from tests.test_pitfalls import made
 
 
@@ -252,6 +256,53 @@ def test_links_that_lead_back_and_links_to_nowhere(linked: Path) -> None:
     (linked / "val" / "red" / "gone.png").symlink_to("nowhere.png")
     with pytest.raises(UserError, match=r"1 file: val/red/gone.png \(no file\) cannot be read"):
         prepare.prepare(settings)
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Data:
+    """A folder whose 200 training images take 157 MB once prepared."""
+    for part, count in (("train", 200), ("val", 1)):
+        (tmp_path / part / "noise").mkdir(parents=True)
+        noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / part / "noise" / "0.jpg")
+        for number in range(1, count):
+            (tmp_path / part / "noise" / f"{number}.jpg").hardlink_to(tmp_path / part / "noise" / "0.jpg")
+    return Data(name="imagefolder", root=str(tmp_path), cache=str(tmp_path / "cache"), image_size=512)
+
+
+def test_an_image_folder_need_not_fit_into_memory(many: Data) -> None:
+    program = f"""
+import resource
+from common import prepare
+from configs.shared import Data
+def peak(whose): return resource.getrusage(whose).ru_maxrss * 1024
+settings = {many!r}
+settings.image_size, whole = 8, settings.image_size
+prepare.prepare(settings)
+before = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
+settings.image_size = whole
+prepare.prepare(settings)
+print(peak(resource.RUSAGE_SELF) - before[0], peak(resource.RUSAGE_CHILDREN) - before[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    here, child = (int(number) for number in done.stdout.split())
+    assert here < 20e6 and child < 80e6, done.stdout
+
+
+def test_what_a_killed_preparation_left_goes_with_the_next(many: Data) -> None:
+    process = multiprocessing.get_context("fork").Process(target=prepare.prepare, args=(many,))
+    process.start()
+    cache, end = Path(many.cache), time.monotonic() + 60
+    while not any(file.stat().st_size > 1e6 for file in cache.glob(".imagefolder-*/train_images.npy")):
+        assert time.monotonic() < end and process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert [path.name[:13] for path in cache.iterdir() if path.name != ".lock"] == [".imagefolder-"]
+    many.image_size = 64
+    found = prepare.prepare(many)
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", found.path.name]
+    assert found.array("train_images").shape == (200, 3, 64, 64)
 
 
 @pytest.fixture
