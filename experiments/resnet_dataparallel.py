@@ -80,7 +80,8 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
 
 def forward_of(cfg: Config, model: nn.Module, world: World) -> Forward:
     """What computes the outputs: the wrapped model, or DataParallel as a function of the bare one."""
-    if cfg.functional and gpus(world):  # on a CPU the function is an error, where the class calls the model
+    # a run of data_parallel compares itself with other strategies; without GPUs the function is an error
+    if cfg.strategy == "data_parallel" and cfg.functional and gpus(world):
         return partial(nn.parallel.data_parallel, hooks.inner(model), device_ids=gpus(world))
     return model
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 from common import config, models, state
 from common.config import UserError
+from common.launch import World
 from configs.resnet_dataparallel import Config
 from experiments import resnet_dataparallel
 from tests.helpers import Done, run
@@ -95,6 +98,15 @@ def test_shares_are_those_of_the_strategies() -> None:
     for count, devices, expected in ((5, 4, [2, 2, 1, 0]), (1, 4, [1, 0, 0, 0]), (64, 2, [32, 32]), (5, 2, [3, 2])):
         assert resnet_dataparallel.shares(chunks, count, devices) == expected
     assert resnet_dataparallel.shares(slices, 5, 4) == [2, 1, 1, 1]
+
+
+def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resnet_dataparallel, "gpus", lambda world: [0, 1])
+    cfg, model, world = Config(strategy="data_parallel", functional=True), nn.Linear(1, 1), cast(World, None)
+    called = resnet_dataparallel.forward_of(cfg, model, world)
+    assert isinstance(called, partial) and called.keywords == {"device_ids": [0, 1]}
+    for other in ("single", "ddp"):  # the sides that a run of data_parallel compares itself with
+        assert resnet_dataparallel.forward_of(replace(cfg, strategy=other), model, world) is model
 
 
 def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
