@@ -114,11 +114,15 @@ def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, de
 def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev") / name for name in names])
+    monkeypatch.setattr(provenance, "version", lambda package: "2.15.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert provenance.visible_gpus() == 3
-    for mask, count in (("", 0), ("1", 1), ("0,1", 2)):
+    masks = {"": 0, "1": 1, "0,1": 2, "-1": 0, "0,-1,1": 1, "0,,1": 1, " 0 , 1 ": 2, "GPU-a,GPU-b": 2, "0,1,2,3": 3}
+    for mask, count in masks.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-        assert provenance.visible_gpus() == count
+        assert provenance.visible_gpus() == count, mask
+    monkeypatch.setattr(provenance, "version", lambda package: "2.15.0+cpu")
+    assert provenance.visible_gpus() == 0, "a torch without CUDA sees none"
 
 
 def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
