@@ -39,6 +39,7 @@ class Training:
         self.peers = world if replicated else peers
         self.scaler = scaler
         self.parameters = [pair for part in parts for pair in part.named_parameters()]
+        self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
         kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
         self.buffers = [(name, value) for part in parts for name, value in part.named_buffers() if name in kept]
 
