@@ -6,10 +6,12 @@ dict of the model, and the other way round.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -62,29 +64,28 @@ def parameter_costs(model: nn.Sequential) -> dict[str, float]:
 
 
 def time_costs(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
-    """Seconds of each layer for forward and backward on `x`, the least of `repeats` (the first is dropped).
+    """Seconds of each layer for forward and backward on `x`, the median of `repeats`, after one that warms up.
 
-    As in training nobody asks for the gradient of `x` itself. Runs in train mode and leaves gradients as None; layers
-    with buffers such as BatchNorm see `x`.
-    The model's weights and `x` are on one device.
+    As in training nobody asks for the gradient of `x` itself. One copied layer at a time is on the device of `x`: a
+    model that fits on none of them can be measured, too, and the model itself stays as it is.
     """
-    costs = {name: float("inf") for name, _ in model.named_children()}
-    for repeat in range(repeats + 1):
-        value = x
-        for number, (name, layer) in enumerate(model.named_children()):
-            value = value.detach()
-            value.requires_grad_(number > 0 and value.is_floating_point())
-            given = value.clone() if begins_in_place(layer) else value
+    costs: dict[str, float] = {}
+    for number, (name, layer) in enumerate(model.named_children()):
+        twin = copy.deepcopy(layer).to(x.device).train()  # BatchNorm counts what it sees
+        x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
+        times: list[float] = []
+        for _ in range(repeats + 1):
+            given = x.clone() if begins_in_place(layer) else x
             start = time.perf_counter()
-            out = layer(given)
+            out = twin(given)
             if out.requires_grad:  # not behind a first layer without parameters
                 out.backward(torch.ones_like(out))
-            if value.is_cuda:
-                torch.cuda.synchronize()
-            if repeat:
-                costs[name] = min(costs[name], time.perf_counter() - start)
-            value = out
-    model.zero_grad(set_to_none=True)
+            if x.is_cuda:
+                torch.cuda.synchronize(x.device)
+            times.append(time.perf_counter() - start)
+            twin.zero_grad(set_to_none=True)
+            x.grad = None
+        costs[name], x = median(times[1:]), out
     return costs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,28 +42,32 @@ def where(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) ->
 
 
 def measured_cut(settings: Settings, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
-    """Where to cut so that the slowest stage is as quick as can be, by a copy's times on this process's device."""
-    twin = copy.deepcopy(model).to(world.device)  # BatchNorm counts what it sees
-    return splits.balance(splits.time_costs(twin, sample.to(world.device), repeats=3), settings.stages)
+    """Where to cut so that the slowest stage is as quick as can be.
+
+    All processes measure at the same time, as they will work: they share the memory's bandwidth, which layers with
+    large activations need more of.
+    """
+    world.meet("measure the cut")
+    found = world.gather(splits.time_costs(model, sample.to(world.device), repeats=3))
+    sums = {name: sum(costs[name] for costs in found) for name, _ in model.named_children()}
+    return splits.balance(sums, settings.stages)
 
 
 def settled(run: Run, name: str, find: Callable[[], list[str]]) -> list[str]:
-    """What a run finds out for itself, once: it then stands in config.yaml. All processes call it, rank 0 finds.
+    """What a run finds out for itself, once: it then stands in config.yaml. All processes call it, and then `find`.
 
     A start with other settings than those in config.yaml finds its own value, and leaves the file alone.
     """
-    value: list[str] = []
+    file, value, same = run.folder.path / "config.yaml", [], False
     if run.world.is_main:
-        file = run.folder.path / "config.yaml"
         value = config.read_file(file)[name]
         setattr(run.settings, name, value)
         same = config.to_yaml(run.settings) == file.read_text()
-        value = value if value and same else find()
-        setattr(run.settings, name, value)
-        if same:
-            write_atomic(file, config.to_yaml(run.settings))
-    value = run.world.broadcast(value)
+    value = run.world.broadcast(value if same else [])
+    value = value or run.world.broadcast(find())
     setattr(run.settings, name, value)
+    if same:
+        write_atomic(file, config.to_yaml(run.settings))
     return value
 
 

@@ -47,6 +47,8 @@ class Sweep(Generic[T]):
     the screen; writes its plots into the folder."""
     new_seeds: bool = False
     """Whether each repeat has a seed of its own: right for accuracies; times are repeated with the same."""
+    measured: tuple[str, ...] = ()
+    """Settings that a run may find out for itself: what the first one finds holds for those after it, too."""
 
 
 def words(cell: Cell) -> list[str]:
@@ -80,6 +82,8 @@ def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[
             if not rows:
                 shutil.rmtree(folder)
             raise
+        for _, later in planned[number:]:
+            pass_on(sweep.measured, made, later)
         rows.append(row | {"run": made.path.name, "exit_status": status} | made.result)
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         keep(folder, name, rows)
@@ -106,6 +110,13 @@ def plan(sweep: Sweep[T], settings: T, arguments: Sequence[str]) -> list[tuple[R
             raise UserError(f"sweep, at {' '.join(words(values))}: {error}") from None
         planned.append(({"cell": values, "repeat": repeat}, chosen))
     return planned
+
+
+def pass_on(names: Sequence[str], made: Folder, later: Experiment) -> None:
+    """What a run has found out for itself, into the settings of one that comes after it."""
+    found = config.read_file(made.path / "config.yaml")
+    for name in names:
+        setattr(later, name, getattr(later, name) or found.get(name) or [])
 
 
 def only_here(ok: bool) -> None:

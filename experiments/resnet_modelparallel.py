@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common import clock, data, epochs, models, norm, optim, plots, provenance, report, schedules, stages, sweep
+from common.errors import UserError
 from common.evaluate import classify
 from common.launch import World
 from common.limit import memory_cap
@@ -125,10 +126,19 @@ class Team:
 
     @staticmethod
     def of(cfg: Config, world: World) -> Team:
-        """Replica after replica, and in each the processes of its pipeline, so that hosts hold whole replicas."""
+        """Replica after replica, and in each the processes of its pipeline, so that hosts hold whole replicas.
+
+        Raises UserError where somebody else has spread the processes in another way.
+        """
         length = world.size // cfg.replicas
         replica, place = divmod(world.rank, length)
         pipeline = world.part(range(replica * length, (replica + 1) * length))
+        hosts = sorted(set(pipeline.hosts))
+        if cfg.replicas > 1 and len(hosts) > 1:
+            raise UserError(
+                f"replicas={cfg.replicas}: a replica's stages are on {' and '.join(hosts)}; start a "
+                f"multiple of {length} processes on each host, in blocks (srun --distribution=block)"
+            )
         return Team(pipeline, world.part(range(place, world.size, length)))
 
     @property
@@ -290,4 +300,4 @@ def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) ->
 
 
 if __name__ == "__main__":
-    start(main, Config, sweep.Sweep(cells, show))
+    start(main, Config, sweep.Sweep(cells, show, measured=("split",)))

@@ -267,6 +267,8 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     assert (folder / "split_size.png").read_bytes()[:4] == b"\x89PNG"
     assert len(json.loads((folder / "sweep.json").read_text())["cells"]) == 8
     assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith(NAME)]) == 8
+    cuts = {tuple(config.read_file(tmp_path / "runs" / row["run"] / "config.yaml")["split"]) for row in rows[1:]}
+    assert len(cuts) == 1 and all(cuts), "measured by the first run that is cut, and the same in all"
     shown = [line.split()[:2] for line in done.out.splitlines() if line.split()[:1] in (["naive"], ["pipelined"])]
     assert shown == [["naive", "16"], ["pipelined", "4"], ["pipelined", "8"]]
 

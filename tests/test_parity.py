@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from common import data, prepare
 from common.models import SimpleNN
@@ -34,18 +35,31 @@ def cases(processes: int) -> list[str]:
     return network + [case(e, s, processes, each) for (e, s), each in itertools.product(OWN + LIBRARY, (1, 2))]
 
 
+def normalised(prepared: prepare.Prepared, part: str, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Images in float64, and labels."""
+    mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in data.STATISTICS[prepared.name])
+    pixels = torch.from_numpy(prepared.array(f"{part}_images")[:limit]).double()
+    images = (pixels / 255 - mean) / std
+    return images, torch.from_numpy(prepared.array(f"{part}_labels")[:limit]).long()
+
+
+@torch.no_grad()
+def scored(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """What an evaluation should find."""
+    logits = model.eval()(images)
+    return {
+        "test_loss": F.cross_entropy(logits, labels).item(),
+        "test_accuracy": (logits.argmax(1) == labels).double().mean().item(),
+        "test_samples": len(labels),
+    }
+
+
 @pytest.fixture(scope="module")
 def reference(cache: Path) -> dict[str, Any]:
     """The unsplit model trained by a bare loop that shares nothing with the pipeline but data order and model."""
     cfg, _ = parity.settings("mnist_pipeline", "stages=1")
     prepared = prepare.prepare_digits(cache)
-    mean, std = data.STATISTICS["digits"]
-
-    def part(name: str, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pixels = torch.from_numpy(prepared.array(f"{name}_images")[:limit]).double()
-        return (pixels / 255 - mean) / std, torch.from_numpy(prepared.array(f"{name}_labels")[:limit]).long()
-
-    images, labels = part("train", cfg.data.train_limit)
+    images, labels = normalised(prepared, "train", cfg.data.train_limit)
     torch.manual_seed(1234)
     model = SimpleNN(cfg.width, cfg.depth).double()
     parity.widen(model.parameters())
@@ -61,14 +75,7 @@ def reference(cache: Path) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    images, labels = part("test", cfg.data.test_limit)
-    with torch.no_grad():
-        logits = model(images)
-    scores = {
-        "test_loss": F.cross_entropy(logits, labels).item(),
-        "test_accuracy": (logits.argmax(1) == labels).double().mean().item(),
-        "test_samples": len(labels),
-    }
+    scores = scored(model, *normalised(prepared, "test", cfg.data.test_limit))
     return {"losses": losses, "state": model.state_dict(), "scores": scores}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,10 +22,10 @@ from common.models import ResNet
 from common.training import Training
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
+from experiments.resnet_modelparallel import Team
 from tests.helpers import Done, run
-from tests.parity import WIDTH
 from tests.test_ddp_parity import KEEP
-from tests.test_parity import differences
+from tests.test_parity import differences, normalised, scored
 
 STEPS, BATCH, PIECE = 10, 8, 2
 SET = ("data.name=generated", "data.samples=50", "data.image_size=32")  # six steps an epoch, two samples left out
@@ -33,7 +35,6 @@ PARITY = (
     f"steps={STEPS}",
     "epochs=2",
     "dtype=float64",
-    f"width={WIDTH}",
     "eval_batch=4",
     "plot=false",
 )
@@ -47,15 +48,9 @@ def reference(cache: Path) -> dict[str, Any]:
     """
     settings = Data(name="generated", samples=50, image_size=32, cache=str(cache))
     prepared = prepare.prepare(settings)
-    mean, std = (torch.tensor(value, dtype=torch.float64).view(3, 1, 1) for value in data.STATISTICS["generated"])
-
-    def part(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        pixels = torch.from_numpy(prepared.array(f"{name}_images")).double()
-        return (pixels / 255 - mean) / std, torch.from_numpy(prepared.array(f"{name}_labels")).long()
-
-    images, labels = part("train")
+    images, labels = normalised(prepared, "train")
     torch.manual_seed(seeds.derive(0, "init"))
-    model = ResNet("resnet18", (3, 32, 32), 10, width=int(WIDTH)).double().train()
+    model = ResNet("resnet18", (3, 32, 32), 10).double().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True)
     buffers = [{name: b.clone() for name, b in model.named_buffers()} for _ in range(2)]
     losses = []
@@ -78,14 +73,7 @@ def reference(cache: Path) -> dict[str, Any]:
                     buffers[0][name] = (buffers[0][name] + buffers[1][name]) / 2
                     buffers[1][name] = buffers[0][name].clone()
     model.load_state_dict(dict(model.named_parameters()) | buffers[0])
-    images, labels = part("test")
-    with torch.no_grad():
-        logits = model.eval()(images)
-    scores = {
-        "test_loss": F.cross_entropy(logits, labels).item(),
-        "test_accuracy": (logits.argmax(1) == labels).double().mean().item(),
-        "test_samples": len(labels),
-    }
+    scores = scored(model, *normalised(prepared, "test"))
     return {"losses": losses, "state": model.state_dict(), "scores": scores}
 
 
@@ -124,6 +112,22 @@ def test_two_replicas_of_two_stages_equal_one_process(
     done = run("resnet_modelparallel", *PARITY, *SAVED, *common, runs=tmp_path, **KEEP)
     assert differences(found(done), right) == []
     assert len(list(done.folder.attempts()[0].attempt.glob("heartbeat-*.json"))) == 4
+
+
+def test_stages_share_a_host_and_replicas_have_one_each() -> None:
+    cfg = config.load(Config, ["replicas=2", "stages=3", "launch.nodes=2"], {})
+
+    class Somewhere(SimpleNamespace):
+        """A process of six, with the host of each."""
+
+        def part(self, members: Sequence[int]) -> Any:
+            return SimpleNamespace(members=[*members], hosts=[self.hosts[member] for member in members])
+
+    blocks = [Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb"))) for rank in range(6)]
+    assert [cast(Any, team.pipeline).members for team in blocks] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+    assert [cast(Any, team.peers).members for team in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
+    with pytest.raises(UserError, match="replicas=2: a replica's stages are on a and b; start a multiple of 3"):
+        Team.of(cfg, cast(Any, Somewhere(rank=0, size=6, hosts="ababab")))
 
 
 @pytest.mark.parametrize(

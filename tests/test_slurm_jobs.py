@@ -53,6 +53,18 @@ def test_both_hosts_take_part_and_the_numbers_are_those_of_a_local_run(
     assert '_0_log.out">job</a>' in Path(compared["page"]).read_text()
 
 
+def test_replicas_go_across_the_hosts_and_stages_do_not(site: Site, tmp_path: Path) -> None:
+    words = ("width=8", "batch=16", "split_size=4", "replicas=2", "plot=false", "steps=20")
+    done = site.submit("resnet_modelparallel", "replicas", *words, options=("--nodes=2", "--follow=1"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = site.run_of("replicas")
+    hosts = json.loads((folder.path / "meta.json").read_text())["world"]["hosts"]
+    assert hosts == ["node1", "node1", "node2", "node2"]
+    local = run("resnet_modelparallel", "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path)
+    assert local.status == 0, local.err
+    assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
+
+
 def test_two_jobs_at_once_and_cancel(site: Site) -> None:
     for name in ("first", "second"):
         done = site.submit("mnist_pipeline", name, "epochs=500", options=("--nodes=1",))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
 
 from common import splits
-from common.models import SimpleNN
+from common.models import ResNet, SimpleNN
 
 
 @pytest.fixture
@@ -54,11 +55,14 @@ def test_balance_finds_the_best_cut() -> None:
         splits.balance(costs, 8)
 
 
-def test_measured_costs_leave_no_trace(model: SimpleNN) -> None:
-    costs = splits.time_costs(model, torch.randn(4, 28, 28), repeats=2)
+def test_measured_costs_leave_no_trace() -> None:
+    model = ResNet("resnet18", (3, 8, 8), 3, width=2).eval()
+    before = copy.deepcopy(model.state_dict())
+    costs = splits.time_costs(model, torch.randn(4, 3, 8, 8), repeats=2)
     assert list(costs) == [name for name, _ in model.named_children()]
     assert all(cost > 0 for cost in costs.values())
-    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters()) and not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("starts", [["fc9"], ["fc1"], ["fc3", "fc2"], ["fc2", "fc2"]])
