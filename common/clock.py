@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,20 @@ from torch import Tensor, nn
 from common.schedules import Action, Span
 from common.splits import begins_in_place
 
-Stamp = float | torch.cuda.Event
 HISTORY = 100  # steps whose time stamps are kept
+RENEWED = 10.0  # seconds that a clock counts from one zero: CUDA does so in a float, whose spacing is then 1 us
+
+
+class Moment(NamedTuple):
+    """A time stamp of a stream, and what it counts from."""
+
+    event: torch.cuda.Event
+    zero: torch.cuda.Event
+    origin: float
+    """When the zero was, in seconds of the host."""
+
+
+Stamp = float | Moment
 
 
 class Clock:
@@ -23,24 +35,36 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
         self.start = 0.0
-        self.stamp: Callable[[], Stamp] = self.event if self.cuda else time.perf_counter
+        self.stamp: Callable[[], Stamp] = self.moment if self.cuda else time.perf_counter
         if self.cuda:
-            torch.cuda.synchronize(device)
-            self.zero, self.origin = self.event(), time.perf_counter()
+            self.renew()
+
+    def renew(self) -> None:
+        """Count from here: what the stream calls now is now on the host, too."""
+        torch.cuda.synchronize(self.device)
+        self.zero, self.origin = self.event(), time.perf_counter()
+
+    def begin(self) -> None:
+        """A new step. Now and then it waits for the device, so that the stamps stay precise in a long run."""
+        if self.cuda and time.perf_counter() - self.origin > RENEWED:
+            self.renew()
 
     def event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def moment(self) -> Moment:
+        return Moment(self.event(), self.zero, self.origin)
+
     def start_now(self) -> None:
         """Count from here; processes of several hosts call it at the same moment."""
         self.start = time.perf_counter()
 
     def seconds(self, stamp: Stamp) -> float:
-        if isinstance(stamp, torch.cuda.Event):
-            stamp.synchronize()
-            return self.origin - self.start + self.zero.elapsed_time(stamp) / 1e3
+        if isinstance(stamp, Moment):
+            stamp.event.synchronize()
+            return stamp.origin - self.start + stamp.zero.elapsed_time(stamp.event) / 1e3
         return stamp - self.start
 
 
@@ -61,6 +85,8 @@ class Watch:
 
     def begin(self) -> None:
         """A new step."""
+        for clock in self.clocks:
+            clock.begin()
         self.history.append({})
 
     def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:

@@ -172,6 +172,7 @@ RESNETS: dict[str, tuple[type[Block] | type[Bottleneck], tuple[int, ...]]] = {
     "resnet101": (Bottleneck, (3, 4, 23, 3)),
 }
 LARGE = 64  # pixels from which on a ResNet begins as for ImageNet
+OTHER_STEM = f"images from {LARGE} pixels on have ImageNet's stem of 7x7, smaller ones one of 3x3: set data.image_size"
 
 
 class ResNet(nn.Sequential):
@@ -230,7 +231,10 @@ def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(model: nn.Module, file: str) -> None:
-    """Copy a file's state dict into a model; `none` leaves it as it is. Raises UserError, naming what does not fit."""
+    """Copy a file's state dict into a model; `none` leaves it as it is. Raises UserError, naming what does not fit.
+
+    Old files do not tell how many batches BatchNorm has seen: there the model's own count stays.
+    """
     if file == "none":
         return
     try:
@@ -242,7 +246,8 @@ def load(model: nn.Module, file: str) -> None:
         raise UserError(f"weights={file}: not a file that torch.save wrote of tensors alone ({reason})") from None
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise UserError(f"weights={file}: holds no state dict, which has a tensor for each name")
-    state, own = own_names(found), model.state_dict()
+    own = model.state_dict()
+    state = {name: value for name, value in own.items() if name.endswith(".num_batches_tracked")} | own_names(found)
     for problem, names in (("has no", own.keys() - state.keys()), ("has too much:", state.keys() - own.keys())):
         if names:
             raise UserError(
@@ -251,7 +256,7 @@ def load(model: nn.Module, file: str) -> None:
     for name, value in own.items():
         if state[name].shape != value.shape:
             shapes = f"{tuple(state[name].shape)}, here {tuple(value.shape)}"
-            raise UserError(
-                f"weights={file}: {name} has shape {shapes}; use as many classes and colours, and its width"
-            )
+            stem = name == "conv1.weight" and state[name].shape[2:] != value.shape[2:]
+            remedy = OTHER_STEM if stem else "use as many classes and colours, and its width"
+            raise UserError(f"weights={file}: {name} has shape {shapes}; {remedy}")
     model.load_state_dict(state)

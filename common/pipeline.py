@@ -99,6 +99,7 @@ class Pipeline:
         The process with the first stage passes inputs `x`, the one with the last stage targets `y`.
         Returns the mean loss, not yet synchronised, on the process with the last stage, else None.
         """
+        self.clock.begin()
         self.xs = self._pieces(x) if x is not None and self.has_first else ()
         self.ys = self._pieces(y) if y is not None and self.has_last else ()
         self.total: Tensor | None = None

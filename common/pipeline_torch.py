@@ -119,6 +119,7 @@ class TorchPipeline(Pipeline):
         return value
 
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+        self.clock.begin()
         self.marks: Marks = []
         losses: list[Tensor] = []
         share: list[Tensor] = []  # the library empties it at every call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 import shutil
@@ -64,9 +65,14 @@ def cpu_model() -> str | None:
 
 def visible_gpus() -> int:
     """The GPUs that a process started here would see. Asks neither torch nor CUDA: a parent that has cannot fork."""
+    if (version("torch") or "").endswith("+cpu"):  # it has no use for those that are there
+        return 0
     there = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return there if mask is None else min(there, sum(bool(name.strip()) for name in mask.split(",")))
+    if mask is None:
+        return there
+    named = itertools.takewhile(lambda name: name and name[0] != "-", map(str.strip, mask.split(",")))
+    return min(there, sum(1 for _ in named))  # CUDA looks no further than the first that is no device
 
 
 def dirty() -> bool | None:

@@ -183,6 +183,7 @@ class Run:
         The values come from the rank `source` (elsewhere they may be None) and reach the disk, then W&B, in batches
         about `log.seconds` apart.
         """
+        self._wait(step)
         now = time.perf_counter()
         if self.mark is not None:
             self.durations.append(now - self.mark)
@@ -196,6 +197,21 @@ class Run:
                 self.folder.heartbeat(self.world.rank, step, time.time(), self.before_backward())
         if self.profiler is not None:
             self.profiler.step()
+
+    def _wait(self, step: int) -> None:
+        """Wait for the GPUs where the steady steps begin and where something else follows a step.
+
+        A step only gives them work: without it short runs would take as long as giving, and what is left of it would
+        count as an evaluation's or a checkpoint's.
+        """
+        if self.training is None or not self.training.gpus:
+            return
+        done = len(self.durations) + (self.mark is not None)  # steps of this start
+        steady = done == min(WARM_UP, (done + self.total - step) // 3)
+        ends = step == self.total or step % self.training.loader.steps == 0
+        if steady or ends or self.points.reached(step):
+            for gpu in self.training.gpus:
+                torch.cuda.synchronize(gpu)
 
     def flush(self) -> None:
         """Bring the collected rows to rank 0 and to the disk. All ranks call it at the same step."""

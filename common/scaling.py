@@ -58,6 +58,7 @@ class StepTimes:
         """The loader's batches; a step lasts from asking for one to asking for the next."""
         source = iter(loader)
         while True:
+            self.clock.begin()
             self.marks = {"start": self.clock.stamp()}
             batch = next(source, None)
             if batch is None:

@@ -39,6 +39,7 @@ class Training:
         self.peers = world if replicated else peers
         self.scaler = scaler
         self.parameters = [pair for part in parts for pair in part.named_parameters()]
+        self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
         kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
         self.buffers = [(name, value) for part in parts for name, value in part.named_buffers() if name in kept]
 
@@ -62,12 +63,17 @@ class Training:
         dist.all_reduce(total, group=self.peers.group)
         return total / self.peers.size
 
+    def _own(self, loaded: Loaded) -> dict[str, Tensor]:
+        """The buffers that this process saved, if it held the same parts among others then; else the means count."""
+        shared = self.peers is not None and self.peers.size > 1
+        saved: dict[str, Tensor] = loaded.local["buffers"] if loaded.local and shared else {}
+        return saved if saved.keys() == {name for name, _ in self.buffers} else {}
+
     @torch.no_grad()
     def load(self, loaded: Loaded) -> None:
         """Raises UserError where the checkpoint is of another model."""
         state.load_tensors(self.parameters, loaded.model)
-        own = loaded.local["buffers"] if loaded.local else {}
-        state.load_tensors(self.buffers, loaded.model | own)
+        state.load_tensors(self.buffers, loaded.model | self._own(loaded))
         state.load_optimizer(self.optimizer, self.parameters, loaded.optimizer)
         self.loader.load_state_dict({name: loaded.common[name] for name in self.loader.state_dict()})
         if self.scaler is not None and self.scaler.is_enabled() and loaded.common.get("scaler"):

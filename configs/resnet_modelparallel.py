@@ -81,6 +81,9 @@ class Config(Sweep, Stages, Experiment):
             microbatches=max(1, self.share // self.microbatch),
         )
 
+    def paths(self) -> dict[str, str]:
+        return super().paths() | ({"weights": self.weights} if self.weights != "none" else {})
+
     def adapt(self, gpus: int) -> None:
         fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == self.replicas == 1
         fits = fits and self.engine == "auto" and self.pipeline().schedule in ("gpipe", "naive")

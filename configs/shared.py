@@ -191,6 +191,10 @@ class Experiment:
         """Whether the model takes data.name=vectors."""
         return False
 
+    def paths(self) -> dict[str, str]:
+        """The files and folders that the settings name, by setting."""
+        return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
+
     def adapt(self, gpus: int) -> None:
         """Settle what depends on the GPUs that a local start sees; called before the run folder is made."""
 

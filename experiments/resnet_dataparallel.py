@@ -49,6 +49,7 @@ from configs.resnet_dataparallel import Config
 Forward = Callable[[Tensor], Tensor]
 ROUNDS, STEPS = 3, 5  # of the comparison: how often each side takes its turn, and for how many steps
 ONE_DEVICE = "{} GPUs here: DataParallel only calls the model, as single does; to compare devices, use strategy=ddp"
+TOO_FEW = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
 AXIS = {"y": "training samples per second"}
 BUFFERS = {  # what becomes of its running statistics
     "single": "one device sees every sample",
@@ -80,7 +81,8 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
 
 def forward_of(cfg: Config, model: nn.Module, world: World) -> Forward:
     """What computes the outputs: the wrapped model, or DataParallel as a function of the bare one."""
-    if cfg.functional and gpus(world):  # on a CPU the function is an error, where the class calls the model
+    # a run of data_parallel compares itself with other strategies; without GPUs the function is an error
+    if cfg.strategy == "data_parallel" and cfg.functional and gpus(world):
         return partial(nn.parallel.data_parallel, hooks.inner(model), device_ids=gpus(world))
     return model
 
@@ -197,12 +199,14 @@ def main(cfg: Config, world: World, run: Run) -> None:
     own = [torch.device("cuda", index) for index in gpus(world)] if cfg.strategy == "data_parallel" else []
     used = [report.peak_memory(device) / 1e6 for device in own or [world.device]]
     memory = [value for values in world.gather(used) for value in values]
-    rates = compare(cfg, train, world) if cfg.compare and devices > 1 else {}
+    sides, full = cfg.compare and devices > 1, len(train) >= cfg.batch
+    rates = compare(cfg, train, world) if sides and full else {}
+    notes = {"comparison": TOO_FEW.format(len(train), cfg.batch)} if sides and not full else {}
     ranks = [rank for rank in world.gather(times.summary()) if rank]
     if world.is_main:
         ragged = cfg.last_batch == "keep" and run.total >= loader.steps  # else no epoch came to its end
         rest = len(train) % cfg.batch if ragged else 0
-        conclude(cfg, world, run, scores, Facts(devices, memory, ranks, rates, rest))
+        conclude(cfg, world, run, scores, Facts(devices, memory, ranks, rates, rest, notes))
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,8 @@ class Facts:
     """Samples per second of each side of the comparison, round by round."""
     rest: int
     """Samples of an epoch's last batch, if it is a ragged one."""
+    notes: dict[str, str]
+    """Rows of the table about what could not be measured."""
 
 
 def shares(cfg: Config, count: int, devices: int) -> list[int]:
@@ -273,7 +279,7 @@ def conclude(cfg: Config, world: World, run: Run, scores: dict[str, float], foun
         plot = run.folder.path / "compare.png"
         plots.bars(plot, {name: spread(values) for name, values in found.rates.items()}, **AXIS)
         rows["plot"] = str(plot)
-    run.say(report.table(rows | scaled.rows() | run.places()))
+    run.say(report.table(rows | found.notes | scaled.rows() | run.places()))
 
 
 def spread(values: list[float]) -> tuple[float, float]:

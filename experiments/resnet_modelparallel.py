@@ -32,7 +32,7 @@ from __future__ import annotations
 import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import clock, data, epochs, models, norm, optim, plots, report, schedules, stages, sweep
+from common import clock, data, epochs, models, norm, optim, plots, provenance, report, schedules, stages, sweep
 from common.errors import UserError
 from common.evaluate import classify
 from common.launch import World
@@ -249,12 +249,25 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
 def cells(cfg: Config) -> list[sweep.Cell]:
     """single and naive with the whole batch, pipelined with each size of microbatches.
 
-    Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
+    Unless `steps` says otherwise the runs are short: what is measured is what a step costs. All run on one kind of
+    device.
     """
     short: sweep.Cell = {} if cfg.steps else {"steps": BRIEF, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
     whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.share} for mode in ("single", "naive")]
     pieces: list[sweep.Cell] = [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
-    return [cell | short for cell in whole + pieces]
+    some = cfg.launch.device == "auto" and provenance.visible_gpus() and not on_gpus(cfg)
+    alike: sweep.Cell = {"launch.device": "cpu"} if some else {}
+    return [cell | short | alike for cell in whole + pieces]
+
+
+def on_gpus(cfg: Config) -> bool:
+    """Whether there are GPUs enough for every mode's processes."""
+    gpus = provenance.visible_gpus() if cfg.launch.device != "cpu" else 0
+    modes: tuple[Any, ...] = ("single", "naive", "pipelined")
+    chosen = [replace(cfg, mode=mode) for mode in modes]
+    for one in chosen:
+        one.adapt(gpus)
+    return all(gpus >= one.processes // cfg.launch.nodes for one in chosen)
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
@@ -279,7 +292,7 @@ def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) ->
     if "naive" in levels and pipelined:
         ideal = [(size, levels["naive"] / p * (1 + (p - 1) * size / cfg.share), 0.0) for size, _, _ in pipelined]
         computed["ideal: naive / p x (m + p - 1) / m"] = ideal
-    threads = "" if cfg.launch.threads else "; single has the threads of all of them"
+    threads = "" if cfg.launch.threads or on_gpus(cfg) else "; single has the threads of all of them"
     more: Any = {"log": True, "title": f"{cfg.model}, batch {cfg.batch}, {p} stages{threads}"}
     series = {"pipelined": pipelined} if pipelined else {}  # none where all those runs failed
     plots.curves(path, series, "split size", "ms a batch", levels, computed=computed, **more)

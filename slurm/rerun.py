@@ -233,8 +233,7 @@ def main(arguments: list[str]) -> int:
     text = resolved(old, [f"runs={old.path.parent}", *words])
     settings = as_known(old.experiment, text)
     if scheduler is not None:  # the job starts in another folder
-        paths = {"runs": settings.runs, "data.root": settings.data.root, "data.cache": settings.data.cache}
-        text = resolved(old, words + [f"{key}={Path(path).absolute()}" for key, path in paths.items()])
+        text = resolved(old, words + [f"{key}={Path(path).absolute()}" for key, path in settings.paths().items()])
         settings = as_known(old.experiment, text)
         submit.check_patience(settings, profile)
         scheduler.check(settings.launch.nodes, profile.partition)

@@ -88,9 +88,9 @@ def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler | None
     if found.notice:
         print(found.notice, flush=True)
     settings.data.name = found.name  # type: ignore[assignment]
-    settings.runs = str(Path(settings.runs).absolute())
-    settings.data.cache = str(Path(settings.data.cache).absolute())
-    settings.data.root = str(Path(settings.data.root).absolute())
+    for key, path in settings.paths().items():  # it may start in another folder
+        group, _, last = key.rpartition(".")
+        setattr(getattr(settings, group) if group else settings, last, str(Path(path).absolute()))
     folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
     try:
         provenance.snapshot(folder)

@@ -18,6 +18,7 @@ from common.config import UserError
 from common.folder import Folder
 from common.schedules import Action, Span
 from configs.resnet_modelparallel import Config
+from experiments import resnet_modelparallel
 from experiments.resnet_modelparallel import OnDevices
 from tests.helpers import Done, run
 
@@ -118,11 +119,15 @@ def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, de
 def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev") / name for name in names])
+    monkeypatch.setattr(provenance, "version", lambda package: "2.15.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert provenance.visible_gpus() == 3
-    for mask, count in (("", 0), ("1", 1), ("0,1", 2)):
+    masks = {"": 0, "1": 1, "0,1": 2, "-1": 0, "0,-1,1": 1, "0,,1": 1, " 0 , 1 ": 2, "GPU-a,GPU-b": 2, "0,1,2,3": 3}
+    for mask, count in masks.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-        assert provenance.visible_gpus() == count
+        assert provenance.visible_gpus() == count, mask
+    monkeypatch.setattr(provenance, "version", lambda package: "2.15.0+cpu")
+    assert provenance.visible_gpus() == 0, "a torch without CUDA sees none"
 
 
 def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
@@ -270,6 +275,32 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     assert len(cuts) == 1 and all(cuts), "measured by the first run that is cut, and the same in all"
     shown = [line.split()[:2] for line in done.out.splitlines() if line.split()[:1] in (["naive"], ["pipelined"])]
     assert shown == [["naive", "16"], ["pipelined", "4"], ["pipelined", "8"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "device", "on_gpus"),
+    [
+        ([], 0, None, False),
+        ([], 1, None, True),  # all stages are on it, in one process
+        (["schedule=1f1b"], 1, "cpu", False),
+        (["schedule=1f1b"], 2, None, True),
+        (["stages=3", "engine=torch"], 2, "cpu", False),
+        (["replicas=2"], 2, "cpu", False),
+        (["replicas=2"], 4, None, True),
+        (["schedule=1f1b", "launch.device=cuda"], 1, None, False),  # as it was asked for: it will be told
+        (["schedule=1f1b", "launch.device=cpu"], 1, None, False),
+    ],
+)
+def test_a_sweep_runs_on_one_kind_of_device(
+    words: list[str], gpus: int, device: str | None, on_gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "visible_gpus", lambda: gpus)
+    cfg = settings(*words)
+    assert {cell.get("launch.device") for cell in resnet_modelparallel.cells(cfg)} == {device}
+    titles: list[str] = []
+    monkeypatch.setattr(plots, "curves", lambda *_, title, **more: titles.append(title))
+    resnet_modelparallel.draw(cfg, {("pipelined", 8): (1.0, 0.0, 1)}, tmp_path / "plot.png")
+    assert ("single has the threads of all" in titles[0]) is not on_gpus
 
 
 def test_the_toy_learns_its_vectors(tmp_path: Path) -> None:

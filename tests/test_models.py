@@ -52,6 +52,27 @@ def test_weights_of_ddp_have_a_prefix_that_is_taken_off(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+def test_old_files_that_do_not_count_batches_are_read(tmp_path: Path) -> None:
+    theirs = torchvision.models.resnet18(num_classes=3)
+    theirs.bn1.running_mean.fill_(5)
+    old = {name: value for name, value in theirs.state_dict().items() if not name.endswith("num_batches_tracked")}
+    assert len(old) < len(theirs.state_dict())
+    ours = models.ResNet("resnet18", (3, 64, 64), 3)
+    models.load(ours, saved(tmp_path, old))
+    counted = ours.state_dict()
+    assert counted["bn1.num_batches_tracked"] == 0 and (counted["bn1.running_mean"] == 5).all()
+    assert torch.equal(counted["layer4_1.conv2.weight"], old["layer4.1.conv2.weight"])
+    with pytest.raises(UserError, match=r"has no bn1\.running_mean \(1 such names\)"):
+        models.load(ours, saved(tmp_path, {name: value for name, value in old.items() if name != "bn1.running_mean"}))
+
+
+@pytest.mark.parametrize(("file", "here"), [(64, 32), (32, 64)])
+def test_the_stem_of_another_size_of_images_is_named(file: int, here: int, tmp_path: Path) -> None:
+    theirs, ours = (models.ResNet("resnet18", (3, side, side), 3, width=2) for side in (file, here))
+    with pytest.raises(UserError, match=r"conv1\.weight .* here .*; images from 64 pixels .* set data\.image_size"):
+        models.load(ours, saved(tmp_path, theirs.state_dict()))
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return print, ("executed",)

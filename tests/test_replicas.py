@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import functional_call
 
 from common import config, data, prepare, seeds
+from common.checkpoint import Loaded
 from common.config import UserError
+from common.launch import World
 from common.models import ResNet
+from common.training import Training
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
 from experiments.resnet_modelparallel import Team
@@ -123,6 +128,41 @@ def test_stages_share_a_host_and_replicas_have_one_each() -> None:
     assert [cast(Any, team.peers).members for team in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
     with pytest.raises(UserError, match="replicas=2: a replica's stages are on a and b; start a multiple of 3"):
         Team.of(cfg, cast(Any, Somewhere(rank=0, size=6, hosts="ababab")))
+
+
+@pytest.mark.parametrize(
+    ("layers", "peers", "means"),
+    [
+        (["first", "second"], 2, [1.0, 2.0]),  # as it was saved: what this process has seen itself
+        (["first", "second"], 1, [30.0, 30.0]),  # two stages without a replica, in place of one with
+        (["first", "second"], 0, [30.0, 30.0]),
+        (["first"], 2, [30.0]),  # other stages, replicas as well
+        (["second", "third"], 2, [30.0, 30.0]),
+        (["third"], 0, [30.0]),
+    ],
+)
+def test_own_statistics_come_back_only_where_the_layout_is_the_same(
+    layers: list[str], peers: int, means: list[float], cache: Path
+) -> None:
+    settings = Data(name="digits", cache=str(cache))
+    images, _ = data.load(prepare.prepare(settings), settings)
+    cpu = torch.device("cpu")
+
+    def training(names: list[str], size: int) -> Training:
+        part = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(1)) for name in names))
+        many = World(0, size, 0, size, 0, 1, "local", ("here",) * size, cpu, "gloo", 1) if size else None
+        loader = data.Loader(images, 8, 0, cpu, torch.float32)
+        return Training([part], torch.optim.SGD(part.parameters()), loader, cast(World, None), peers=many)
+
+    saved = training(["first", "second"], 1)
+    for number, (_, buffer) in enumerate(pair for pair in saved.buffers if pair[0].endswith("mean")):
+        buffer.fill_(number + 1)
+    whole = training(["first", "second", "third"], 0).state().model
+    averaged = {name: torch.full_like(value, 30) if name.endswith("mean") else value for name, value in whole.items()}
+    common, local = saved.state().common, saved.state().local
+    resumed = training(layers, peers)
+    resumed.load(Loaded(5, 1, 4, averaged, {}, common, local))
+    assert [buffer.item() for name, buffer in resumed.buffers if name.endswith("mean")] == means
 
 
 @pytest.mark.parametrize(

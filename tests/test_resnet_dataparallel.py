@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from common import config, models, state
 from common.config import UserError
+from common.launch import World
 from configs.resnet_dataparallel import Config
 from experiments import resnet_dataparallel
 from tests.helpers import Done, run
@@ -97,6 +101,15 @@ def test_shares_are_those_of_the_strategies() -> None:
     assert resnet_dataparallel.shares(slices, 5, 4) == [2, 1, 1, 1]
 
 
+def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resnet_dataparallel, "gpus", lambda world: [0, 1])
+    cfg, model, world = Config(strategy="data_parallel", functional=True), nn.Linear(1, 1), cast(World, None)
+    called = resnet_dataparallel.forward_of(cfg, model, world)
+    assert isinstance(called, partial) and called.keywords == {"device_ids": [0, 1]}
+    for other in ("single", "ddp"):  # the sides that a run of data_parallel compares itself with
+        assert resnet_dataparallel.forward_of(replace(cfg, strategy=other), model, world) is model
+
+
 def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
     digits: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -124,6 +137,21 @@ def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str,
     assert (done.folder.path / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert len(result["memory_megabytes"]) == 2 and min(result["memory_megabytes"]) > 50
     assert result["imbalance"]["memory"] >= 0 and result["imbalance"]["before_backward"] >= 0
+
+
+def test_fewer_images_than_a_batch_are_trained_on_and_not_compared(tmp_path: Path) -> None:
+    for part, count in (("train", 10), ("val", 2)):
+        for colour in ("red", "blue"):
+            (tmp_path / part / colour).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (8, 8), colour).save(tmp_path / part / colour / f"{number}.png")
+    images = ("data.name=imagefolder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'sets'}", "data.image_size=8")
+    few = ("model=convnet", "batch=64", "epochs=2", "optim.warmup=0", "launch.device=cpu")
+    done = run("resnet_dataparallel", *images, *few, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert done.folder.result["state"] == "finished" and done.folder.result["compare"] == {}
+    assert len(done.losses) == 2 and done.folder.result["last_batch"] == [10, 10]
+    assert re.search(r"comparison +left out: 20 training samples hold no full batch of 64", done.out)
 
 
 def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> None:

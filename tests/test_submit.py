@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from common import provenance
+from common import config, provenance
 from common.config import UserError
 from common.folder import Folder, write_json
+from configs import resnet_modelparallel
 from configs.profile import Profile
 from slurm import sbatch, scheduler, status
 from slurm.cluster_net import Process
+from slurm.submit import prepared_folder
 from tests.benchmarks.runs import Made
 from tests.helpers import ROOT, environment
 
@@ -183,6 +185,25 @@ def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
     assert meta["job"]["id"] == "4711" and meta["data"]["name"] == "digits"
     assert not folder.attempts(), "the job claims the attempt"
     assert re.search(r"nodes: 2", (folder.path / "config.yaml").read_text())
+
+
+def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "data.samples=64",
+        "data.image_size=8",
+        "weights=start.pt",
+        "data.root=raw",
+        "data.cache=sets",
+        "runs=mine",
+    ]
+    folder = prepared_folder("resnet_modelparallel", config.load(resnet_modelparallel.Config, words, {}), None)
+    written = config.flatten(config.read_file(folder.path / "config.yaml"))
+    assert folder.path.parent == tmp_path / "mine"
+    found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
+    assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
+    none = prepared_folder("resnet_modelparallel", config.load(resnet_modelparallel.Config, words[:2], {}), None)
+    assert config.read_file(none.path / "config.yaml")["weights"] == "none"
 
 
 def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> None:

@@ -1,0 +1,82 @@
+"""Time stamps of a GPU stay precise however long a run takes. The device is played: it has the host's time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from common import clock, scaling
+
+
+class Played:
+    """A host and its GPU, at `now` seconds; as an event, CUDA's: milliseconds between two are a C float."""
+
+    now = 0.0
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, _: Any) -> None:
+        self.at = Played.now
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Played) -> float:
+        return float(np.float32((later.at - self.at) * 1e3))
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Played, "now", 100.0)
+    monkeypatch.setattr(torch.cuda, "Event", Played)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: Played.now)
+
+
+STEP, DAY = 0.0123456, 86_400.0
+
+
+def test_stamps_of_a_step_are_as_precise_after_a_day_as_at_once() -> None:
+    device = clock.Clock(torch.device("cuda", 0))
+    device.begin()
+    early = device.stamp()
+    Played.now += DAY
+    device.begin()
+    first = device.stamp()
+    Played.now += STEP
+    last = device.stamp()
+    assert device.seconds(last) - device.seconds(first) == pytest.approx(STEP, abs=2e-6)
+    assert device.seconds(first) - device.seconds(early) == pytest.approx(DAY, abs=2e-6), "older stamps keep their zero"
+
+
+def test_steps_within_a_zero_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(Played.now))
+    device = clock.Clock(torch.device("cuda", 0))
+    for _ in range(1000):
+        Played.now += 0.025
+        device.begin()
+    assert len(waits) == 3, "at the start and every ten seconds"
+
+
+def test_watch_and_step_times_begin_their_steps() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    watch = clock.Watch([model], [torch.device("cuda", 0)])
+    times = scaling.StepTimes(model, torch.device("cuda", 0))
+    times.skip = 0
+    Played.now += DAY
+    for x in times.batches([torch.ones(1, 1)] * 3):
+        watch.begin()
+        out = watch.forward(0, 0, x)
+        times.mark("backward")
+        Played.now += STEP
+        out.sum().backward()
+        times.mark("end of backward")
+    found = times.summary()
+    assert found is not None and found.step == pytest.approx(STEP, abs=2e-6)
+    for (forward, backward), *_ in watch.spans():
+        assert forward.start == forward.end and backward.start - forward.end == pytest.approx(STEP, abs=2e-6)

@@ -1,0 +1,107 @@
+"""A step costs what the GPU takes for it, not what giving it the work takes. The GPU is played: it has a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common import data, prepare
+from common import run as running
+from common.checkpoint import State
+from common.folder import Folder
+from common.launch import World
+from common.preemption import Notice
+from common.run import Run
+from common.training import Training
+from configs.mnist_pipeline import Config
+from configs.shared import Checkpoint, Data
+
+GIVE, WORK = 0.001, 0.1  # seconds of a step on the host, and then on the GPU
+
+
+class Played:
+    """The host's time, and the GPU's work that is still to be done."""
+
+    def __init__(self) -> None:
+        self.now = self.queued = 0.0
+        self.waits = 0
+
+    def step(self) -> None:
+        self.now += GIVE
+        self.queued += WORK
+
+    def synchronize(self, device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
+        self.now, self.queued, self.waits = self.now + self.queued, 0.0, self.waits + 1
+
+
+class Saved(Training):
+    """What is saved has to be computed before."""
+
+    gpu: Played
+
+    def state(self) -> State:
+        self.gpu.synchronize(torch.device("cuda", 0))
+        return super().state()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
+    played = Played()
+    monkeypatch.setattr(torch.cuda, "synchronize", played.synchronize)
+    monkeypatch.setattr(running.time, "perf_counter", lambda: played.now)
+    return played
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A real group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
+    dist.destroy_process_group()
+
+
+def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every: int, total: int, cuda: bool) -> Run:
+    """A run whose epochs have so many steps, that saves every so many, and has nothing to compute."""
+    cfg = Config(data=Data(name="digits", cache=str(cache)), checkpoint=Checkpoint(every_steps=every, every_seconds=0))
+    prepared = prepare.prepare(cfg.data)
+    images, _ = data.load(prepared, cfg.data)
+    room.mkdir()
+    with open(room / "stacks", "w") as log:
+        run = Run(cfg, Folder(room).claim(), world, prepared, Notice(60, log))
+        model = nn.Linear(1, 1)
+        loader = data.Loader(images, len(images) // epoch, 0, world.device, torch.float32)
+        assert loader.steps == epoch
+        training = Saved([model], torch.optim.SGD(model.parameters()), loader, world)
+        training.gpu = gpu
+        training.gpus = {torch.device("cuda", 0)} if cuda else set()
+        run.total = total
+        run.resume(training)
+        for step in range(1, total + 1):
+            gpu.step()
+            run.log(step, loss=1.0)
+            run.safe_point(step)
+            if step % epoch == 0 or step == total:
+                gpu.synchronize(torch.device("cuda", 0))  # as who reads a result
+                gpu.now += 5
+                run.record(step, test_loss=1.0)
+        run.close()
+    return run
+
+
+@pytest.mark.parametrize(("epoch", "every", "total"), [(100, 0, 12), (100, 0, 1000), (15, 0, 40), (100, 3, 40)])
+def test_steady_steps_are_those_of_the_gpu(
+    epoch: int, every: int, total: int, gpu: Played, world: World, cache: Path, tmp_path: Path
+) -> None:
+    run = train(gpu, world, cache, tmp_path / "run", epoch, every, total, cuda=True)
+    assert run.step_seconds() == pytest.approx(GIVE + WORK)
+
+
+def test_nothing_waits_without_a_gpu(gpu: Played, world: World, cache: Path, tmp_path: Path) -> None:
+    run = train(gpu, world, cache, tmp_path / "run", epoch=100, every=0, total=12, cuda=False)
+    assert run.step_seconds() == pytest.approx(GIVE) and gpu.waits == 1, "the evaluation's own"
