@@ -262,7 +262,7 @@ def cells(cfg: Config) -> list[sweep.Cell]:
 
 def on_gpus(cfg: Config) -> bool:
     """Whether there are GPUs enough for every mode's processes."""
-    gpus = provenance.visible_gpus() if cfg.launch.device != "cpu" else 0
+    gpus = provenance.visible_gpus() if cfg.launch.device != "cpu" and "cpu" not in cfg.devices else 0
     modes: tuple[Any, ...] = ("single", "naive", "pipelined")
     chosen = [replace(cfg, mode=mode) for mode in modes]
     for one in chosen:

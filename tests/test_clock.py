@@ -80,3 +80,15 @@ def test_watch_and_step_times_begin_their_steps() -> None:
     assert found is not None and found.step == pytest.approx(STEP, abs=2e-6)
     for (forward, backward), *_ in watch.spans():
         assert forward.start == forward.end and backward.start - forward.end == pytest.approx(STEP, abs=2e-6)
+
+
+def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for booted in (0.0, 50_000.0):
+        monkeypatch.setattr(clock.time, "perf_counter", lambda booted=booted: Played.now - booted)
+        host = clock.Clock(torch.device("cpu"))
+        monkeypatch.setattr(Played, "now", 60_000.0)
+        host.start_now()  # behind a barrier
+        monkeypatch.setattr(Played, "now", 60_001.5)
+        found.append(host.seconds(host.stamp()))
+    assert found == [1.5, 1.5]

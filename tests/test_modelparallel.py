@@ -287,6 +287,7 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
         (["stages=3", "engine=torch"], 2, "cpu", False),
         (["replicas=2"], 2, "cpu", False),
         (["replicas=2"], 4, None, True),
+        (["devices=[cpu,cpu]"], 2, "cpu", False),
         (["schedule=1f1b", "launch.device=cuda"], 1, None, False),  # as it was asked for: it will be told
         (["schedule=1f1b", "launch.device=cpu"], 1, None, False),
     ],
