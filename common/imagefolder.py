@@ -107,9 +107,11 @@ def write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
 def decoded(folder: Path, samples: list[Sample], side: int) -> Iterator[tuple[np.ndarray | None, str]]:
     """Each sample's pixels uint8 [3, side, side], or None and the reason, in order; decoded on all cores, few ahead."""
     import torch
+    from PIL import Image
     from torchvision.datasets.folder import default_loader
     from torchvision.transforms import v2
 
+    Image.init()  # all formats: several threads that look for one at the same time may miss it
     torch.set_num_threads(1)  # the cores are shared out by image
     decode = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
 
@@ -118,6 +120,8 @@ def decoded(folder: Path, samples: list[Sample], side: int) -> Iterator[tuple[np
             if not path.is_file():  # a link to nowhere, or a pipe that would be waited for
                 raise OSError("no file")
             return decode(default_loader(path)).contiguous().numpy(), ""
+        except MemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 (Pillow raises many kinds for what it cannot read)
             return None, first_line(error, path)
 

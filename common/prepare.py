@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,10 +219,11 @@ def read_prepared(name: str, path: Path) -> Prepared | None:
 
 def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
     """Write all arrays beside, then rename: a crash leaves no half set. The caller holds the cache's lock."""
-    for left in path.parent.glob(f".{path.name.rpartition('-')[0]}-*"):
+    host = socket.gethostname()  # on some network disks a lock holds on one host only
+    for left in path.parent.glob(f".{path.name.rpartition('-')[0]}-*-{host}-*"):
         shutil.rmtree(left, ignore_errors=True)  # of a run that was killed: who holds the lock is alone here
     with disk_errors(path):
-        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-{host}-", dir=path.parent))
     try:
         notice = write(beside)
         with disk_errors(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import resource
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,15 @@ def idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
 def typical(steps: Sequence[Sequence[Sequence[Span]]]) -> Sequence[Sequence[Span]]:
     """The step of median length."""
     return sorted(steps, key=schedules.length)[len(steps) // 2]
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let peak_memory begin anew, where the system can (Linux: proc_pid_clear_refs(5))."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
 
 
 def peak_memory(device: torch.device) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from common import config, splits
+from common import config, report, splits
 from common.config import UserError
 from common.folder import write_atomic
 from common.launch import World
@@ -49,6 +49,7 @@ def measured_cut(settings: Settings, model: nn.Sequential, sample: Tensor, world
     """
     world.meet("measure the cut")
     found = world.gather(splits.time_costs(model, sample.to(world.device), repeats=3))
+    report.forget_peak(world.device)  # what follows is the training's
     sums = {name: sum(costs[name] for costs in found) for name, _ in model.named_children()}
     return splits.balance(sums, settings.stages)
 

@@ -132,13 +132,14 @@ class Team:
         """
         length = world.size // cfg.replicas
         replica, place = divmod(world.rank, length)
-        pipeline = world.part(range(replica * length, (replica + 1) * length))
-        hosts = sorted(set(pipeline.hosts))
-        if cfg.replicas > 1 and len(hosts) > 1:
+        spread = {tuple(sorted(set(world.hosts[first : first + length]))) for first in range(0, world.size, length)}
+        torn = sorted(hosts for hosts in spread if len(hosts) > 1)
+        if cfg.replicas > 1 and torn:
             raise UserError(
-                f"replicas={cfg.replicas}: a replica's stages are on {' and '.join(hosts)}; start a "
+                f"replicas={cfg.replicas}: a replica's stages are on {' and '.join(torn[0])}; start a "
                 f"multiple of {length} processes on each host, in blocks (srun --distribution=block)"
             )
+        pipeline = world.part(range(replica * length, (replica + 1) * length))
         return Team(pipeline, world.part(range(place, world.size, length)))
 
     @property
@@ -267,7 +268,7 @@ def on_gpus(cfg: Config) -> bool:
     chosen = [replace(cfg, mode=mode) for mode in modes]
     for one in chosen:
         one.adapt(gpus)
-    return all(gpus >= one.processes // cfg.launch.nodes for one in chosen)
+    return all(gpus >= one.processes for one in chosen)
 
 
 def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
@@ -299,5 +300,7 @@ def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) ->
     return str(path)
 
 
+SWEEP = sweep.Sweep(cells, show, measured=("split",))
+
 if __name__ == "__main__":
-    start(main, Config, sweep.Sweep(cells, show, measured=("split",)))
+    start(main, Config, SWEEP)

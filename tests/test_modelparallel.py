@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import config, models, plots, provenance, report, schedules, splits, stages
+from common import config, models, plots, provenance, report, schedules, splits, stages, sweep
 from common.config import UserError
 from common.folder import Folder
 from common.schedules import Action, Span
@@ -271,10 +271,18 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     assert (folder / "split_size.png").read_bytes()[:4] == b"\x89PNG"
     assert len(json.loads((folder / "sweep.json").read_text())["cells"]) == 8
     assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith(NAME)]) == 8
-    cuts = {tuple(config.read_file(tmp_path / "runs" / row["run"] / "config.yaml")["split"]) for row in rows[1:]}
-    assert len(cuts) == 1 and all(cuts), "measured by the first run that is cut, and the same in all"
     shown = [line.split()[:2] for line in done.out.splitlines() if line.split()[:1] in (["naive"], ["pipelined"])]
     assert shown == [["naive", "16"], ["pipelined", "4"], ["pipelined", "8"]]
+
+
+def test_a_sweep_measures_the_cut_once(tmp_path: Path) -> None:
+    first = Folder.create(tmp_path, NAME, config.to_yaml(settings("split=[layer2_0]")))
+    later, other = settings(), settings("split=[layer4_0]")
+    for one in (later, other):
+        sweep.pass_on(resnet_modelparallel.SWEEP.measured, first, one)
+    assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
+    sweep.pass_on(resnet_modelparallel.SWEEP.measured, Folder.create(tmp_path, NAME, config.to_yaml(settings())), later)
+    assert later.split == ["layer2_0"]
 
 
 @pytest.mark.parametrize(
@@ -287,6 +295,7 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
         (["stages=3", "engine=torch"], 2, "cpu", False),
         (["replicas=2"], 2, "cpu", False),
         (["replicas=2"], 4, None, True),
+        (["replicas=2", "launch.nodes=2"], 2, "cpu", False),  # a sweep starts all processes here
         (["devices=[cpu,cpu]"], 2, "cpu", False),
         (["schedule=1f1b", "launch.device=cuda"], 1, None, False),  # as it was asked for: it will be told
         (["schedule=1f1b", "launch.device=cpu"], 1, None, False),

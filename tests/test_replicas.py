@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,8 +127,9 @@ def test_stages_share_a_host_and_replicas_have_one_each() -> None:
     blocks = [Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb"))) for rank in range(6)]
     assert [cast(Any, team.pipeline).members for team in blocks] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
     assert [cast(Any, team.peers).members for team in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
-    with pytest.raises(UserError, match="replicas=2: a replica's stages are on a and b; start a multiple of 3"):
-        Team.of(cfg, cast(Any, Somewhere(rank=0, size=6, hosts="ababab")))
+    for rank, hosts in itertools.product(range(6), ("ababab", "aaaabb")):  # all say it: none waits for the others
+        with pytest.raises(UserError, match="replicas=2: a replica's stages are on a and b; start a multiple of 3"):
+            Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts=hosts)))
 
 
 @pytest.mark.parametrize(

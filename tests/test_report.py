@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from common import report, schedules
 from common.schedules import Action, Span, play
+from tests.helpers import ROOT
 
 
 def test_idle_shares_of_a_known_step() -> None:
@@ -41,3 +45,19 @@ def test_the_legend_tells_of_capitals_where_there_are_some() -> None:
 
 def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:
     assert report.table({"a": "1", "long name": "2\n3"}) == "  a          1\n  long name  2\n             3"
+
+
+def test_the_peak_of_memory_begins_anew() -> None:
+    program = """
+import torch
+from common import report
+cpu, size = torch.device("cpu"), 300_000_000
+before = report.peak_memory(cpu)
+large = torch.ones(size, dtype=torch.uint8)
+assert report.peak_memory(cpu) > before + 0.9 * size
+del large
+report.forget_peak(cpu)
+assert report.peak_memory(cpu) < before + 0.1 * size
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
