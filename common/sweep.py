@@ -48,7 +48,7 @@ class Sweep(Generic[T]):
     new_seeds: bool = False
     """Whether each repeat has a seed of its own: right for accuracies; times are repeated with the same."""
     measured: tuple[str, ...] = ()
-    """Settings that a run may find out for itself: what the first one finds holds for those after it, too."""
+    """Settings that a run may find out for itself: what a cell's first run finds holds for its repeats, too."""
 
 
 def words(cell: Cell) -> list[str]:
@@ -82,8 +82,9 @@ def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[
             if not rows:
                 shutil.rmtree(folder)
             raise
-        for _, later in planned[number:]:
-            pass_on(sweep.measured, made, later)
+        for other, later in planned[number:]:
+            if other["cell"] == row["cell"]:
+                pass_on(sweep.measured, made, later)
         rows.append(row | {"run": made.path.name, "exit_status": status} | made.result)
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         keep(folder, name, rows)

@@ -275,7 +275,7 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     assert shown == [["naive", "16"], ["pipelined", "4"], ["pipelined", "8"]]
 
 
-def test_a_sweep_measures_the_cut_once(tmp_path: Path) -> None:
+def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
     first = Folder.create(tmp_path, NAME, config.to_yaml(settings("split=[layer2_0]")))
     later, other = settings(), settings("split=[layer4_0]")
     for one in (later, other):
