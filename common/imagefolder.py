@@ -144,4 +144,5 @@ def named(files: list[str]) -> str:
 
 def first_line(error: Exception, path: Path) -> str:
     """An error in few words, without the path that is told anyway."""
-    return (str(error).replace(repr(str(path)), "it").strip().splitlines() or [type(error).__name__])[0]
+    words = str(error).replace(repr(str(path)), "it").replace("<_io.BufferedReader name=it>", "it")
+    return (words.strip().splitlines() or [type(error).__name__])[0]

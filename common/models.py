@@ -241,9 +241,10 @@ def load(model: nn.Module, file: str) -> None:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"weights={file}: no such file; name a state dict saved by torch.save, or none") from None
-    except Exception as error:  # noqa: BLE001 (torch raises many kinds for what it cannot or will not read)
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"weights={file}: not a file that torch.save wrote of tensors alone ({reason})") from None
+    except Exception:  # noqa: BLE001 (torch raises many kinds, and advises to read what could run anything)
+        raise UserError(
+            f"weights={file}: not a file that torch.save wrote of tensors alone; name a state dict"
+        ) from None
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise UserError(f"weights={file}: holds no state dict, which has a tensor for each name")
     own = model.state_dict()
