@@ -236,11 +236,13 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
     places |= {f"peak_memory_{n}": held for n, held in enumerate(memory.values())}
     run.finish(**scores, **speed, **places, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
     settings = cfg.pipeline()
+    held = "all layers" if cfg.mode == "single" else "a stage"
+    held = f"{settings.stages_per_process} stages" if settings.stages_per_process > 1 else held
     pieces = f"{settings.microbatches} microbatches of {cfg.microbatch}"
     pieces += f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else ""
     rows = epochs.rows(run, world, scores) | {
         "mode": f"{cfg.mode}, {cfg.model}: {settings.schedule} ({settings.engine}), {pieces}",
-        "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else "one process a stage",
+        "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else f"one process holds {held}",
         "stages": "\n".join(f"{names[0]} to {names[-1]}" for names in pipe.layers),
     }
     drawn = pipeline.plot(run.folder.path, f"one step of {cfg.model}, {cfg.mode}, {pieces}") if cfg.plot else {}
