@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.prepare import prepare_digits
-from tests.helpers import ROOT, script
+from tests.harness.processes import ROOT, script
 
 torch.set_num_threads(1)  # tests run two at a time, and threads that wait for each other burn the other's core
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import config
 from slurm import selection
-from tests.experiments import EXPERIMENTS
+from tests.harness.registry import EXPERIMENTS
 
 SMALL = ("epochs=1", "steps=30", "data.test_limit=1000")
 

@@ -1,7 +1,7 @@
 """Lines and branches that a test suite executes, by test file; and what one suite executes that another does not.
 
-    python tests/benchmarks/suite_coverage.py record OUT.json tests/test_config.py ...    run each file, save its coverage
-    python tests/benchmarks/suite_coverage.py compare BEFORE.json AFTER.json              what AFTER misses, by source file
+    python tests/benchmarks/suite_coverage.py record OUT.json tests/unit/core/test_config.py ...   run and save
+    python tests/benchmarks/suite_coverage.py compare BEFORE.json AFTER.json                        what AFTER misses
 
 `record` runs each test file in a pytest of its own, `--jobs` at a time, with coverage in every process that the tests
 start: subprocesses, forked ranks, ranks that leave by `os._exit`, jobs on the local SLURM cluster that run a copy of
@@ -30,7 +30,7 @@ SETTINGS = """\
 branch = True
 parallel = True
 data_file = {data}
-disable_warnings = no-data-collected, module-not-measured, couldnt-parse, module-not-imported, trace-changed, already-imported
+disable_warnings = no-data-collected, module-not-measured, couldnt-parse, module-not-imported, already-imported
 patch = fork, _exit, execv
 include = {include}
 omit = */site-packages/*
@@ -68,7 +68,9 @@ def measure(test: str, sources: list[Path], words: list[str], seconds: float) ->
     """Run one test file under coverage."""
     with tempfile.TemporaryDirectory(prefix="coverage-") as folder:
         settings = Path(folder) / "coverage.ini"
-        patterns = [f"{base}/{package}/*" for base in (ROOT, "*/code", "*/checkout", "*/project") for package in PACKAGES]
+        patterns = [
+            f"{base}/{package}/*" for base in (ROOT, "*/code", "*/checkout", "*/project") for package in PACKAGES
+        ]
         text = SETTINGS.format(data=Path(folder) / "data", include=", ".join(patterns), root=ROOT)
         settings.write_text(text)
         began = time.monotonic()

@@ -1,0 +1,123 @@
+"""The fault suite (tests/cluster/faults.py), each fault once; and what must not be started again, is not.
+
+FAULT_ROUNDS=3 goes three times round, FAULT_SEED=... strikes at the steps of an earlier time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import faults
+from tests.cluster.faults import Fault, Lab, Row, Running
+from tests.harness.processes import ROOT
+from tests.harness.site import until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
+SEED = os.environ.get("FAULT_SEED") or str(random.SystemRandom().randrange(10**6))
+PLAN = faults.plan(int(os.environ.get("FAULT_ROUNDS", "1")), [])
+SMALL = ("epochs=400", "steps=0", "batch=64", "width=64", "data.train_limit=6400")  # minutes, if nobody ends it
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with faults.laboratory() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[Row]]:
+    found: list[Row] = []
+    yield found
+    faults.save(found, SEED)
+    print(f"\nFAULT_SEED={SEED}\n{faults.table(found)}")
+
+
+@pytest.mark.parametrize(("number", "fault", "experiment"), PLAN, ids=[f"{n}-{f.name}-{e}" for n, f, e in PLAN])
+def test_nothing_is_lost(lab: Lab, rows: list[Row], number: int, fault: Fault, experiment: str) -> None:
+    rows.append(faults.suffer(lab, fault, experiment, f"{SEED} {number}"))
+    assert rows[-1].equal, f"FAULT_SEED={SEED}: {rows[-1]}"
+
+
+@pytest.fixture
+def small(lab: Lab) -> Lab:
+    """Without what a fault has set."""
+    lab.up()
+    return lab
+
+
+def test_a_notice_while_it_starts_costs_a_start(small: Lab) -> None:
+    running = small.submit("mnist_pipeline")
+    until("two ranks", lambda: len(running.ranks()) == 2, 30, 0.02)
+    small.slurm("scancel", "--signal=USR2", running.job)
+    until("the job is queued again", lambda: running.state() == "PENDING", 30)
+    assert not running.folder.result
+    running.finish()
+    assert not faults.problems(running.folder, small.reference("mnist_pipeline"))
+
+
+# ---- what is not started again
+
+
+def stays_ended(running: Running, state: str) -> None:
+    """Longer than a requeue takes: the job has ended as `state` and no start follows."""
+    until("the job has ended", lambda: running.state() == state, 30)
+    starts = len(running.folder.attempts())
+    time.sleep(3)
+    assert running.state() == state and len(running.folder.attempts()) == starts
+
+
+def test_a_cancelled_run_is_not_started_again(small: Lab) -> None:
+    running = small.submit("mnist_pipeline", *SMALL)
+    running.wait_for_step(20)
+    small.tool("cancel", str(running.folder.path), module="slurm.status")
+    stays_ended(running, "CANCELLED")
+    assert running.folder.result["state"] == "cancelled" and len(running.folder.attempts()) == 1
+
+
+def test_a_loss_that_is_no_number_is_not_tried_again(small: Lab) -> None:
+    running = small.submit("mnist_pipeline", *SMALL, "optim.lr=100", "optim.decay=constant")
+    running.finish()
+    stays_ended(running, "FAILED")
+    assert len(running.folder.attempts()) == 1
+    result = running.folder.result
+    assert result["state"] == "failed" and result["exit_status"] == 2
+    assert "the loss of step" in result["reason"] and "positions" in result["reason"]
+
+
+def test_a_crash_loop_ends(small: Lab) -> None:
+    """Two starts in a row may fail in vain, the third is one too many."""
+    running = small.submit("mnist_pipeline", *SMALL, "checkpoint.every_steps=0", "checkpoint.max_restarts=2")
+    for number in (1, 2, 3):
+        running.wait_for_start(number)
+        os.kill(running.ranks()[number % 2], signal.SIGKILL)
+    running.finish()
+    stays_ended(running, "FAILED")
+    assert len(running.folder.attempts()) == 3
+    assert "3 starts in a row ended without a new checkpoint" in running.folder.result["reason"]
+
+
+def test_a_restart_is_shown_and_followed_to_the_end(small: Lab) -> None:
+    running = small.submit("mnist_pipeline")
+    argv = [sys.executable, "-m", "slurm.status", "logs", str(running.folder.path), "--follow=1"]
+    with subprocess.Popen(argv, cwd=ROOT, env=small.env, stdout=subprocess.PIPE, text=True) as follower:
+        running.wait_for_step(30)
+        seen = ["RUNNING"]
+        small.slurm("scancel", "--signal=USR2", running.job)
+        while not running.folder.result:
+            shown = small.tool("status", str(running.folder.path), module="slurm.status").splitlines()[-1].split()[1]
+            if shown != seen[-1]:
+                seen.append(shown)
+            assert shown not in ("LOST", "UNKNOWN")
+        said, _ = follower.communicate(timeout=60)
+    assert seen[:3] == ["RUNNING", "PENDING", "RUNNING"]
+    assert follower.returncode == 0
+    for words in ("told to stop: saved after step", "is queued again", "goes on after step", "test accuracy"):
+        assert words in said

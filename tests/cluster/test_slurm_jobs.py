@@ -1,0 +1,216 @@
+"""Experiments on a real SLURM cluster of two hosts, through the commands that a person types."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.processes import processes_of, run
+from tests.harness.registry import EXPERIMENTS, Entry
+from tests.harness.site import Site, until, up
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+SECRET = "0123456789abcdef" * 2 + "01234567"  # in one piece it would stand in the snapshot of this file
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
+    with up(Site(tmp_path_factory.mktemp("site"), cache)) as found:
+        yield found
+
+
+@every
+def test_both_hosts_take_part_and_the_numbers_are_those_of_a_local_run(
+    site: Site, entry: Entry, tmp_path: Path
+) -> None:
+    words = (*entry.smallest, "steps=30", "epochs=1")
+    done = site.submit(entry.name, f"two-{entry.name}", *words, options=("--nodes=2", "--follow=1"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on the local cluster, 2 nodes, 2 processes" in done.stdout and "test accuracy" in done.stdout
+    folder = site.run_of(f"two-{entry.name}")
+    meta = json.loads((folder.path / "meta.json").read_text())
+    assert meta["world"]["hosts"] == ["node1", "node2"] and meta["world"]["launched_by"] == "slurm"
+    assert meta["history"][0]["state"] == "finished" and meta["history"][0]["slurm"]["SLURM_JOB_ID"]
+    assert "#SBATCH --nodes=2" in (folder.path / "submit" / "job.sh").read_text()
+    assert "FINISHED" in site.call("slurm.status", "status", str(folder.path)).stdout
+    assert "test accuracy" in site.call("slurm.status", "logs", str(folder.path)).stdout
+    local = run(entry.name, "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path / "local")
+    assert local.status == 0, local.err
+    assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
+    both = f"--pick={folder.path} {local.folder.path}"
+    compared = json.loads(site.call("slurm.compare", f"--runs={tmp_path}", both, "--json=1").stdout)
+    assert [(one["state"], one["step"], one["processes"]) for one in compared["runs"]] == [("finished", 30, 2)] * 2
+    assert compared["runs"][0]["test_loss"] == compared["runs"][1]["test_loss"]
+    assert '_0_log.out">job</a>' in Path(compared["page"]).read_text()
+
+
+def test_replicas_go_across_the_hosts_and_stages_do_not(site: Site, tmp_path: Path) -> None:
+    words = ("width=8", "batch=16", "split_size=4", "replicas=2", "plot=false", "steps=20")
+    done = site.submit("resnet_modelparallel", "replicas", *words, options=("--nodes=2", "--follow=1"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = site.run_of("replicas")
+    hosts = json.loads((folder.path / "meta.json").read_text())["world"]["hosts"]
+    assert hosts == ["node1", "node1", "node2", "node2"]
+    local = run("resnet_modelparallel", "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path)
+    assert local.status == 0, local.err
+    assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
+
+
+def test_two_jobs_at_once_and_cancel(site: Site) -> None:
+    for name in ("first", "second"):
+        done = site.submit("mnist_pipeline", name, "epochs=500", options=("--nodes=1",))
+        assert done.returncode == 0, done.stderr
+    folders = [site.run_of(name) for name in ("first", "second")]
+    for folder in folders:
+        site.wait(folder, "RUNNING")
+    shown = site.call("slurm.compare", f"--runs={site.folder}", f"--pick={folders[0].path} {folders[1].path}").stdout
+    assert shown.count("  running  ") == 2 and shown.count(" RUNNING: job ") == 2
+    for folder in folders:
+        assert "cancelled job" in site.call("slurm.status", "cancel", str(folder.path)).stdout
+        assert "CANCELLED" in site.call("slurm.status", "status", str(folder.path)).stdout
+        site.gone(folder)
+
+
+def test_what_was_submitted_runs_whatever_is_edited_later(site: Site) -> None:
+    files = [site.checkout / "experiments" / "mnist_pipeline.py", site.checkout / "common" / "evaluate.py"]
+    texts = [file.read_text() for file in files]
+    try:
+        with site.busy():
+            done = site.submit("mnist_pipeline", "edited", "steps=10")
+            assert done.returncode == 0, done.stderr
+            for file in files:
+                file.write_text("raise RuntimeError('edited after submission')\n")
+            folder = site.run_of("edited")
+            assert not folder.attempts(), "it waits for the hosts"
+        deadline = time.monotonic() + 60
+        while not folder.result and time.monotonic() < deadline:
+            time.sleep(0.3)
+    finally:
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text)
+    assert folder.result.get("state") == "finished"
+
+
+def test_submission_from_inside_an_allocation(site: Site) -> None:
+    words = [sys.executable, "-m", "slurm.submit", site.settings("inside", "steps=10"), "--nodes=2", "--follow=1"]
+    done = site.inside("salloc", "--nodes=1", "--ntasks=1", *words, "--", "mnist_pipeline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert site.run_of("inside").result["state"] == "finished"
+
+
+def settings_words(site: Site, runs: str) -> list[str]:
+    return site.settings(runs, "steps=10").removeprefix("--args=").split()
+
+
+@every
+def test_srun_starts_the_script(site: Site, entry: Entry) -> None:
+    words = [*settings_words(site, f"srun-{entry.name}"), *entry.smallest, "launch.nodes=2"]
+    script = [sys.executable, f"experiments/{entry.name}.py", *words]
+    done = site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    meta = json.loads((site.run_of(f"srun-{entry.name}").path / "meta.json").read_text())
+    assert meta["world"]["hosts"] == ["node1", "node2"]
+
+
+def test_a_script_of_ones_own_that_is_queued_again_goes_on_in_the_same_folder(site: Site) -> None:
+    words = [
+        *settings_words(site, "own-script"),
+        "steps=200",
+        "epochs=50",
+        "checkpoint.every_steps=20",
+        "launch.nodes=2",
+    ]
+    command = shlex.join([sys.executable, "experiments/mnist_pipeline.py", *words])
+    script = site.folder / "job.sh"
+    script.write_text(f"#!/bin/sh\ncd {shlex.quote(str(site.checkout))}\nsrun --kill-on-bad-exit=1 {command}\n")
+    options = ("--nodes=2", "--ntasks-per-node=1", "--requeue", f"--output={site.folder}/own-script.out")
+    job = site.inside("sbatch", "--parsable", *options, str(script)).stdout.strip()
+    until("a checkpoint", lambda: list(site.runs.glob("own-script/*/attempts/0001/checkpoints/step-*")))
+    site.inside("scontrol", "requeue", job)
+    until("the end", lambda: site.run_of("own-script").result.get("state") == "finished", 120)
+    folder = site.run_of("own-script")
+    assert len(folder.attempts()) == 2 and folder.attempts()[1].origin[1] >= 20  # type: ignore[index]
+    assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 201))
+
+
+def test_torchrun_inside_an_allocation_goes_first(site: Site) -> None:
+    script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    script += ["--master-port=29511", "experiments/ddp_multinode.py", *settings_words(site, "torchrun")]
+    done = site.inside("srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=2", *script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    world = json.loads((site.run_of("torchrun").path / "meta.json").read_text())["world"]
+    assert world["launched_by"] == "torchrun" and world["processes"] == 2
+
+
+def test_killed_rank_ends_the_job_that_must_not_be_queued_again(site: Site) -> None:
+    assert site.submit("mnist_pipeline", "killed", "epochs=500", "cluster.requeue=false").returncode == 0
+    folder = site.run_of("killed")
+    site.wait(folder, "RUNNING")
+    deadline = time.monotonic() + 60
+    while not folder.metrics():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    start = time.monotonic()
+    found = site.inside("bash", "-c", f"pgrep -f 'submitit.core._submit {folder.path}'").stdout.split()
+    assert found
+    os.kill(min(int(pid) for pid in processes_of(str(folder.path)) if is_rank(pid)), 9)
+    shown = site.wait(folder, "FAILED", seconds=30)
+    assert time.monotonic() - start < 30 and "cluster.requeue=false" in shown
+    site.gone(folder)
+
+
+def is_rank(pid: int) -> bool:
+    """Whether a process is a rank of a job, seen from outside the cluster."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"submitit.core._submit" in words and b"srun" not in words[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        ((), ("--nodes=4",), "cannot be shared evenly"),
+        (("stages=3",), ("--nodes=3",), "NODES=3, but the local cluster has 2 hosts"),
+        (("cluster.partition=nowhere",), ("--nodes=2",), "has no partition nowhere"),
+        ((), ("--nodes=0",), "is no positive number"),
+    ],
+)
+def test_what_the_cluster_cannot_do_is_refused(
+    site: Site, words: tuple[str, ...], options: tuple[str, ...], message: str
+) -> None:
+    start = time.monotonic()
+    done = site.submit("mnist_pipeline", "refused", "depth=5", *words, options=options)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert done.stderr.count("error: ") <= 2 and "Traceback" not in done.stderr
+    assert time.monotonic() - start < 15
+    assert not list((site.runs / "refused").glob("*"))
+
+
+def test_secrets_stay_in_the_environment(site: Site) -> None:
+    done = site.submit(
+        "mnist_pipeline",
+        "secret",
+        "steps=10",
+        WANDB_API_KEY=SECRET,
+        WANDB_MODE="offline",
+        options=("--nodes=2", "--follow=1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    for path in site.run_of("secret").path.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+def test_the_doctor_sees_both_hosts(site: Site) -> None:
+    done = site.call("slurm.doctor", "--nodes=2")
+    assert "node1" in done.stdout and "node2" in done.stdout and "all is sound" in done.stdout

@@ -1,0 +1,314 @@
+"""make compare: runs of all kinds side by side, on the terminal, as JSON, and in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import page
+from common.folder import Folder
+from slurm import compare as compared
+from slurm import selection
+from tests.benchmarks.runs import Made
+from tests.harness.browser import browser, requests, until
+from tests.harness.processes import ROOT, environment
+
+
+def compare(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slurm.compare", f"--runs={runs}", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+
+def as_json(runs: Path, *words: str) -> dict[str, Any]:
+    done = compare(runs, "--json=1", *words)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def ends(answer: dict[str, Any]) -> list[str]:
+    """The last four characters of the runs' ids."""
+    return [run["run"][-4:] for run in answer["runs"]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of different length, one restarted, one running, one broken, one that never began."""
+    runs = tmp_path_factory.mktemp("all") / "runs"
+    pipeline = {"idle_share": [0.2, 0.4], "peak_memory": {"process 0": 2e8, "process 1": 3e8}}
+    Made("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
+    Made("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)
+    exchanged: dict[str, Any] = {"communication_seconds": 0.02, "communication_exposed": 0.5, "step_seconds": 0.05}
+    exchanged |= {"efficiency": 0.9, "memory_megabytes": [400.0, 500.0]}
+    Made("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=exchanged).write(runs)
+    Made("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
+    Made("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)
+    Made("ddp_multinode", 5, 0, state="lost").write(runs)
+    return runs
+
+
+def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
+    done = compare(made)
+    assert done.returncode == 0, done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines[:6]] == ["finished", "finished", "finished", "failed", "running", "lost"]
+    assert "optim.lr" in head and "strategy" in head
+    assert "momentum" not in head  # the same everywhere
+    assert "data.cache" not in head
+    assert any("FAILED: the loss is nan" in line for line in lines)
+    assert lines[-1] == f"page: {made / 'compare.html'}"
+
+
+def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:
+    first, again, scaled, failed, running, lost = as_json(made)["runs"]
+    assert (first["restarts"], again["restarts"]) == (0, 2)
+    assert first["step"] == again["step"] == 1000
+    assert first["test_accuracy"] == 0.96
+    assert first["waiting"] == pytest.approx(0.3)  # the mean of the processes
+    assert first["memory_mb"] == 300
+    assert scaled["waiting"] == pytest.approx(0.02 * 0.5 / 0.05)
+    assert scaled["efficiency"] == 0.9
+    assert scaled["memory_mb"] == 500
+    assert failed["state"] == "failed" and failed["step"] == 500
+    assert running["state"] == "running" and running["samples_per_second"] > 0
+    assert failed["test_accuracy"] is not None  # the last evaluation before the end
+    assert lost["state"] == "lost" and lost["test_accuracy"] is None
+    assert again["label"].endswith("mnist_pipeline lr=0.05")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--pick=0003 0001",), ["0003", "0001"]),
+        (("--name=mnist_pipeline",), ["0000", "0001"]),
+        (("--last=2",), ["0004", "0005"]),
+        (("--name=ddp_multinode", "--last=3"), ["0003", "0004", "0005"]),
+        (("--where=strategy=fsdp",), ["0003"]),
+        (("--where=lr>0.04",), ["0001", "0004"]),
+        (("--where=optim.lr<=0.02 batch=64 strategy!=fsdp",), ["0002", "0005"]),
+        (("--where=lr=5e-2",), ["0001"]),
+        (("--where=experiment=mnist_pipeline", "--last=1"), ["0001"]),
+        (("--sweep=grid",), ["0004", "0002"]),
+    ],
+)
+def test_runs_are_chosen(made: Path, words: tuple[str, ...], found: list[str]) -> None:
+    ids = [f"{path.name}" for number in ("0004", "0002") for path in made.glob(f"*-{number}")]
+    (made / "sweeps" / "grid").mkdir(parents=True, exist_ok=True)
+    cells: list[dict[str, Any]] = [{"values": {}, "repeat": 0, "run": one} for one in [*ids, ids[0], None, "gone"]]
+    (made / "sweeps" / "grid" / "sweep.json").write_text(json.dumps({"experiment": "ddp_multinode", "cells": cells}))
+    assert ends(as_json(made, *words)) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--pick=nosuch",), "no such run folder"),
+        (("--pick='",), "RUNS="),
+        (("--name=nosuch",), "there are runs of ddp_multinode, mnist_pipeline"),
+        (("--last=0",), "LAST="),
+        (("--last=-3",), "LAST="),
+        (("--where=strategy",), "no condition"),
+        (("--where=strateg=ddp",), "did you mean strategy?"),
+        (("--where=lr>high",), "is no number"),
+        (("--where=strategy=ddp batch=3",), "none of 6 runs"),
+        (("--sweep=nosuch",), "no such sweep"),
+        (("--json=yes",), "JSON="),
+    ],
+)
+def test_mistakes_are_answered(made: Path, words: tuple[str, ...], part: str) -> None:
+    done = compare(made, *words)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("below", ["", "/x.html", "/a/b.html"])
+def test_a_page_that_cannot_be_written_takes_no_table_away(made: Path, tmp_path: Path, below: str) -> None:
+    place = tmp_path / "there"
+    place.touch() if below else place.mkdir()
+    done = compare(made, f"--page={place}{below}")
+    assert done.returncode == 2 and len(done.stdout.splitlines()) > 6, done.stdout
+    assert str(place) in done.stderr and len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+    assert not place.is_dir() or not list(place.iterdir())
+
+
+def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> None:
+    for name in ("mnist_pipeline", "ddp_multinode"):
+        Made(name, 7, 10, result={"idle_share": [0.2]}).write(tmp_path)
+    runs, differing = compared.compare(selection.everything(tmp_path))
+    for run in runs:
+        run.label = "0007"
+    plot = page.figure([compared.picture(run, tmp_path, differing) for run in runs])
+    assert plot is not None
+    ids = {run.folder.path.name for run in runs}
+    assert {trace.legendgroup for trace in plot.data} == ids
+    assert [trace.name for trace in plot.data if trace.showlegend] == ["0007", "0007"]
+    (bars,) = (axis for axis in plot.select_xaxes() if axis.type == "category")
+    assert set(bars.tickvals) == ids and bars.ticktext == ("0007", "0007")
+
+
+def test_the_newest_starts_settings_count(tmp_path: Path) -> None:
+    folder = Made("ddp_multinode", 1, 20, attempts=2, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
+    Made("ddp_multinode", 2, 20, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
+    first, second = folder.attempts()
+    (second.attempt / "changed.json").write_text('{"optim.lr": ["0.1", "0.05"], "clip": 3}')
+    answer = as_json(tmp_path / "runs")
+    assert [run["settings"] for run in answer["runs"]] == [{"optim.lr": "0.05"}, {"optim.lr": "0.1"}]
+    assert ends(as_json(tmp_path / "runs", "--where=lr<0.07")) == ["0001"]
+    shutil.move(second.attempt / "changed.json", first.attempt)  # the second start took it back
+    assert as_json(tmp_path / "runs")["differing"] == []
+
+
+def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
+    folder = Made(steps=60, attempts=2).write(tmp_path)
+    later = folder.attempts()[1].metrics_file
+    waited = [row | {"time": row["time"] + 60} for row in folder.attempts()[1].own_rows()]
+    later.write_text("".join(json.dumps(row) + "\n" for row in waited))
+    low = compared.Compared.of(folder).curves.speed.low
+    assert low.min() > 0.5 * low.max()
+
+
+def test_an_ending_of_two_runs_is_refused(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("mnist_pipeline", "ddp_multinode"):
+        Made(name, 7, 10).write(runs)
+    done = compare(runs, "--pick=0007")
+    assert done.returncode == 2 and "mnist_pipeline-" in done.stderr and "ddp_multinode-" in done.stderr
+
+
+def test_without_runs_there_is_a_remedy(tmp_path: Path) -> None:
+    done = compare(tmp_path / "runs")
+    assert done.returncode == 2 and "make exp NAME=" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_damaged_files_do_not_hide_the_others(made: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(made, runs)
+    _, cut, odd, *_ = sorted(runs.glob("*-*/"), key=lambda path: path.name[-4:])
+    metrics = Folder(cut).attempts()[-1].metrics_file
+    metrics.write_text(
+        metrics.read_text()[:-7] + '\n[1]\n{"loss": 1}\n{"global_step": "x", "samples": 1, "time": 1, "loss": 1}\n'
+    )
+    (odd / "config.yaml").write_text("a: [")
+    (odd / "result.json").write_text('{"state": "fini')
+    assert len(as_json(runs)["runs"]) == 6
+
+
+def test_status_is_told_to_machines(made: Path) -> None:
+    command = [sys.executable, "-m", "slurm.status", f"--runs={made}", "--json=1", "--", "status"]
+    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 60}
+    every = json.loads(subprocess.run(command, check=True, **run).stdout)  # type: ignore[call-overload]
+    assert [one["run"] for one in every] == sorted(path.parent.name for path in made.glob("*/config.yaml"))
+    (broken,) = (one for one in every if one["run"].endswith("-0003"))
+    assert (broken["state"], broken["step"], broken["restarts"]) == ("failed", 500, 0)
+    alone = subprocess.run([*command, broken["run"]], check=False, **run)  # type: ignore[call-overload]
+    assert alone.returncode == 1  # as without --json
+    assert json.loads(alone.stdout)[0]["detail"] == "the loss is nan"
+
+
+def test_it_needs_no_torch() -> None:
+    program = "import sys, slurm.compare, slurm.dashboard, slurm.prune, slurm.upload\n"
+    program += "print('torch' in sys.modules, 'wandb' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+# ---- the page, in a browser
+
+
+def test_the_page_works_from_disk_without_a_network(made: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(made, runs)
+    hostile = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
+    config = next(runs.glob("*-0002")) / "config.yaml"
+    config.write_text(config.read_text().replace("strategy: ddp", f"strategy: {json.dumps(hostile)}"))
+    assert compare(runs).returncode == 0
+    page = runs / "compare.html"
+    with browser() as chrome:
+        chrome.get(page.as_uri())
+        until(lambda: chrome.execute_script("return document.querySelectorAll('.scatterlayer path.js-line').length"))
+        said = chrome.get_log("browser")
+        assert not said, said
+        assert chrome.title == "6 runs compared"
+        assert [url for url in requests(chrome) if not url.startswith(("data:", "blob:"))] == [page.as_uri()]
+
+        titles = chrome.execute_script(
+            "return [...document.querySelectorAll('.annotation-text')].map(t => t.textContent)"
+        )
+        assert titles == [
+            "training loss",
+            "test accuracy",
+            "test loss",
+            "samples a second",
+            "share of the time waited for other processes",
+            "peak memory where most was taken, MB",
+        ]
+        buttons = chrome.execute_script(
+            "return [...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)"
+        )
+        assert "Zoom" in buttons and not [title for title in buttons if "Share" in title or "loud" in title]
+        lines = chrome.execute_script("return document.querySelectorAll('.subplot.xy path.js-line').length")
+        assert lines == 5  # all but the run that never began
+        assert chrome.execute_script("return document.querySelectorAll('.barlayer .point path').length") == 6
+        check_legend(chrome)
+        check_axes(chrome)
+        check_links(chrome, page)
+
+
+def check_legend(chrome: Any) -> None:
+    """A click on a run in the legend hides its curve in all plots, another one brings it back."""
+    from selenium.webdriver.common.by import By
+
+    count = "return document.querySelectorAll('.scatterlayer path.js-line').length"
+    before = chrome.execute_script(count)
+    entries = chrome.find_elements(By.CSS_SELECTOR, ".legend .traces")
+    assert len(entries) == 5
+    assert "(failed)" in entries[3].text and "(running)" in entries[4].text
+    entries[0].find_element(By.CSS_SELECTOR, ".legendtoggle").click()
+    until(lambda: chrome.execute_script(count) == before - 4)  # loss, speed, and two evaluations
+    chrome.find_elements(By.CSS_SELECTOR, ".legendtoggle")[0].click()
+    until(lambda: chrome.execute_script(count) == before)
+
+
+def check_axes(chrome: Any) -> None:
+    """The buttons change what the curves are drawn against, and how."""
+    from selenium.webdriver.common.by import By
+
+    for name, last in (("samples", 64_000), ("seconds", 10.0), ("step", 1000)):
+        (button,) = [b for b in chrome.find_elements(By.TAG_NAME, "button") if b.text == name]
+        button.click()
+        assert until(lambda: chrome.execute_script("return plots.layout.xaxis.title.text")) == name
+        assert chrome.execute_script("return plots.data[0].x.at(-1)") == pytest.approx(last, rel=0.1)
+        low, high = chrome.execute_script("return plots.layout.xaxis.range")
+        assert low <= 0.1 * last and last <= high < 1.2 * last
+    (button,) = [b for b in chrome.find_elements(By.TAG_NAME, "button") if b.text == "logarithmic"]
+    button.click()
+    until(lambda: chrome.execute_script("return plots.layout.yaxis.type") == "log")
+    assert chrome.execute_script("return plots.layout.yaxis2.type") != "log"  # accuracy
+
+
+def check_links(chrome: Any, page: Path) -> None:
+    """Every link leads to a file of a run."""
+    found = re.findall(r'<a href="([^"]+)">', page.read_text().rpartition("<h2>Results")[2])
+    assert len(found) > 20 and "attempts/0003/logs/rank-1.log" in " ".join(found)
+    assert all((page.parent / link).exists() for link in found)
+
+
+def test_fifty_runs_are_drawn(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for number in range(50):
+        Made("ddp_multinode", number, 60, settings={"seed": str(number)}).write(runs)
+    assert len(as_json(runs, "--last=50")["runs"]) == 50
+    with browser() as chrome:
+        chrome.get((runs / "compare.html").as_uri())
+        count = "return document.querySelectorAll('.subplot.xy path.js-line').length"
+        until(lambda: chrome.execute_script(count) == 50)
+        colours = chrome.execute_script("return new Set(plots.data.map(t => t.line && t.line.color)).size")
+        assert colours == 50

@@ -1,0 +1,289 @@
+"""The doctor: silent on sound hosts, and naming the one that is not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.checkup import problems
+from common.folder import Folder, write_json
+from slurm import diagnosis
+from slurm import doctor as checks
+from slurm.ranks import Beat, straggler
+from slurm.scheduler import Scheduler
+from tests.benchmarks.runs import Made
+from tests.harness.processes import ROOT, command, environment, script
+from tests.harness.processes import run as experiment
+
+SOUND = {
+    "host": "node1", "rank": 0, "address": "10.0.0.1", "versions": {"torch": "2.15.0", "numpy": "2.4"}, "device": "cpu",
+    "cores": 4, "cores_asked": 4, "disk_free_gb": 50.0, "all_reduce_right": True, "disk_mb_per_s": 90, "disk_error": "",
+    "gflop_per_s": 50.0, "product_finite": True, "product_same": True, "data": {"digits-1": "ab12"}, "data_damaged": [],
+    "times": [100.0, 101.0, 102.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({}, ""),
+        ({"versions": {"torch": "2.11.0", "numpy": "2.4"}}, "node3 (rank 2) has torch 2.11.0, the others 2.15.0"),
+        ({"address": ""}, "node3 (rank 2) does not know its own name"),
+        ({"address": "127.0.1.1"}, "node3 (rank 2) resolves its own name to 127.0.1.1"),
+        ({"device": "H200"}, "node3 (rank 2) has H200, the others cpu"),
+        ({"cores": 1}, "node3 (rank 2) may use 1 cores, 4 were asked for"),
+        ({"disk_free_gb": 0.1}, "node3 (rank 2) has 0.1 GB free"),
+        ({"disk_free_gb": None}, "node3 (rank 2) has None GB free"),
+        ({"all_reduce_right": False}, "node3 (rank 2) got a wrong sum"),
+        ({"product_same": False}, "node3 (rank 2) got different or infinite products"),
+        ({"product_finite": False}, "node3 (rank 2) got different or infinite products"),
+        ({"gflop_per_s": 24.0}, "node3 (rank 2) is slow: matrix products at 24.0 GFLOP/s, the others 50.0"),
+        ({"gflop_per_s": 26.0}, ""),
+        ({"disk_error": "cannot write /r: the disk is full", "disk_free_gb": 0.0}, "node3 (rank 2) cannot write /r"),
+        ({"disk_mb_per_s": 2}, "node3 (rank 2) writes run folders at 2 MB/s"),
+        ({"data": {"digits-1": "ffff"}}, "node3 (rank 2) has other data in digits-1 than the others"),
+        ({"data": {}}, "node3 (rank 2) has other data in digits-1 than the others, or none"),
+        ({"data_damaged": ["/d/x.npy"]}, "node3 (rank 2): /d/x.npy is damaged"),
+        ({"times": [130.0, 131.0, 132.0]}, "node3 (rank 2): its clock is +30.0 s from the others'"),
+        ({"times": [130.0, 101.0, 132.0]}, ""),
+    ],
+)
+def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -> None:
+    facts = [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
+    facts[2] |= fault
+    found = problems(facts, 3)
+    assert len(found) == bool(message)
+    assert not message or message in found[0]
+
+
+@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("skew", [-1.8, 90.0, 0.9])
+def test_of_two_clocks_nobody_knows_which_is_wrong(each: int, skew: float) -> None:
+    """However many processes each host has."""
+    facts = [SOUND | {"rank": rank} for rank in range(each)]
+    there = {"host": "node2", "times": [100.0 + skew, 101.0 + skew, 102.0 + skew]}
+    facts += [SOUND | there | {"rank": each + rank} for rank in range(each)]
+    words = f"node2 (rank {each}) and node1 (rank 0): their clocks are {skew:+.1f} s apart; set up NTP"
+    assert problems(facts, 2) == ([words] if abs(skew) > 1 else [])
+
+
+def test_processes_of_one_host_do_not_outvote_the_others() -> None:
+    """Two of three hosts are right, though the one that is wrong has most of the processes."""
+    hosts = ["node1", "node2", "node3", "node3", "node3"]
+    late = {"times": [130.0, 131.0, 132.0]}
+    facts = [SOUND | {"host": h, "rank": r} | (late if h == "node3" else {}) for r, h in enumerate(hosts)]
+    assert problems(facts, 3) == ["node3 (rank 2): its clock is +30.0 s from the others'; set up NTP"]
+
+
+def doctor(*words: str, status: int | None = 0) -> str:
+    argv = [sys.executable, "-m", "slurm.doctor", *words]
+    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=90, check=False)
+    assert status in (None, done.returncode) and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_this_machine_is_sound_and_a_damaged_set_is_named(cache: Path, tmp_path: Path) -> None:
+    args = f"--args=runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}"
+    shutil.copytree(cache, tmp_path / "prepared")
+    lines = doctor("--nodes=2", args).splitlines()
+    assert lines[-2:] == ["W&B: runs would be disabled", "all is sound"] and len(lines) == 6
+    assert "all_reduce_gb_per_s" in lines[1] and "gflop_per_s" in lines[1]
+    (file,) = (tmp_path / "prepared").glob("digits-*/test_labels.npy")
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    found = json.loads(doctor("--nodes=2", args, "--json=1", status=1))
+    assert [host["rank"] for host in found["hosts"]] == [0, 1] and not found["sound"]
+    assert len(found["problems"]) == 1 and f"{file} is damaged" in found["problems"][0]
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Path) -> None:
+    words = ("optim.lr=100", "optim.weight_decay=10", "optim.decay=constant", "steps=60")
+    run = experiment("mnist_pipeline", *digits, *words, runs=tmp_path)
+    assert run.status == 2
+    found = doctor(f"--run={run.folder.path}", status=1)
+    assert "training diverged; lower optim.lr" in found and "the loss of step" in found, found
+    facts = json.loads(doctor(f"--run={run.folder.path}", "--json=1", status=1))
+    assert facts["state"] == "failed" and facts["first_error"]["rank"] in (0, 1) and len(facts["ranks"]) == 2
+
+
+def test_a_rank_that_was_killed_and_one_that_hangs_are_named(digits: tuple[str, ...], tmp_path: Path) -> None:
+    words = (*digits, "steps=100000", "epochs=300", "launch.step_timeout=15", "log.progress=none")
+    killed, silent = "rank 1 was killed by SIGKILL", "rank 1 on .* did not answer within 15 s"
+    for number, cause in ((signal.SIGKILL, killed), (signal.SIGSTOP, silent)):
+        runs = tmp_path / number.name
+        with running("mnist_pipeline", *words, runs=runs) as (process, folder):
+            os.kill(ranks_of(process.pid)[1], number)
+            process.wait(90)
+        found = doctor(f"--run={folder.path}", status=1)
+        assert re.search(f"likely cause  .*{cause}", found), found
+        assert ("stood at " in found) == (number == signal.SIGSTOP), found
+
+
+def test_a_straggler_is_named_while_the_run_goes_on(cache: Path, tmp_path: Path) -> None:
+    words = ("data.name=digits", f"data.cache={cache}", "batch=128", "epochs=100", "log.progress=none")
+    with running("ddp_multinode", *words, runs=tmp_path) as (process, folder):
+        slow, deadline, found = ranks_of(process.pid)[1], time.monotonic() + 90, ""
+        while "rank 1 on " not in found:
+            assert time.monotonic() < deadline, found
+            throttle(slow, 4)
+            found = doctor(f"--run={folder.path}", status=None)
+        assert re.search(r"rank 1 on \S+ is slow: \S+ ms until backward, the others \S+ ms", found), found
+        shown = subprocess.run(
+            [sys.executable, "-m", "slurm.status", "status", str(folder.path)],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert "RUNNING" in shown.stdout and "rank 1 on " in shown.stdout, shown.stdout
+
+
+def throttle(pid: int, seconds: float) -> None:
+    """Let a process run for a quarter of the time only."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.06)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.02)
+
+
+def ranks_of(parent: int) -> list[int]:
+    """The processes of a local run, in the order in which they were started."""
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return sorted(int(pid) for pid in found if "tracking" not in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+@contextlib.contextmanager
+def running(name: str, *words: str, runs: Path) -> Iterator[tuple[subprocess.Popen[bytes], Folder]]:
+    """A run that has begun to train."""
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command(name, *words, runs=runs), cwd=ROOT, env=environment(), **quiet) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not list(runs.glob("*/attempts/0001/metrics.jsonl")):
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.1)
+            yield process, Folder(next(runs.iterdir()))
+        finally:
+            process.kill()  # its processes end with it
+
+
+LOST = "RuntimeError: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("errors", "first", "cause"),
+    [
+        (("", LOST), 1, "rank 0 on vm ended without a word (killed, out of memory, or its host failed)"),
+        (("09:00:02,500 " + LOST, "09:00:02,100 OutOfMemoryError: CUDA out of memory."), 1, "rank 1 on vm: out of mem"),
+        (
+            ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"),
+            0,
+            "rank 0 on vm failed first: after step 3: V",
+        ),
+        (("09:00:01,000 UserError: the disk is full", LOST), 0, "rank 0 on vm: the disk is full; free space"),
+        (("09:00:01,000 ModuleNotFoundError: x", ""), 0, "rank 0 on vm: a package is missing there; make doctor"),
+    ],
+)
+def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, str], first: int, cause: str) -> None:
+    folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
+    for rank, text in enumerate(errors):
+        time_of, _, words = (
+            text.rpartition(" " + text.split(" ", 1)[-1]) if text[:2] == "09" else ("09:00:03,000", "", text)
+        )
+        words = text.split(" ", 1)[1] if text[:2] == "09" else text
+        stack = "Traceback (most recent call last):\n" if words else ""
+        line = f"2026-01-01 {time_of} ERROR after step 3: {words}\n{stack}" if words else "it began\n"
+        folder.attempts()[-1].log_file(rank).write_text(line)
+    found = diagnosis.examine(folder)
+    assert found["cause"].startswith(cause), found
+    assert found["first_error"]["error"].startswith("after step 3: ") and found["first_error"]["rank"] == first
+
+
+def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
+    folder = Made(state="running", steps=200).write(tmp_path)
+    assert diagnosis.examine(folder)["cause"] == diagnosis.WELL
+    for seconds, cause in ((100, diagnosis.WELL), (130, "it hangs: rank 1 on vm has shown nothing since step 99")):
+        for rank, step in ((0, 100), (1, 99)):  # a message may take launch.step_timeout=120 seconds
+            folder.attempts()[-1].heartbeat(rank, step, time.time() - seconds - rank)
+        assert diagnosis.examine(folder)["cause"] == cause
+
+
+@pytest.mark.parametrize(
+    ("timeout", "seconds", "well"), [(120, 100, True), (120, 130, False), (15, 40, True), (15, 70, False)]
+)
+def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
+    tmp_path: Path, timeout: int, seconds: float, well: bool
+) -> None:
+    folder = Made(state="running", settings={"launch.step_timeout": str(timeout)}).write(tmp_path)
+    place = folder.attempts()[-1].attempt
+    (place / "heartbeat-1.json").unlink()
+    folder.attempts()[-1].heartbeat(0, 1, time.time() - seconds)
+    for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
+        os.utime(path, (time.time() - seconds - 5,) * 2)
+    hangs = "it hangs: rank 1 on vm has shown nothing since step 0"
+    assert diagnosis.examine(folder)["cause"] == (diagnosis.WELL if well else hangs)
+    (place / "heartbeat-0.json").unlink()  # nobody has made a step
+    assert diagnosis.examine(folder)["cause"].startswith(diagnosis.WELL if well else "it hangs: rank ")
+    assert diagnosis.show(folder, machines=True) == (0 if well else 1)
+
+
+def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path) -> None:
+    """SLURM appends what all starts of a job say to one file."""
+    folder = Made(attempts=2).write(tmp_path)
+    write_json(folder.path / "meta.json", {"job": {"id": "7", "scheduler": "SLURM"}})
+    kept = folder.path / "submit" / "7_1_log.out"
+    kept.parent.mkdir()
+    start = "submitit INFO (2026-01-01 00:00:00,000) - Starting with JobEnvironment(job_id=7, hostname=vm)\n"
+    error = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"
+    kept.write_text(start + error + start)
+    assert diagnosis.examine(folder)["first_error"] is None
+    kept.write_text(start + start + error)  # its log may know nothing of it
+    assert diagnosis.examine(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "slow"),
+    [((0.2, 0.9), None), ((0.2, 1.3), 1), ((10.0, 12.0), None), ((10.0, 13.0), 1), ((3.0, 10.0, 3.1), 1)],
+)
+def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ...], slow: int | None) -> None:
+    found = straggler([Beat(rank, "vm", 100, 1.0, each / 1e3) for rank, each in enumerate(milliseconds)])
+    assert (found and found.rank) == slow
+
+
+def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    slurm = Scheduler("SLURM")
+    assert checks.unfit(slurm, 2, "") == ["node2 is drained: disk | see ticket | 7; SLURM starts nothing there"]
+    assert checks.unfit(slurm, 1, "") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--run=nothing"], "'nothing': no such run folder"),
+        (["--nodes=x"], "NODES='x' is no positive number"),
+        (["--args=--help"], "ARGS: --help is no setting"),
+        (["--args=rums=x"], "unknown key rums; did you mean runs?"),
+        (["--json=2"], "JSON='2' is neither 0 nor 1"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused(words: list[str], message: str) -> None:
+    argv = [sys.executable, "-m", "slurm.doctor", *words]
+    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1

@@ -1,0 +1,289 @@
+"""The Makefile and slurm/submit.py: what a person types, honest or hostile.
+
+make runs in a folder of its own, with copies of the Makefile and of requirements.txt and a `.venv` whose python
+is this one: the project's environment can neither be missing nor be rebuilt by a test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.harness.processes import ROOT, Done, environment, processes_of, script
+
+HOSTILE = [
+    "x; touch pwned",
+    "x && touch pwned",
+    "../x",
+    "/etc/passwd",
+    "$(shell touch pwned)",
+    "$(touch pwned)",
+    "${PATH}",
+    "`touch pwned`",
+    "x\ntouch pwned",
+    "x\n\ttouch pwned",
+    "'x",
+    '"; touch pwned; "',
+    "\\",
+    "#",
+    "-x",
+    "--help",
+    "\udcff",
+    "x" * 300,
+]
+
+
+def make(place: Path, *words: str, **env: str) -> Done:
+    done = subprocess.run(
+        ["make", *words],
+        cwd=place,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=60,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr, place / "runs")
+
+
+def refused(done: Done, place: Path) -> str:
+    """Check that there is one message, a failing status, and nothing made; returns the message."""
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert done.status == 2, done
+    assert len(errors) == 1, done.err
+    assert "Traceback" not in done.out + done.err
+    assert {path.name for path in place.iterdir()} == {"Makefile", "requirements.txt", ".venv"}
+    return errors[0]
+
+
+def test_help_lists_every_target(place: Path) -> None:
+    text = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
+    words = dict(re.findall(r"^([a-z][a-z-]*):.*?## (.*)", text, re.MULTILINE))
+    done = make(place)
+    assert [line.split()[1] for line in done.out.splitlines()] == list(words)
+    assert words.keys() == targets
+    assert all(words[line.split()[1]] in line for line in done.out.splitlines())
+    assert make(place, "help").out == done.out
+
+
+# ---- make exp
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_hostile_names_are_refused(place: Path, text: str) -> None:
+    message = refused(make(place, "exp", f"NAME={text}"), place)
+    assert "no experiment" in message
+    assert "mnist_pipeline" in message
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE if text not in ("#", "--help")], ids=ascii)
+def test_hostile_arguments_are_refused(place: Path, text: str) -> None:
+    refused(make(place, "exp", "NAME=mnist_pipeline", f"ARGS={text}"), place)
+
+
+@pytest.mark.parametrize("text", ["stages='$(shell touch pwned)'", "stages='`touch pwned`'", "stages=;id"])
+def test_hostile_values_are_refused(place: Path, text: str) -> None:
+    assert "stages=" in refused(make(place, "exp", "NAME=mnist_pipeline", f"ARGS={text}"), place)
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "abc", "1.5", "2 3", "$(shell touch pwned)", "1;touch pwned", "1\n2", "000"]
+)
+def test_bad_node_counts_are_refused(place: Path, text: str) -> None:
+    assert "NODES=" in refused(make(place, "exp", "NAME=mnist_pipeline", f"NODES={text}"), place)
+
+
+def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> None:
+    message = refused(make(place, "exp", "NAME=mnist_pipeline", "NODES=3"), place)
+    assert "launch.nodes=3" in message
+    assert "[1, 2]" in message
+
+
+KNOWN = dict(re.findall(r"^override KNOWN-(\S+) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+CHOICE = "RUNS NAME LAST WHERE SWEEP"
+
+
+@pytest.mark.parametrize("target", KNOWN)
+def test_no_setting_is_expanded(place: Path, target: str) -> None:
+    for variable in KNOWN[target].replace("$(CHOICE)", CHOICE).split():
+        text = "$(shell touch pwned)`touch pwned`$(touch pwned)'\"; touch pwned; '\""
+        done = make(place, "--dry-run", target, f"{variable}={text}")
+        assert done.status == 0, done.err
+        assert make(place, "--dry-run", target, **{variable: text}).status == 0
+        assert not (place / "pwned").exists()
+
+
+def test_every_target_that_uses_a_setting_has_it() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for target, recipe in re.findall(r"^([a-z][a-z-]*):.*\n((?:\t.*\n)+)", text, re.MULTILINE):
+        used = set(re.findall(r"\$\$\{?([A-Z_]+)", recipe)) - {"PYTHON"}
+        assert used == set(KNOWN.get(target, "").replace("$(CHOICE)", CHOICE).split()), target
+
+
+@pytest.mark.parametrize("text", ["$(shell touch pwned)", "x; touch pwned", "x\ntouch x", "'x", "x" * 300], ids=ascii)
+@pytest.mark.parametrize("target", ["compare RUNS", "compare WHERE", "sync SWEEP", "prune-runs LAST"])
+def test_hostile_words_about_runs_are_refused(place: Path, target: str, text: str) -> None:
+    verb, variable = target.split()
+    refused(make(place, verb, f"{variable}={text}"), place)
+
+
+def test_missing_name_lists_the_experiments(place: Path) -> None:
+    assert "write make exp NAME=" in refused(make(place, "exp"), place)
+
+
+def test_unknown_name_gets_the_nearest(place: Path) -> None:
+    assert "did you mean mnist_pipeline?" in refused(make(place, "exp", "NAME=mnist_pipelin"), place)
+
+
+def test_help_and_print_config(place: Path) -> None:
+    done = make(place, "exp", "NAME=mnist_pipeline", "ARGS=--help")
+    assert done.status == 0
+    assert "microbatches=4" in done.out
+    done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
+    assert done.status == 0
+    settings = yaml.safe_load(done.out)
+    assert (settings["batch"], settings["launch"]["nodes"]) == (128, 2)
+    assert not done.runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("NAME=mnist_pipelin",), "did you mean"),
+        (("NAME=mnist_pipeline", "ARGS=epoch=1"), "did you mean epochs?"),
+        (("NAME=mnist_pipeline", "ARGS=microbatches=3"), "microbatches=2 or 4"),
+        (("NAME=mnist_pipeline", "ARGS=schedule=none.py:f"), "none.py"),
+        (("NAME=mnist_pipeline", "NODES=0"), "NODES="),
+    ],
+)
+def test_bad_settings_are_answered_without_torch(place: Path, words: tuple[str, ...], part: str) -> None:
+    for name in ("torch", "torchvision", "wandb"):
+        fake = place.parent / "fake" / name / "__init__.py"
+        fake.parent.mkdir(parents=True, exist_ok=True)
+        fake.write_text(f"raise SystemExit('{name} was imported')\n")
+    assert part in refused(make(place, "exp", *words, BEFORE=str(place.parent / "fake")), place)
+
+
+def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, ...]) -> None:
+    done = make(
+        place, "exp", "NAME=mnist_pipeline", "NODES=2", "LAUNCH=local", f"ARGS={' '.join(digits)} steps=3 batch=16"
+    )
+    assert done.status == 0, done
+    assert "2 nodes are laid out as processes on this machine" in done.out
+    assert done.folder.result["state"] == "finished"
+    settings = yaml.safe_load((done.folder.path / "config.yaml").read_text())
+    assert settings["launch"]["nodes"] == 2
+    assert sorted(path.name for path in done.folder.attempt.parent.glob("0001/logs/rank-*")) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
+    assert not processes_of(str(place))
+
+
+def test_numbers_of_hosts_are_handed_over_as_they_are(place: Path) -> None:
+    text = "$(shell touch pwned)'\"`"
+    assert f"--nodes={text}: write a number" in refused(make(place, "cluster-up", f"NODES={text}"), place)
+
+
+@pytest.mark.parametrize(
+    ("target", "word", "known"),
+    [
+        ("exp", "NODE=2", "NAME NODES"),
+        ("prune-runs", "RUN=1234", "RUNS NAME LAST WHERE DRY_RUN"),
+        ("tour", "ARGS=a", ""),
+    ],
+)
+def test_a_setting_that_a_target_does_not_have_is_refused(place: Path, target: str, word: str, known: str) -> None:
+    done = make(place, target, word, "DRY_RUN=0") if target == "prune-runs" else make(place, target, word)
+    name = word.partition("=")[0]
+    assert done.status == 2 and f"make {target} has no setting {name}; it has PYTHON {known}".strip() in done.err
+
+
+def test_the_environment_sets_nothing(place: Path) -> None:
+    done = make(place, "status", NAME="DESKTOP-1", RUN="somebody's", JSON="yes", WAIT="x")
+    assert done.status == 0, done.err
+
+
+@pytest.mark.parametrize("verb", ["logs", "cancel"])
+def test_a_missing_run_is_answered_with_the_newest(place: Path, verb: str) -> None:
+    assert "RUN is missing; write RUN=<id> (newest in runs: none)" in refused(make(place, verb), place)
+    for age, name in enumerate(("d", "c", "b", "a")):
+        file = place / "runs" / name / "config.yaml"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (1000 - age, 1000 - age))
+    done = make(place, verb)
+    assert done.status == 2 and done.err.startswith("error: RUN is missing; write RUN=<id> (newest in runs: d, c, b)")
+
+
+# ---- setting up
+
+
+def set_up(place: Path, python: Path | str) -> Done:
+    shutil.rmtree(place / ".venv", ignore_errors=True)
+    return make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={python}")
+
+
+def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
+    """A python that answers the two questions of the Makefile and makes a .venv without any download."""
+    return script(
+        place.parent / "a folder" / "python",
+        f"""case "$*" in
+          *version_info*) exit {int(older)};;
+          *ensurepip*) exit {int(bare)};;
+          "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python;;
+          *"pip install"*) echo installed >> "{place.parent}/installed";;
+        esac""",
+    )
+
+
+def test_python_without_venv_gets_the_remedy(place: Path) -> None:
+    done = set_up(place, fake_python(place, bare=True))
+    assert done.status == 2
+    assert "apt-get install python3-venv" in done.err
+    assert not (place / ".venv").exists()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_old_or_missing_python_gets_the_remedy(place: Path, missing: bool) -> None:
+    done = set_up(place, "/nowhere/python3" if missing else fake_python(place, older=True))
+    assert done.status == 2
+    assert done.err.count("error: ") == 1
+    assert "older than Python 3.11; set PYTHON=" in done.err
+    assert not (place / ".venv").exists()
+
+
+def test_environment_is_built_once_and_again_only_for_new_requirements(place: Path) -> None:
+    python, installed = fake_python(place), place.parent / "installed"
+    for _ in range(2):
+        assert make(place, "exp", f"PYTHON={python}").status
+    assert not installed.exists()  # .venv was there
+    assert set_up(place, python).status == 0
+    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert installed.read_text().count("installed") == 1
+    os.utime(place / "Makefile")
+    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert installed.read_text().count("installed") == 1
+    later = (place / ".venv/.ready").stat().st_mtime + 10
+    os.utime(place / "requirements.txt", (later, later))
+    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert installed.read_text().count("installed") == 2
+
+
+def test_folder_behind_a_linked_environment_is_left_alone(place: Path) -> None:
+    shared = place.parent / "shared"
+    (place / ".venv").rename(shared)
+    (place / ".venv").symlink_to(shared)
+    before = sorted(shared.rglob("*"))
+    (shared / ".ready").unlink()
+    assert make(place, "lint", f"PYTHON={fake_python(place)}").status == 0
+    assert sorted(shared.rglob("*")) == [path for path in before if path.name != ".ready"]
+    assert not (place / ".venv").is_symlink()

@@ -1,0 +1,77 @@
+"""make prune-runs: what it removes, and above all what it does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.runs import Made
+from tests.harness.processes import ROOT, environment
+
+KEPT = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
+
+
+def prune(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slurm.prune", f"--runs={runs}", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A finished, a failed and a running one, each with a checkpoint, a trace, and W&B folders sent and unsent."""
+    place = tmp_path / "runs"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    for number, state in enumerate(("finished", "failed", "running")):
+        folder = Made("ddp_multinode", number, 20, state=state).write(place)
+        (saved := folder.attempts()[0].attempt / "checkpoints" / "step-00000010").mkdir(parents=True)
+        (saved / "rank-0.pt").write_bytes(bytes(3_000_000))
+        (saved.parent / "latest").symlink_to(outside)
+        (saved.parent.parent / "trace-0.json").write_text("{}")
+        (folder.path / "code").mkdir()
+        (folder.path / "code" / "own.py").write_text("x")
+        for name in ("sent", "unsent"):
+            (start := folder.path / "wandb" / f"offline-run-{name}").mkdir(parents=True)
+            (start / f"run-{name}.wandb").write_text("x")
+        (folder.path / "wandb/offline-run-sent/run-sent.wandb.synced").touch()
+    return place
+
+
+def test_it_first_only_shows(runs: Path) -> None:
+    before = files(runs)
+    done = prune(runs)
+    assert done.returncode == 0, done.stderr
+    assert "3.0 MB would be freed; make prune-runs DRY_RUN=0 does it" in done.stdout
+    assert files(runs) == before
+
+
+def test_only_what_is_superfluous_goes(runs: Path, tmp_path: Path) -> None:
+    finished, failed, running = sorted(runs.iterdir())
+    before = files(failed)
+    done = prune(runs, "--dry-run=0")
+    assert done.returncode == 0 and "3.0 MB freed" in done.stdout
+    assert files(finished) >= KEPT | {"result.json", "run-unsent.wandb"}
+    assert not files(finished) & {"rank-0.pt", "trace-0.json", "run-sent.wandb"}
+    assert files(failed) == before  # it can go on
+    assert "rank-0.pt" in files(running)
+    assert (tmp_path / "outside" / "precious").exists()
+
+    assert prune(runs, f"--pick={failed.name} {running.name}", "--dry-run=0").returncode == 0
+    assert "rank-0.pt" not in files(failed) and files(failed) >= KEPT | {"run-unsent.wandb"}
+    assert "rank-0.pt" in files(running)
+    assert "0.0 MB would be freed" in prune(runs).stdout
+
+
+def test_a_strange_switch_removes_nothing(runs: Path) -> None:
+    before = files(runs)
+    done = prune(runs, "--dry-run=no")
+    assert done.returncode == 2 and "DRY_RUN=" in done.stderr
+    assert files(runs) == before

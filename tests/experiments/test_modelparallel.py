@@ -1,0 +1,319 @@
+"""resnet_modelparallel beyond what every experiment must do: settings, the measured cut, devices, report, sweep."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import itertools
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from common import config, models, plots, provenance, report, schedules, splits, stages, sweep
+from common.config import UserError
+from common.folder import Folder
+from common.schedules import Action, Span
+from configs.resnet_modelparallel import Config
+from experiments import resnet_modelparallel
+from experiments.resnet_modelparallel import OnDevices
+from tests.harness.processes import Done, run
+
+NAME = "resnet_modelparallel"
+SMALL = ("width=4", "batch=16", "steps=8", "data.image_size=16", "data.samples=160", "launch.threads=1")
+
+
+def settings(*words: str) -> Config:
+    return config.load(Config, words, environ={})
+
+
+def train(tmp_path: Path, *words: str) -> Done:
+    done = run(NAME, *SMALL, f"data.cache={tmp_path / 'cache'}", *words, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    return done
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "plan"),
+    [
+        (["mode=single"], 1, ("naive", "own", 1, 1)),
+        (["mode=single", "split_size=16", "schedule=zero_bubble"], 1, ("naive", "own", 1, 4)),
+        (["mode=naive"], 2, ("naive", "own", 2, 1)),
+        (["mode=naive", "schedule=1f1b", "split_size=8"], 2, ("naive", "own", 2, 8)),
+        (["mode=pipelined"], 2, ("gpipe", "own", 2, 4)),
+        (["schedule=1f1b", "stages=4", "stages_per_process=2"], 2, ("1f1b", "own", 4, 4)),
+        (["schedule=zero_bubble", "stages=3"], 3, ("zero_bubble", "torch", 3, 4)),
+        (["schedule=1f1b", "engine=torch"], 2, ("1f1b", "torch", 2, 4)),
+        (["devices=[cpu,cpu]"], 1, ("gpipe", "own", 2, 4)),
+        (["devices=[cpu,cpu]", "mode=naive"], 1, ("naive", "own", 2, 1)),
+        (["devices=[cuda:0,cuda:1]", "mode=single"], 1, ("naive", "own", 1, 1)),
+    ],
+)
+def test_a_mode_is_a_schedule_and_its_microbatches(words: list[str], processes: int, plan: tuple[Any, ...]) -> None:
+    cfg = settings(*words)
+    found = cfg.pipeline()
+    assert cfg.processes == processes
+    assert (found.schedule, found.engine, found.stages, found.microbatches) == plan
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["split_size=5"], ["split_size=5", "1, 2, 4, 8, 16, 32, 64"]),
+        (["split_size=65"], ["batch=64", "split_size=65"]),
+        (["engine=own", "schedule=zero_bubble"], ["needs engine=torch"]),
+        (["engine=torch", "schedule=1f1b", "stages=3", "split_size=32"], ["at least as many", "batch / split_size"]),
+        (["split=[layer2_0]", "stages=3"], ["makes 2 stages", "split=[] to balance"]),
+        (["devices=[gpu,gpu]"], ["gpu is no device", "[cuda:0,cuda:1]"]),
+        (["devices=[cpu]"], ["names 1 devices for stages=2"]),
+        (["devices=[cpu,cpu]", "schedule=1f1b"], ["as gpipe does", "devices=[]"]),
+        (["devices=[cpu,cpu]", "stages_per_process=2"], ["one process on one host"]),
+        (["data.name=vectors"], ["the model takes images", "model=toy"]),
+        (
+            ["model=toy", "data.name=vectors", "data.augment=crop"],
+            ["data.augment=crop", "data.name=vectors has none", "leave data.augment out"],
+        ),
+        (["sweep=true", "split_sizes=[8,x]"], ["split_sizes=[8,x]"]),
+        (["sweep=true", "split_sizes=[]"], ["split_sizes=[]"]),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_the_remedy(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        settings(*words)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "devices"),
+    [
+        ([], 0, ["auto"]),
+        ([], 1, ["cuda:0", "cuda:0"]),
+        ([], 2, ["cuda:0", "cuda:1"]),
+        (["stages=3"], 2, ["cuda:0", "cuda:1", "cuda:0"]),
+        (["mode=naive"], 2, ["cuda:0", "cuda:1"]),
+        (["mode=single"], 2, ["auto"]),
+        (["schedule=1f1b"], 2, ["auto"]),
+        (["engine=torch"], 2, ["auto"]),
+        (["stages=4", "stages_per_process=2"], 2, ["auto"]),
+        (["launch.nodes=2"], 2, ["auto"]),
+        (["replicas=2"], 2, ["auto"]),
+        (["launch.device=cpu"], 2, ["auto"]),
+        (["devices=[]"], 2, []),
+    ],
+)
+def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, devices: list[str]) -> None:
+    cfg = settings(*words)
+    cfg.adapt(gpus)
+    assert cfg.devices == devices
+    alone = devices not in ([], ["auto"]) or cfg.mode == "single"
+    assert cfg.processes == (1 if alone else cfg.pipeline().processes * cfg.replicas)
+    cfg.check()
+
+
+def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev") / name for name in names])
+    monkeypatch.setattr(provenance, "version", lambda package: "2.15.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert provenance.visible_gpus() == 3
+    masks = {"": 0, "1": 1, "0,1": 2, "-1": 0, "0,-1,1": 1, "0,,1": 1, " 0 , 1 ": 2, "GPU-a,GPU-b": 2, "0,1,2,3": 3}
+    for mask, count in masks.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+        assert provenance.visible_gpus() == count, mask
+    monkeypatch.setattr(provenance, "version", lambda package: "2.15.0+cpu")
+    assert provenance.visible_gpus() == 0, "a torch without CUDA sees none"
+
+
+def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
+    cases = {
+        "split=[layer9_0]": "layer9_0 cannot begin a stage",
+        "weights=/nowhere.pt": "weights=/nowhere.pt: no such file",
+        "devices=[cpu,cuda:7] memory_cap=500": "cuda:7 is not there",
+        "stages=20": "stages=20 exceeds the 14 layers",
+    }
+    for word, words in cases.items():
+        quick = (*SMALL, f"data.cache={tmp_path / 'cache'}", *word.split())
+        done = run(NAME, *quick, runs=tmp_path / "runs")
+        assert done.status == 2 and words in done.err and done.err.count("\n") <= 2, done.err
+
+
+# ---- where the model is cut
+
+
+@pytest.mark.parametrize("engine", ["own", "torch"])
+def test_a_stage_without_weights_is_refused(engine: str) -> None:
+    model, unused = models.ResNet("resnet18", (3, 8, 8), 3, width=2), cast(Any, None)
+    cfg = settings("stages=3", "split=[pool,fc]", f"engine={engine}").pipeline()
+    with pytest.raises(UserError, match="the stage from pool on has no parameters to train"):
+        stages.choose(cfg, model, torch.zeros(1), unused)
+
+
+def test_the_cut_is_measured_once_and_stands_in_the_configuration(tmp_path: Path) -> None:
+    done = train(tmp_path, "stages=3")
+    file = done.folder.path / "config.yaml"
+    cut = config.read_file(file)["split"]
+    assert cut == [names[0] for names in done.folder.result["stages"][1:]] and len(cut) == 2
+    lines, other = ("".join(f"- {name}\n" for name in names) for names in (cut, ["relu", "pool"]))
+    text = file.read_text()
+    assert lines in text
+    file.write_text(text.replace(lines, other))  # where nobody would cut who measures
+    again = run(NAME, "--config", str(file), runs=tmp_path / "again")
+    assert again.status == 0, again.err
+    assert [names[0] for names in again.folder.result["stages"]] == ["conv1", "relu", "pool"]
+    assert again.losses == done.losses, "the same arithmetic wherever the cut is"
+
+
+def test_a_start_with_other_settings_leaves_the_configuration_alone(tmp_path: Path) -> None:
+    done = train(tmp_path, "checkpoint.every_steps=4", "steps=8")
+    file = done.folder.path / "config.yaml"
+    text = file.read_text()
+    (done.folder.path / "result.json").unlink()
+    again = run(NAME, "--resume", str(done.folder.path), "stages=3", "split=[]", runs=tmp_path / "runs")
+    assert again.status == 0, again.err
+    assert len(Folder(done.folder.path).result["stages"]) == 3 and file.read_text() == text
+
+
+# ---- one process with several devices
+
+
+def test_stages_sit_on_their_devices() -> None:
+    """The meta device knows shapes and places without computing."""
+    parts = splits.cut(models.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
+    cfg = settings("stages=3", "batch=8", "split_size=2", "devices=[cpu,cpu,cpu]")
+    placed = OnDevices(parts, ["cpu", "meta", "meta"], cfg, torch.float32)
+    kinds = [{value.device.type for value in part.state_dict().values()} for part in placed.stages]
+    assert kinds == [{"cpu"}, {"meta"}, {"meta"}]
+    seen: list[tuple[int, str]] = []
+    for number, part in enumerate(placed.stages):
+        part.register_forward_pre_hook(lambda _, given, number=number: seen.append((number, given[0].device.type)))
+    for forward in (placed.naive, placed.pipelined):
+        placed.watch.begin()
+        seen.clear()
+        out = forward(torch.zeros(8, 3, 16, 16))
+        assert out.shape == (8, 10) and out.device.type == "meta"
+        assert set(seen) == {(0, "cpu"), (1, "meta"), (2, "meta")}
+    order = [number for number, _ in seen]
+    assert order == [0, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1, 2], "the oldest microbatch goes first, and all stages work"
+
+
+def test_both_devices_cpu_equal_the_model_in_one_piece() -> None:
+    torch.manual_seed(0)
+    model = models.Toy((10,), 5).double()
+    twin = copy.deepcopy(model)
+    cfg = settings("model=toy", "batch=20", "split_size=5", "devices=[cpu,cpu]")
+    pipe = OnDevices(splits.cut(model, ["net2"]), cfg.devices, cfg, torch.float64)
+    x, y = torch.randn(20, 10).double(), torch.randint(5, (20,))
+    loss = pipe.step(x, y)
+    expected = nn.functional.cross_entropy(twin(x), y)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    for mine, own in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine.grad, own.grad, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["naive", "pipelined"])
+def test_every_action_of_one_process_is_stamped_once_and_in_order(mode: str) -> None:
+    parts = splits.cut(models.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
+    cfg = settings("stages=3", "batch=8", "split_size=2", "devices=[cpu,cpu,cpu]", f"mode={mode}")
+    pipe = OnDevices(parts, cfg.devices, cfg, torch.float32)
+    for _ in range(2):
+        pipe.step(torch.randn(8, 3, 16, 16), torch.randint(10, (8,)))
+    pipe.predict(torch.randn(8, 3, 16, 16), 8)
+    by_stage = pipe.watch.spans()
+    assert [len(steps) for steps in by_stage] == [2, 2, 2]
+    spans = {span.action: span for steps in by_stage for span in steps[1]}
+    assert set(spans) == {Action(kind, s, m) for kind in "FB" for s in range(3) for m in range(4)}
+    for (kind, stage, m), span in spans.items():
+        assert span.end > span.start
+        for need in schedules.needs(Action(kind, stage, m), 3):
+            assert spans[need].end <= span.start, f"{need} before {span.action}"
+    busy = sorted(spans.values(), key=lambda span: span.start)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(busy)), "one processor does one thing at a time"
+
+
+# ---- report and plots
+
+
+def test_the_report_tells_of_time_idleness_and_memory_and_draws_a_step(tmp_path: Path) -> None:
+    done = train(tmp_path, "split_size=4")
+    result, plot = done.folder.result, done.folder.path / "timeline.png"
+    assert result["ideal_bubble"] == pytest.approx(1 / 5), "(p - 1) / (m + p - 1) with p = 2, m = 4"
+    assert len(result["idle_share"]) == 2 and all(0 < share < 1 for share in result["idle_share"])
+    assert all(held > 50 * 2**20 for held in result["peak_memory"].values()) and len(result["peak_memory"]) == 2
+    assert plot.read_bytes()[:4] == b"\x89PNG" and f"timeline       {plot}" in done.out
+    single = train(tmp_path / "single", "mode=single", "plot=false")
+    assert single.folder.result["ideal_bubble"] == 0 and not (single.folder.path / "timeline.png").exists()
+
+
+def test_a_timeline_of_every_kind_of_work_is_drawn(tmp_path: Path) -> None:
+    spans = [Span(Action(kind, 0, m), m + i / 4, m + i / 4 + 0.2) for m in range(12) for i, kind in enumerate("FBIW")]
+    plots.timeline(tmp_path / "timeline.png", {"stage 0": spans, "stage 1": spans[:4]}, "title")
+    assert (tmp_path / "timeline.png").stat().st_size > 5000
+    assert report.PipelineReport(0.0, [], []).plot(tmp_path, "") == {}
+
+
+def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
+    words = ("sweep=true", "repeats=2", "split_sizes=[4,8]", "plot=false")
+    done = run(NAME, *SMALL, f"data.cache={tmp_path / 'cache'}", *words, runs=tmp_path / "runs", timeout=240)
+    assert done.status == 0, done.err
+    (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
+    with open(folder / "table.csv") as file:
+        rows = list(csv.DictReader(file))
+    modes = [(row["mode"], int(row["split_size"])) for row in rows]
+    assert modes == [("single", 16), ("naive", 16), ("pipelined", 4), ("pipelined", 8)] * 2
+    assert all(float(row["step_seconds"]) > 0 for row in rows)
+    assert (folder / "split_size.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(json.loads((folder / "sweep.json").read_text())["cells"]) == 8
+    assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith(NAME)]) == 8
+    shown = [line.split()[:2] for line in done.out.splitlines() if line.split()[:1] in (["naive"], ["pipelined"])]
+    assert shown == [["naive", "16"], ["pipelined", "4"], ["pipelined", "8"]]
+
+
+def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
+    first = Folder.create(tmp_path, NAME, config.to_yaml(settings("split=[layer2_0]")))
+    later, other = settings(), settings("split=[layer4_0]")
+    for one in (later, other):
+        sweep.pass_on(resnet_modelparallel.SWEEP.measured, first, one)
+    assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
+    sweep.pass_on(resnet_modelparallel.SWEEP.measured, Folder.create(tmp_path, NAME, config.to_yaml(settings())), later)
+    assert later.split == ["layer2_0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "device", "on_gpus"),
+    [
+        ([], 0, None, False),
+        ([], 1, None, True),  # all stages are on it, in one process
+        (["schedule=1f1b"], 1, "cpu", False),
+        (["schedule=1f1b"], 2, None, True),
+        (["stages=3", "engine=torch"], 2, "cpu", False),
+        (["replicas=2"], 2, "cpu", False),
+        (["replicas=2"], 4, None, True),
+        (["replicas=2", "launch.nodes=2"], 2, "cpu", False),  # a sweep starts all processes here
+        (["devices=[cpu,cpu]"], 2, "cpu", False),
+        (["schedule=1f1b", "launch.device=cuda"], 1, None, False),  # as it was asked for: it will be told
+        (["schedule=1f1b", "launch.device=cpu"], 1, None, False),
+    ],
+)
+def test_a_sweep_runs_on_one_kind_of_device(
+    words: list[str], gpus: int, device: str | None, on_gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "visible_gpus", lambda: gpus)
+    cfg = settings(*words)
+    assert {cell.get("launch.device") for cell in resnet_modelparallel.cells(cfg)} == {device}
+    titles: list[str] = []
+    monkeypatch.setattr(plots, "curves", lambda *_, title, **more: titles.append(title))
+    resnet_modelparallel.draw(cfg, {("pipelined", 8): (1.0, 0.0, 1)}, tmp_path / "plot.png")
+    assert ("single has the threads of all" in titles[0]) is not on_gpus
+
+
+def test_the_toy_learns_its_vectors(tmp_path: Path) -> None:
+    words = ("model=toy", "data.name=vectors", "data.samples=2000", "steps=300", "epochs=10", "optim.lr=0.1")
+    done = train(tmp_path, *words, "plot=false")
+    assert done.folder.result["test_accuracy"] > 0.7 and done.folder.result["stages"] == [["net1"], ["net2"]]

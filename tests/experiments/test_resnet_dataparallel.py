@@ -1,0 +1,194 @@
+"""The strategies of resnet_dataparallel: equal to one process, and honest where there is only one device."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from common import config, models, state
+from common.config import UserError
+from common.launch import World
+from configs.resnet_dataparallel import Config
+from experiments import resnet_dataparallel
+from tests.harness.ddp_parity import KEEP
+from tests.harness.parity import differences
+from tests.harness.processes import Done, run
+
+# 49 images: six batches of 8, and a last one that leaves the second process without a sample
+PARITY = ("data.name=generated", "data.samples=49", "data.image_size=32", "batch=8", "steps=10", "epochs=2")
+EXACT = ("dtype=float64", "compare=false", "checkpoint.every_steps=10", "eval_batch=5", "optim.warmup=2")
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sets")
+
+
+def trained(sets: Path, runs: Path, *words: str) -> Done:
+    done = run("resnet_dataparallel", *PARITY, *EXACT, f"data.cache={sets}", *words, runs=runs, **KEEP)
+    assert done.status == 0, done.err + done.out
+    return done
+
+
+def found(done: Done) -> dict[str, Any]:
+    """Losses, saved parameters and buffers, and scores."""
+    names = ("test_loss", "test_accuracy", "test_samples")
+    file = done.folder.attempts()[0].attempt / "checkpoints" / "step-00000010" / "rank-0.pt"
+    saved = torch.load(file, weights_only=True)["model"]
+    return {"losses": done.losses, "state": saved, "scores": {name: done.folder.result[name] for name in names}}
+
+
+@pytest.fixture(scope="module")
+def single(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    return trained(sets, tmp_path_factory.mktemp("single"), "strategy=single")
+
+
+def test_ddp_with_synchronised_norms_equals_one_process(single: Done, sets: Path, tmp_path: Path) -> None:
+    expected = found(single)
+    assert len(expected["losses"]) == 10 and len(expected["state"]) == 122
+    assert expected["state"]["bn1.num_batches_tracked"] == 10
+    synced = trained(sets, tmp_path / "synced", "sync_batchnorm=true")
+    assert differences(found(synced), expected) == []
+    assert synced.folder.result["last_batch"] == [1, 0] and synced.folder.result["devices"] == 2
+    # the check sees norms that look at their own share only, with a process that has none
+    apart = trained(sets, tmp_path / "apart")
+    assert any("losses" in difference for difference in differences(found(apart), expected))
+    assert all(value.isfinite().all() for value in found(apart)["state"].values())
+
+
+@pytest.mark.parametrize("functional", ["true", "false"])
+def test_data_parallel_on_one_device_says_so(functional: str, single: Done, sets: Path, tmp_path: Path) -> None:
+    done = trained(sets, tmp_path, "strategy=data_parallel", f"functional={functional}", "compare=true")
+    result = done.folder.result
+    if torch.cuda.device_count() < 2:
+        assert "only calls the model, as single does" in done.out and "use strategy=ddp" in done.out
+        assert result["devices"] == 1 and "efficiency" not in result and not result["compare"]
+        assert "speed-up" not in done.out
+        assert found(done)["losses"] == found(single)["losses"]
+    assert found(done)["state"].keys() == found(single)["state"].keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["strategy=data_parallel", "sync_batchnorm=true"], ["sync_batchnorm", "is one process", "strategy=ddp"]),
+        (["strategy=single", "processes_per_node=2"], ["processes_per_node", "strategy=ddp"]),
+        (["strategy=data_parallel", "launch.nodes=2"], ["launch.nodes", "strategy=ddp"]),
+        (["functional=true"], ["functional=true is a setting of data_parallel"]),
+        (["batch=63"], ["batch=63", "2 processes", "batch=62 or 64"]),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load(Config, words, {})
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_shares_are_those_of_the_strategies() -> None:
+    chunks, slices = Config(strategy="data_parallel"), Config(strategy="ddp")
+    for count, devices, expected in ((5, 4, [2, 2, 1, 0]), (1, 4, [1, 0, 0, 0]), (64, 2, [32, 32]), (5, 2, [3, 2])):
+        assert resnet_dataparallel.shares(chunks, count, devices) == expected
+    assert resnet_dataparallel.shares(slices, 5, 4) == [2, 1, 1, 1]
+
+
+def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resnet_dataparallel, "gpus", lambda world: [0, 1])
+    cfg, model, world = Config(strategy="data_parallel", functional=True), nn.Linear(1, 1), cast(World, None)
+    called = resnet_dataparallel.forward_of(cfg, model, world)
+    assert isinstance(called, partial) and called.keywords == {"device_ids": [0, 1]}
+    for other in ("single", "ddp"):  # the sides that a run of data_parallel compares itself with
+        assert resnet_dataparallel.forward_of(replace(cfg, strategy=other), model, world) is model
+
+
+def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
+    digits: tuple[str, ...], tmp_path: Path
+) -> None:
+    few = ("model=convnet", "batch=16", "compare=false", "loss_every=10", "steps=25", "profile=4", "optim.warmup=0")
+    done = run("resnet_dataparallel", *digits, *few, runs=tmp_path)
+    assert done.status == 0, done.err
+    told = [float(value) for value in re.findall(r"running loss (\d+\.\d+)", done.out)]
+    assert told == pytest.approx([fmean(done.losses[:10]), fmean(done.losses[10:20])], abs=6e-4)
+    events = json.loads((done.folder.attempts()[0].attempt / "trace-0.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events]
+    # a loop that printed each loss would wait in every step; the metrics do now and then
+    assert names.count("aten::cross_entropy_loss") == 4 and names.count("aten::item") < 4
+
+
+def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
+    few = ("model=convnet", "batch=16", "steps=15", "launch.threads=1", "launch.device=cpu")
+    done = run("resnet_dataparallel", *digits, *few, runs=tmp_path)
+    assert done.status == 0, done.err
+    result = done.folder.result
+    assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
+    assert all(len(values) == resnet_dataparallel.ROUNDS and min(values) > 0 for values in result["compare"].values())
+    one, *_, both = (fmean(values) for values in result["compare"].values())
+    assert result["efficiency"] == pytest.approx(both / one / 2)
+    assert "0 GPUs here: DataParallel only calls the model" in done.out
+    assert (done.folder.path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert len(result["memory_megabytes"]) == 2 and min(result["memory_megabytes"]) > 50
+    assert result["imbalance"]["memory"] >= 0 and result["imbalance"]["before_backward"] >= 0
+
+
+def test_fewer_images_than_a_batch_are_trained_on_and_not_compared(tmp_path: Path) -> None:
+    for part, count in (("train", 10), ("val", 2)):
+        for colour in ("red", "blue"):
+            (tmp_path / part / colour).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (8, 8), colour).save(tmp_path / part / colour / f"{number}.png")
+    images = ("data.name=imagefolder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'sets'}", "data.image_size=8")
+    few = ("model=convnet", "batch=64", "epochs=2", "optim.warmup=0", "launch.device=cpu")
+    done = run("resnet_dataparallel", *images, *few, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert done.folder.result["state"] == "finished" and done.folder.result["compare"] == {}
+    assert len(done.losses) == 2 and done.folder.result["last_batch"] == [10, 10]
+    assert re.search(r"comparison +left out: 20 training samples hold no full batch of 64", done.out)
+
+
+def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> None:
+    few = ("model=convnet", "batch=16", "sweep=true", "repeats=1", "launch.device=cpu")
+    done = run("resnet_dataparallel", *digits, *few, runs=tmp_path)
+    assert done.status == 0, done.err
+    (folder,) = (tmp_path / "sweeps").iterdir()
+    cells = json.loads((folder / "sweep.json").read_text())["cells"]
+    assert [cell["values"]["strategy"] for cell in cells] == ["single", "ddp"]
+    assert (folder / "strategies.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"single  [\d,]+ samples/s \+- \d+, 1 runs", done.out) and "data_parallel  " in done.out
+
+
+@pytest.mark.parametrize(
+    ("gpus", "strategies", "device"),
+    [(0, ["single", "ddp"], None), (1, ["single", "ddp"], "cpu"), (2, ["single", "data_parallel", "ddp"], None)],
+)
+def test_a_sweep_compares_on_one_kind_of_device(
+    gpus: int, strategies: list[str], device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    cells = resnet_dataparallel.cells(Config())
+    assert [cell["strategy"] for cell in cells] == strategies
+    assert {cell.get("launch.device") for cell in cells} == {device}
+
+
+def test_a_model_saved_by_a_wrapper_is_loaded_too() -> None:
+    saved, ours = models.ResNet18((28, 28), 10), models.ResNet18((28, 28), 10)
+    wrapped = nn.DataParallel(saved).state_dict()
+    assert all(name.startswith("module.") for name in wrapped)
+    pairs = [*ours.named_parameters(), *ours.named_buffers()]
+    assert not all(torch.equal(value, wrapped[f"module.{name}"]) for name, value in pairs)
+    state.load_tensors(pairs, wrapped)
+    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in pairs)
+    with pytest.raises(UserError, match=r"the checkpoint has no conv1\.weight: it is of another model"):
+        state.load_tensors(pairs, nn.DataParallel(nn.Linear(2, 2)).state_dict())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+    memory = {f"module.{name}": {"momentum_buffer": torch.full_like(p, 3)} for name, p in ours.named_parameters()}
+    state.load_optimizer(optimizer, list(ours.named_parameters()), memory)
+    assert all((optimizer.state[p]["momentum_buffer"] == 3).all() for p in ours.parameters())

@@ -1,0 +1,441 @@
+"""Masks are exact: as many weights as asked, chosen right, and zero to the end; and what is written can be used."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common import compact, config, models, quantise, seeds, snapshots, sparsity
+from common.config import UserError
+from common.sparsity import Masks
+from configs.sparse_prune import CRITERIA, Config
+from experiments import sparse_prune
+from tests.harness.processes import Done, run
+
+QUIET = ("export=false", "int8=false", "batch=16", "optim.warmup=0")
+SHAPES = [(8, 1, 3, 3), (30, 50), (10, 30)]
+
+
+def made(*shapes: tuple[int, ...], levels: int = 0, seed: int = 0) -> list[Tensor]:
+    """Scores; with `levels`, only so many different ones."""
+    source = torch.Generator().manual_seed(seed)
+    found = [torch.rand(shape, generator=source) for shape in shapes]
+    return [(score * levels).floor() for score in found] if levels else found
+
+
+def pruned(masks: list[Tensor]) -> int:
+    return sum(int((~mask).sum()) for mask in masks)
+
+
+# ---- exactly so many
+
+
+@pytest.mark.parametrize("levels", [0, 1, 3], ids=["all different", "all equal", "three values"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.92, 0.999, 1.0])
+def test_as_many_are_pruned_as_asked_whatever_the_ties(share: float, levels: int) -> None:
+    scores = made(*SHAPES, levels=levels)
+    total = sum(score.numel() for score in scores)
+    masks = sparsity.globally(scores, share)
+    assert pruned(masks) == round(share * total)
+    gone = torch.cat([score[~mask] for score, mask in zip(scores, masks, strict=True)])
+    left = torch.cat([score[mask] for score, mask in zip(scores, masks, strict=True)])
+    assert not len(gone) or not len(left) or gone.max() <= left.min()
+    layers = sparsity.by_layer(scores, [share] * len(scores))
+    assert pruned(layers) == round(share * total)
+    for score, mask in zip(scores, layers, strict=True):
+        assert abs(pruned([mask]) - share * score.numel()) < 1
+
+
+@pytest.mark.parametrize("kind", ["random", "sorted", "two values", "a sample that misleads"])
+def test_of_many_numbers_the_kth_is_exact(kind: str) -> None:
+    count = 17 * sparsity.SAMPLE + 5
+    values = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    if kind == "sorted":
+        values = values.sort().values
+    if kind == "two values":
+        values = (values > 0.5).float()
+    if kind == "a sample that misleads":
+        values[:: count // sparsity.SAMPLE] = -1.0
+    ordered = values.sort().values
+    for k in (1, 2, count // 10, count // 2, int(0.9 * count), count - 1, count):
+        parts = [values[: count // 3].view(1, -1), values[count // 3 :]]
+        assert sparsity.kth(parts, k) == ordered[k - 1], k
+        assert sum(int(mask.sum()) for mask in sparsity.lowest(parts, k)) == k
+
+
+def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
+    cfg = Config()
+    model = models.for_images("lenet300", (28, 28), 10)
+    masks = Masks(model)
+    it: Any = sparse_prune.Parts(cfg, None, None, model, masks, None, None, None)  # type: ignore[arg-type]
+    with torch.no_grad():
+        masks.weights[0].mul_(100)
+    masks.set(sparsity.globally(sparse_prune.scores_of(it, 0), 0.1))
+    shares = [float(mask.float().mean()) for mask in masks.kept]
+    assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
+    cfg.criterion = "random"
+    before = [mask.clone() for mask in masks.kept]
+    masks.set(sparsity.globally(sparse_prune.scores_of(it, 1), 0.8))
+    assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.total)
+    assert not any((now & ~then).any() for now, then in zip(masks.kept, before, strict=True)), "none comes back"
+    cfg.criterion, cfg.normalize = "magnitude", "layer"
+    masks.set([torch.ones_like(mask) for mask in masks.kept])
+    masks.set(sparsity.globally(sparse_prune.scores_of(it, 0), 0.5))
+    assert [float(mask.float().mean()) for mask in masks.kept] == pytest.approx([0.5] * 3, abs=0.04)
+
+
+@pytest.mark.parametrize(("pattern", "shape"), [("2:4", (6, 3, 3, 3)), ("1:4", (5, 16)), ("3:8", (4, 50))])
+def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> None:
+    left, size = Config(pattern=pattern).group()
+    for levels in (0, 2):
+        (score,) = made(shape, levels=levels)
+        (mask,) = sparsity.by_group([score], 1 - left / size, size)
+        rows, end = mask.flatten(1), score[0].numel() // size * size
+        assert (rows[:, :end].reshape(-1, size).sum(1) == left).all()
+        assert rows[:, end:].all(), "what fills no group stays"
+        groups, values = rows[:, :end].reshape(-1, size), score.flatten(1)[:, :end].reshape(-1, size)
+        gone, stays = values.masked_fill(groups, -1), values.masked_fill(~groups, math.inf)
+        assert (gone.max(1).values <= stays.min(1).values).all()
+
+
+def test_channels_go_as_a_whole_and_the_last_layer_stays() -> None:
+    scores = made((8, 4, 3, 3), (20, 30), (10, 20))
+    scores[0][2], scores[0][5] = 0.01, 0.02
+    masks = sparsity.by_channel(scores, 0.25)
+    assert [bool(channel.any()) for channel in masks[0]] == [i not in (2, 5) for i in range(8)]
+    assert all(channel.all() or not channel.any() for mask in masks for channel in mask)
+    assert pruned(masks[1:2]) == 5 * 30 and masks[2].all()
+    assert [int(mask.flatten(1).any(1).sum()) for mask in sparsity.by_channel(scores, 0.999)] == [1, 1, 10]
+    scores[0][1], scores[0][5] = 0.0, sparsity.GONE
+    (mask, *_) = sparsity.by_channel(scores, 1 / 8)
+    assert not mask[5].any() and mask[1].all(), "one that is pruned goes before one that is worth nothing"
+
+
+def test_rigl_begins_with_its_distribution() -> None:
+    shapes = [torch.Size(shape) for shape in [(300, 784), (100, 300), (10, 100)]]
+    shares = sparsity.erdos_renyi(shapes, 0.92)
+    left = sum((1 - share) * shape.numel() for share, shape in zip(shares, shapes, strict=True))
+    assert left == pytest.approx(0.08 * sum(shape.numel() for shape in shapes))
+    assert shares[0] > shares[1] > shares[2] == 0, "the last layer would be more than dense"
+    densities = [(1 - share) * shape.numel() / sum(shape) for share, shape in zip(shares, shapes, strict=True)][:2]
+    assert densities[0] == pytest.approx(densities[1]), "density goes as the sum over the product of the sides"
+
+
+def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> None:
+    model = nn.Sequential(nn.Linear(20, 10, bias=False))
+    masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (weight,) = masks.weights
+    source = torch.Generator().manual_seed(0)
+    masks.set(sparsity.by_layer([torch.rand(weight.shape, generator=source)], [0.5]))
+    masks.apply()
+    weight.grad = torch.randn(weight.shape, generator=source)
+    optimizer.step()
+    masks.apply()
+    before, values, then = masks.kept[0].clone(), weight.detach().clone(), weight.grad
+    sparse_prune.exchange(Config(drop=0.3), masks, optimizer, 0.0)
+    masks.apply()
+    after = masks.kept[0]
+    assert int(after.sum()) == int(before.sum()) == 100
+    gone, come = before & ~after, after & ~before
+    assert int(come.sum()) == int(gone.sum()) > 0
+    assert values[gone].abs().max() <= values[before & after & (weight != 0)].abs().min()
+    assert then[come].abs().min() >= then[~before & ~after].abs().max()
+    assert (weight[come] == 0).all() and (optimizer.state[weight]["momentum_buffer"][come] == 0).all()
+    assert torch.equal(weight[before & after & (weight != 0)], values[before & after & (weight != 0)])
+
+
+# ---- when
+
+
+@pytest.mark.parametrize("schedule", ["oneshot", "iterative", "cubic", "rigl"])
+@pytest.mark.parametrize("total", [1, 3, 7, 100, 1000])
+def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int) -> None:
+    cfg = Config(schedule=schedule, sparsity=0.9, every=7)
+    found = [(step, sparse_prune.sparsity_after(cfg, step, total)) for step in range(total + 1)]
+    steps = {step: share for step, share in found if share is not None}
+    assert list(steps.values())[-1] == pytest.approx(0.9)
+    assert all(a <= b for a, b in itertools.pairwise(steps.values()))
+    assert all(step <= round(0.6 * total) for step in steps)
+    if total == 1000:
+        assert len(steps) == {"oneshot": 1, "iterative": 5, "cubic": 72, "rigl": 86}[schedule]
+    if schedule == "cubic" and total == 1000:
+        assert steps[100 + 70] == pytest.approx(0.9 * (1 - (1 - 70 / 500) ** 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["levels=[0.9,2]"], ["levels=[0.9,2]", "below 1"]),
+        (["criteria=[size]"], ["criteria=[size]", "magnitude, gradient"]),
+        (["scope=n:m"], ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"]),
+        (["pattern=4:2"], ["pattern=4:2", "n < m"]),
+        (["scope=layer", "normalize=layer"], ["normalize=layer", "scope=global"]),
+        (["sweep=true", "schedule=none"], ["schedule=none", "use another schedule"]),
+        (["model=lenet5", "data.name=generated", "data.image_size=8"], ["data.image_size=8", "16 or more"]),
+        (["begin=0.7", "end=0.6"], ["begin=0.7", "end=0.6", "lower begin"]),
+        (["schedule=rigl", "criterion=taylor"], ["criterion=taylor", "rigl", "criterion=magnitude"]),
+        (["schedule=rigl", "scope=structured"], ["scope=structured", "rigl", "scope=layer"]),
+        (["data.name=cifar10"], ["data.name=cifar10", "28x28", "model=lenet5"]),
+        (["batch=63", "processes_per_node=2"], ["batch=63", "2 processes", "batch=62 or 64"]),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load(Config, words, {})
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+# ---- through training
+
+
+@pytest.mark.parametrize("pattern", ["1:3", "2:4", "3:7", "5:9"])
+def test_the_sparsity_that_a_refusal_names_is_taken(pattern: str) -> None:
+    words = ["scope=n:m", f"pattern={pattern}"]
+    with pytest.raises(UserError) as caught:
+        config.load(Config, words, {})
+    named = str(caught.value).partition("use ")[2].partition(",")[0]
+    cfg = config.load(Config, [*words, named], {})
+    left, size = cfg.group()
+    (mask,) = sparsity.by_group(made((4, 5 * size)), cfg.sparsity, size)
+    assert (mask.view(-1, size).sum(1) == left).all()
+
+
+def states(done: Done) -> dict[int, dict[str, Tensor]]:
+    """The model in each checkpoint, by step."""
+    assert done.status == 0, done.err + done.out
+    (attempt,) = done.folder.attempts()
+    found = snapshots.of_attempt(attempt)
+    return {one.step: torch.load(one.path / "rank-0.pt", weights_only=True)["model"] for one in found}
+
+
+SAVING = ("checkpoint.every_steps=1", "checkpoint.every_seconds=0", "checkpoint.keep=100", *QUIET)
+
+
+@pytest.mark.parametrize("words", [("optim.name=sgd", "optim.weight_decay=0.01"), ("optim.name=adam",), ("l1=0.01",)])
+def test_pruned_weights_stay_zero_to_the_bit(words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("sparse_prune", *digits, *SAVING, "every=3", "processes_per_node=2", *words, runs=tmp_path)
+    shares = []
+    for step, model in states(done).items():
+        masks = {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
+        assert len(masks) == 3 and all(mask.dtype == torch.bool for mask in masks.values())
+        for name, mask in masks.items():
+            assert (model[name.removesuffix("_mask")][~mask] == 0).all(), (step, name)
+        shares.append(sum(int((~mask).sum()) for mask in masks.values()) / sum(m.numel() for m in masks.values()))
+    total = 266_200
+    assert shares[-1] == round(0.92 * total) / total and shares[0] == 0
+    assert shares == sorted(shares) and shares[18:] == shares[-1:] * len(shares[18:]), "after `end` masks stay"
+    assert done.folder.result["sparsity"] == pytest.approx(shares[-1])
+    assert [row["sparsity"] for row in done.folder.metrics() if "loss" in row] == pytest.approx(shares)
+
+
+@pytest.mark.parametrize("words", [("schedule=rigl",), ("scope=structured",), ("scope=layer", "schedule=iterative")])
+def test_so_it_is_with_every_scope_and_after_a_resume(
+    words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
+) -> None:
+    all_words = (*digits, *SAVING, "every=3", "sparsity=0.9", *words)
+    begun = run("sparse_prune", *all_words, runs=tmp_path)
+    last = max(states(begun))
+    (begun.folder.path / "result.json").unlink()  # as if it had been killed
+    room = begun.folder.attempts()[0].attempt / "checkpoints"
+    for step in range(last - 4, last + 1):
+        shutil.rmtree(room / f"step-{step:08d}")
+    done = run("sparse_prune", "--resume", str(begun.folder.path), runs=tmp_path)
+    assert done.status == 0, done.err
+    for attempt in done.folder.attempts():
+        for one in snapshots.of_attempt(attempt):
+            model = torch.load(one.path / "rank-0.pt", weights_only=True)["model"]
+            masks = {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
+            for name, mask in masks.items():
+                assert (model[name.removesuffix("_mask")][~mask] == 0).all(), (one, name)
+                assert words[0] != "scope=structured" or (mask.all(1) | ~mask.any(1)).all(), "whole units"
+            if one.step == last:
+                units = [int(mask.any(1).sum()) for mask in masks.values()]
+                total = sum(mask.numel() for mask in masks.values())
+                kept = sum(int(mask.sum()) for mask in masks.values())
+                assert units == [30, 10, 10] if words[0] == "scope=structured" else kept == total - round(0.9 * total)
+    assert len(done.folder.attempts()) == 2 and one.step == last
+
+
+def test_a_start_that_asks_for_less_gives_nothing_back(digits: tuple[str, ...], tmp_path: Path) -> None:
+    begun = run("sparse_prune", *digits, *SAVING, "every=3", "steps=15", runs=tmp_path)
+    before = states(begun)[15]
+    (begun.folder.path / "result.json").unlink()
+    words = ("--resume", str(begun.folder.path), "steps=40", "sparsity=0.5")
+    done = run("sparse_prune", *words, runs=tmp_path)
+    assert done.status == 0, done.err
+    newest = snapshots.of_attempt(done.folder.attempts()[-1])[-1]
+    after = torch.load(newest.path / "rank-0.pt", weights_only=True)["model"]
+    gone = {name: ~mask for name, mask in before.items() if name.endswith("weight_mask")}
+    assert newest.step == 40 and sum(int(mask.sum()) for mask in gone.values()) > 0.5 * 266_200
+    for name, mask in gone.items():
+        assert (after[name.removesuffix("_mask")][mask] == 0).all()
+
+
+def test_two_of_four_hold_after_fine_tuning(digits: tuple[str, ...], tmp_path: Path) -> None:
+    words = ("model=convnet", "scope=n:m", "sparsity=0.5", "steps=12")
+    for step, model in states(run("sparse_prune", *digits, *SAVING, *words, runs=tmp_path)).items():
+        for name in ("conv2", "fc1", "fc2"):
+            rows, mask = (model[f"{name}.{kind}"].flatten(1) for kind in ("weight", "weight_mask"))
+            groups = mask[:, : rows.shape[1] // 4 * 4].reshape(-1, 4).sum(1)
+            assert step < 7 or (groups == 2).all(), (step, name)
+            assert (rows[~mask] == 0).all()
+
+
+def test_l1_makes_zeros_without_masks_and_more_of_them_the_stronger_it_is(
+    digits: tuple[str, ...], tmp_path: Path
+) -> None:
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    before = weight.clone()
+    sparse_prune.shrink([weight], 0.3)
+    assert torch.equal(weight != 0, before.abs() > 0.3), "exactly those that are nearer to zero than the step"
+    assert torch.allclose(weight[weight != 0].abs(), before.abs()[weight != 0] - 0.3)
+    counts = []
+    for l1 in (0, 0.01, 0.1):
+        words = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=60")
+        done = run("sparse_prune", *words, runs=tmp_path / str(l1))
+        assert done.status == 0, done.err
+        counts.append(done.folder.result["nonzero"])
+        assert done.folder.result["sparsity"] == pytest.approx(1 - counts[-1] / 266_200)
+    assert counts[0] == 266_200 and counts[0] > 1.02 * counts[1] > 1.2 * counts[2]
+
+
+def test_criteria_choose_differently_and_processes_choose_alike(digits: tuple[str, ...], tmp_path: Path) -> None:
+    words = (*digits, *QUIET, "schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
+    found: dict[tuple[str, int], str] = {}
+    for criterion, count in itertools.product(CRITERIA, (1, 2)):
+        each = (f"criterion={criterion}", f"processes_per_node={count}")
+        done = run("sparse_prune", *words, *each, runs=tmp_path / f"{criterion}{count}")
+        assert done.status == 0, done.err + done.out
+        found[criterion, count] = done.folder.result["masks"]
+    assert len(set(found.values())) == 4, "each criterion has its own masks"
+    assert all(found[criterion, 1] == found[criterion, 2] for criterion in CRITERIA), "with any number of processes"
+
+
+# ---- what it saves
+
+
+def a_model(share: float = 0.9) -> nn.Module:
+    torch.manual_seed(seeds.derive(0, "init"))
+    model = models.for_images("lenet5", (28, 28), 10)
+    masks = Masks(model)
+    masks.set(sparsity.globally([weight.abs() for weight in masks.weights], share))
+    masks.apply()
+    return model
+
+
+def test_other_forms_of_the_model_give_its_outputs() -> None:
+    model, x = a_model(), torch.randn(5, 28, 28)
+    with torch.no_grad():
+        expected = model.eval()(x)
+        bare = compact.bare(model)
+        assert torch.equal(bare(x), expected)
+        assert not any((tensor == 0).logical_and(tensor.signbit()).any() for tensor in bare.parameters())
+        assert bare.state_dict().keys() == models.for_images("lenet5", (28, 28), 10).state_dict().keys()
+        assert torch.allclose(compact.as_csr(bare)(x), expected, atol=1e-5)
+        assert [type(layer).__name__ for layer in compact.as_csr(bare).children()][4:] == ["Csr", "Csr"]
+        small = quantise.to_int8(bare)(x)
+    assert 0 < float((small - expected).abs().max()) < 0.1 * float(expected.abs().max())
+    assert torch.equal(compact.bare(model)(x), expected), "the model itself stays as it is"
+
+
+def test_zeros_save_bytes_only_when_compressed_or_in_csr() -> None:
+    sizes = {share: compact.packed(compact.bare(a_model(share))) for share in (0.0, 0.9)}
+    assert sizes[0.0][0] == sizes[0.9][0] > 4 * 431_080
+    assert sizes[0.9][1] < 0.2 * sizes[0.0][1]
+    assert compact.packed(compact.as_csr(compact.bare(a_model())))[0] < 0.35 * sizes[0.9][0]
+    assert compact.packed(quantise.to_int8(compact.bare(a_model())))[0] < 0.35 * sizes[0.9][0]
+
+
+@pytest.mark.parametrize("name", ["lenet300", "convnet", "resnet18"])
+def test_the_exported_model_runs_without_this_project(name: str, tmp_path: Path) -> None:
+    model = models.for_images(name, (28, 28), 10)
+    Masks(model)
+    bare, x = compact.bare(model), torch.randn(3, 28, 28)
+    compact.export(copy.deepcopy(bare), x[:2], tmp_path / "model.pt2")
+    with torch.no_grad():
+        assert torch.allclose(compact.elsewhere(tmp_path / "model.pt2", x), bare(x), atol=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+    (tmp_path / "model.pt2").write_bytes(b"nothing")
+    with pytest.raises(RuntimeError, match="cannot be run by itself"):
+        compact.elsewhere(tmp_path / "model.pt2", x)
+    assert "export_difference" in compact.exported(copy.deepcopy(bare), x[:1], tmp_path / "one.pt2"), "of one sample"
+    assert compact.exported(bare, x, tmp_path / "nowhere" / "model.pt2").keys() == {"export_problem"}
+
+
+def test_two_of_four_is_known_by_its_groups() -> None:
+    (score,) = made((6, 32))
+    (mask,) = sparsity.by_group([score], 0.5, 4)
+    weight = score * mask
+    assert compact.is_two_of_four(weight) and not compact.is_two_of_four(score)
+    weight[3, :3] = 1.0
+    assert not compact.is_two_of_four(weight) and not compact.is_two_of_four(weight[:, :30])
+
+
+def test_a_run_measures_all_of_it(digits: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("sparse_prune", *digits, runs=tmp_path)
+    assert done.status == 0, done.err
+    result = done.folder.result
+    assert (done.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
+    assert result["export_difference"] < 1e-5 and abs(result["int8_accuracy"] - result["test_accuracy"]) < 0.05
+    assert result["bytes_csr"] < result["bytes_raw"] > result["int8_bytes_raw"]
+    assert "than fp32" in done.out and "run elsewhere, outputs differ by" in done.out
+
+
+def test_a_resnet_on_colour_images_is_pruned_as_well(cache: Path, tmp_path: Path) -> None:
+    images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
+    words = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "optim.warmup=0")
+    done = run("sparse_prune", *images, *words, "processes_per_node=2", runs=tmp_path)
+    assert done.status == 0, done.err
+    result = done.folder.result
+    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"]) and result["weights"] > 11e6
+    assert result["export_difference"] < 1e-3
+
+
+def test_a_sweep_draws_accuracy_against_sparsity(digits: tuple[str, ...], tmp_path: Path) -> None:
+    few = ("sweep=true", "repeats=2", "steps=2", "schedule=rigl", "data.test_limit=100")
+    done = run("sparse_prune", *digits, *QUIET, *few, runs=tmp_path, timeout=280)
+    assert done.status == 0, done.err
+    (folder,) = (tmp_path / "sweeps").iterdir()
+    cells = json.loads((folder / "sweep.json").read_text())["cells"]
+    assert len(cells) == 2 * 5 and [cell["values"]["seed"] for cell in cells] == [0] * 5 + [1] * 5
+    assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        "magnitude 92 %" in done.out
+        and "below dense" in done.out
+        and "non-zero" in done.out
+        and "dense bf16" in done.out
+    )
+
+
+def test_a_sweep_tells_points_below_the_dense_model_of_the_same_seed(tmp_path: Path) -> None:
+    sizes = ("bytes_raw", "bytes_compressed", "bytes_csr", "fp32_seconds", "bf16_seconds", "csr_seconds")
+    rows: list[dict[str, Any]] = []
+    for seed, dense in ((0, 0.98), (1, 0.96)):
+        for level, lost in ((None, 0.0), (0.995, 0.01), (0.999, 0.03)):
+            cell = {"schedule": "none"} if level is None else {"criterion": "magnitude", "sparsity": level}
+            row = {"cell": cell | {"seed": seed}, "test_accuracy": dense - lost, "weights": 1000, "data": "digits"}
+            rows.append(row | {"nonzero": 1000 * (1 - (level or 0))} | dict.fromkeys(sizes, 1.0))
+    table = sparse_prune.show(Config(), rows, tmp_path)["medians"].splitlines()
+    found = {line[4:21].strip(): line[21:].split() for line in table[1:]}
+    assert [found[name][:2] for name in ("dense", "magnitude 99.5 %", "magnitude 99.9 %")] == [
+        ["97.00%", "0.00"],
+        ["96.00%", "1.00"],
+        ["94.00%", "3.00"],
+    ]
+
+
+def test_the_verdict_knows_when_repeats_disagree() -> None:
+    def rows(*csr: float) -> list[dict[str, float]]:
+        return [{"csr_seconds": value, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for value in csr]
+
+    words = compact.verdict({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
+    assert words == "slower than dense fp32 for a; now slower, now faster for b; nowhere slower than dense bf16"

@@ -1,0 +1,161 @@
+"""Train many data-parallel cases of one world size in one launch, for test_ddp_parity.py to compare.
+
+    python -m tests.harness.ddp_parity OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
+
+A case may begin with one of MISTAKES: it then makes that mistake.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import config, data, launch, optim, prepare, processes, scaling
+from common.config import to_yaml
+from common.folder import Folder
+from common.launch import Place, World
+from common.prepare import Prepared
+from common.run import Run
+from configs.ddp_multinode import Config
+from experiments import ddp_multinode
+from tests.harness.parity import differences
+
+# glibc keeps what is freed: otherwise a third of ResNet's time goes into page faults
+KEEP: dict[str, Any] = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+
+CONVNET = {
+    "data.name": "digits",
+    "data.train_limit": "500",
+    "data.test_limit": "101",  # no multiple of 2 or 4
+    "dtype": "float64",
+    "batch": "24",  # 20 batches an epoch, and 20 samples left out
+    "eval_batch": "16",
+    "optim.lr": "0.05",  # SGD: Adam would not notice a wrong factor
+    "optim.base_batch": "24",
+    "optim.warmup": "5",
+    "optim.decay": "cosine",
+    "clip": "2",
+    "bucket_mb": "1",
+    "epochs": "2",
+    "steps": "30",
+    "seed": "7",
+}
+RESNET = CONVNET | {
+    "model": "resnet18",
+    "data.name": "generated",
+    "data.samples": "50",
+    "data.image_size": "12",  # 2x2 in the last layers: BatchNorm needs some values to be well conditioned
+    "data.train_limit": "20",
+    "data.test_limit": "9",
+    "batch": "4",
+    "optim.base_batch": "4",
+    "eval_batch": "4",
+    "epochs": "6",
+}
+MISTAKES = ("sums_losses", "no_communication", "same_share", "slow_rank")
+
+
+def settings(text: str) -> tuple[Config, str]:
+    """The settings of a case, and the mistake it makes, if any."""
+    words = text.split(",")
+    mistake = words.pop(0) if "=" not in words[0] else ""
+    assert not mistake or mistake in MISTAKES
+    chosen = dict(word.split("=") for word in words)
+    base = RESNET if chosen.get("model") == "resnet18" else CONVNET
+    return config.resolve(Config, [base | chosen]), mistake
+
+
+def prepared_for(cfg: Config, cache: str) -> Prepared:
+    cfg.data.cache = cache
+    return prepare.prepare(cfg.data)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """The full state of a wrapped model. All processes call it."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    state = inner.state_dict()
+    return {name: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for name, v in state.items()}
+
+
+def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
+    """One case on this process; on rank 0 its losses, full state and scores."""
+    torch.manual_seed(1234)
+    train_set, test_set = data.load(prepared, cfg.data)
+    model = ddp_multinode.wrap(cfg, ddp_multinode.build(cfg, train_set, world), world)
+    optimizer = optim.make(model.parameters(), cfg.optim)
+    share = (0 if mistake == "same_share" else world.rank, world.size)
+    loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, share=share)
+    run = Run(cfg, folder, world, prepared)
+    run.averaged, run.total = True, cfg.steps
+    if mistake == "sums_losses":
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * world.size)
+    if mistake == "no_communication":
+        assert isinstance(model, DistributedDataParallel)
+        model.require_backward_grad_sync = False
+    if mistake == "slow_rank" and world.rank == 1:
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    times = scaling.StepTimes(model, world.device)
+    step = 0
+    while step < cfg.steps:
+        step = ddp_multinode.train_epoch(cfg, model, optimizer, loader, run, times, step, cfg.steps)
+    run.flush()
+    ranks = world.gather(times.summary())
+    before = whole(model)
+    scores = ddp_multinode.evaluate(cfg, model, test_set, world)
+    state = whole(model)
+    equal = torch.tensor([float(sum(v.double().sum() for v in state.values()))], dtype=torch.float64)
+    sums = [torch.zeros_like(equal) for _ in range(world.size)]
+    dist.all_gather(sums, equal)
+    if not world.is_main:
+        return {}
+    losses = [row["loss"] for row in folder.metrics() if "loss" in row]
+    return {"losses": losses, "state": state, "scores": scores, "sums": [float(s) for s in sums], "before": before} | {
+        "straggler": scaling.straggler(ranks) if mistake == "slow_rank" else None
+    }
+
+
+def in_processes(
+    settings: Callable[[str], tuple[Any, str]],
+    train: Callable[..., dict[str, Any]],
+    out: str,
+    cache: str,
+    count: str,
+    *cases: str,
+) -> int:
+    """Train every case in the same `count` processes, one after the other, and save rank 0's results; exit status."""
+    chosen = {case: settings(f"{case},processes_per_node={count}") for case in cases}
+    sets = {case: prepared_for(cfg, cache) for case, (cfg, _) in chosen.items()}
+    runs = Path(tempfile.mkdtemp())
+
+    def body(place: Place) -> None:
+        with launch.group(place, chosen[cases[0]][0].launch) as world:
+            results = {}
+            for case, (cfg, special) in chosen.items():
+                path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
+                results[case] = train(cfg, special, world, sets[case], Folder(world.broadcast(path), 1))
+            if world.is_main:
+                torch.save(results, out)
+
+    return processes.fork_all(body, int(count), 1, lambda: None)
+
+
+def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """What differs from the reference, or between the processes."""
+    counts = ("test_accuracy", "test_samples")
+    unequal = [name for name in counts if found["scores"][name] != expected["scores"][name]]
+    apart = ["processes hold different models"] if len(set(found["sums"])) > 1 else []
+    return differences(found, expected) + unequal + apart
+
+
+if __name__ == "__main__":
+    sys.exit(in_processes(settings, train, *sys.argv[1:]))

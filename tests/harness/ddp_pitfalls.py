@@ -1,0 +1,152 @@
+"""Mistakes of data parallelism, made by two real processes with short time-outs, for tests/pitfalls/.
+
+python -m tests.harness.ddp_pitfalls NAME ...      prints what each process found, as JSON, by name
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import launch, processes, sparsity
+from common.launch import Place, World
+from common.models import SimpleNN
+from common.sparsity import Masks
+from configs.ddp_multinode import Config
+from configs.shared import Launch
+from experiments import ddp_multinode
+from tests.harness.processes import ROOT, environment
+
+SECONDS = 2.0
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """What it returns, or its error and how long that took."""
+    start = time.monotonic()
+    try:
+        return work()
+    except Exception as error:
+        return {"error": str(error), "seconds": time.monotonic() - start}
+
+
+def in_two(work: Callable[[World], Any]) -> list[Any]:
+    """What each of two processes finds."""
+    folder = Path(tempfile.mkdtemp())
+
+    def body(place: Place) -> None:
+        with launch.group(place, Launch(device="cpu", threads=1, step_timeout=SECONDS)) as world:
+            (folder / str(place.rank)).write_text(json.dumps(attempt(lambda: work(world))))
+            if world.is_main:  # it keeps the meeting place alive until the other has found out too
+                deadline = time.monotonic() + 3 * SECONDS
+                while not (folder / "1").exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+
+    assert processes.fork_all(body, 2, 1, lambda: None) == 0
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+
+
+def ranks_in_a_loop() -> Any:
+    """The mistake: `for rank in range(2): train(rank)`."""
+    file, began = Path(tempfile.mkdtemp()) / "store", []
+
+    def train(rank: int) -> None:
+        began.append(rank)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        limit = datetime.timedelta(seconds=SECONDS)
+        dist.init_process_group("gloo", store=dist.FileStore(str(file), 2), rank=rank, world_size=2, timeout=limit)
+
+    def loop() -> None:
+        for rank in range(2):
+            train(rank)
+
+    return {"together": in_two(lambda world: world.size), "loop": attempt(loop), "began": began}
+
+
+def group_in_a_function_that_returns() -> Any:
+    """The mistake: the group is set up by processes that end with it, and used afterwards, elsewhere."""
+    inside = in_two(lambda world: dist.is_initialized())
+    return {"inside": inside, "after": dist.is_initialized(), "use": attempt(lambda: dist.all_reduce(torch.ones(1)))}
+
+
+def barrier_on_one_rank() -> Any:
+    def work(world: World, everybody: bool) -> float:
+        if everybody or world.is_main:
+            dist.barrier()
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return value.item()
+
+    return {"one": in_two(lambda world: work(world, False)), "all": in_two(lambda world: work(world, True))}
+
+
+def several_devices() -> Any:
+    def work(world: World) -> Any:
+        wrong = attempt(lambda: DistributedDataParallel(SimpleNN(), device_ids=[0, 1]))
+        right = ddp_multinode.wrap(Config(), SimpleNN(), world)
+        return [wrong, type(right).__name__]
+
+    return in_two(work)
+
+
+def model_parallelism() -> Any:
+    """How many parameters a process holds."""
+
+    def held(world: World, strategy: Any) -> int:
+        model = ddp_multinode.wrap(Config(strategy=strategy), SimpleNN(), world)
+        locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+        return sum(p.numel() for p in locals_)
+
+    return in_two(lambda world: [held(world, "ddp"), held(world, "fsdp")])
+
+
+def torchs_norm() -> Any:
+    return in_two(lambda world: attempt(lambda: nn.SyncBatchNorm(3)(torch.randn(2, 3, 4, 4)).sum().item()))
+
+
+def masks_per_rank() -> Any:
+    """The mistake: each process scores weights by its own gradient."""
+
+    def work(world: World) -> Any:
+        torch.manual_seed(0)
+        model = SimpleNN()
+        masks = Masks(model)
+        torch.manual_seed(world.rank)  # its own share of the batch
+        F.cross_entropy(model(torch.randn(8, 28, 28)), torch.arange(8)).backward()
+        gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
+
+        def chosen() -> str:
+            masks.set(sparsity.globally([gradient.abs() for gradient in gradients], 0.9))
+            return masks.digest()
+
+        own, refused = chosen(), attempt(masks.agree)
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+        return [own, refused, chosen(), attempt(masks.agree)]
+
+    return in_two(work)
+
+
+def made(*names: str) -> dict[str, Any]:
+    """What two processes find when they make mistakes of tests/harness/ddp_pitfalls.py."""
+    words = [sys.executable, "-m", "tests.harness.ddp_pitfalls", *names]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

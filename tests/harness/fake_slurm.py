@@ -1,0 +1,50 @@
+"""SLURM's commands as scripts that answer as they are told, and commands of the project that meet them."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.harness.processes import ROOT, environment
+
+
+class Fake:
+    """SLURM's commands as scripts on PATH; each writes down how it was called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin, self.calls = folder / "bin", folder / "calls"
+        self.bin.mkdir()
+        self.conf = folder / "slurm.conf"
+        self.conf.touch()
+        self.answer(
+            "scontrol", 'case "$1" in ping) echo "Slurmctld(primary) at ctl is UP";; *) echo "JobState=RUNNING";; esac'
+        )
+        self.answer("sbatch", 'cat "$1" >/dev/null; echo "Submitted batch job 4711"')
+        self.answer("squeue", "echo '4711|RUNNING|None'")
+        self.answer("sinfo", "echo 4")
+        self.answer("sacct", "echo COMPLETED")
+        self.answer("scancel", "exit 0")
+
+    def answer(self, name: str, body: str) -> None:
+        script = self.bin / name
+        script.write_text(f'#!/bin/sh\necho "{name} $*" >>"{self.calls}"\n{body}\n')
+        script.chmod(script.stat().st_mode | stat.S_IEXEC)
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        path = f"{self.bin}:{Path(sys.executable).parent}:/usr/bin:/bin"
+        nowhere = str(self.bin.parent / "no-cluster")
+        return environment(**{"PATH": path, "SLURM_CONF": str(self.conf), "CLUSTER_DIR": nowhere} | extra)
+
+
+def call(fake: Fake, module: str, *words: str, source: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=source,
+        env=fake.environment(PYTHONPATH=str(source), **env),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

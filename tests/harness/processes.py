@@ -1,0 +1,82 @@
+"""Running the project through its public ways in, and reading what a run leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.folder import Folder
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(path: Path, text: str) -> Path:
+    """An executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@dataclass
+class Done:
+    """A finished command."""
+
+    status: int
+    out: str
+    err: str
+    runs: Path
+
+    @property
+    def folder(self) -> Folder:
+        """The one run folder it made."""
+        (path,) = self.runs.iterdir()
+        return Folder(path)
+
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.folder.metrics() if "loss" in row]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The caller's environment without what would change a run: no W&B, no cluster that happens to be up."""
+    foreign = ("WANDB_", "SLURM_", "TORCHELASTIC_", "DATA_ROOT", "MAKE", "MFLAGS")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    return kept | {"WANDB_MODE": "disabled", "CLUSTER_DIR": "/no/cluster"} | extra
+
+
+def command(name: str, *settings: str, runs: Path) -> list[str]:
+    return [sys.executable, str(ROOT / "experiments" / f"{name}.py"), f"runs={runs}", *settings]
+
+
+def run(name: str, *settings: str, runs: Path, timeout: float = 120, **env: Any) -> Done:
+    """Run an experiment's script to its end."""
+    done = subprocess.run(
+        command(name, *settings, runs=runs),
+        cwd=ROOT,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr, runs)
+
+
+def processes_of(marker: str) -> list[int]:
+    """The pids of running processes whose command line or environment holds `marker`, such as a run folder's path."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                alive = "\nState:\tZ" not in (entry / "status").read_text()
+            except OSError:
+                continue
+            if alive and marker.encode() in text:
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,138 @@
+"""A real SLURM cluster and a checkout on it, for the tests that need them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import provenance
+from common.folder import Folder
+from tests.harness.processes import ROOT, environment, processes_of
+
+
+class Site:
+    """The cluster and a checkout on it, which tests may edit.
+
+    `prefix` are words before every command: another user, another view of the disks.
+    """
+
+    def __init__(self, folder: Path, cache: Path, prefix: tuple[str, ...] = ()) -> None:
+        self.folder, self.cache, self.prefix = folder, cache, prefix
+        self.checkout, self.runs = folder / "checkout", folder / "runs"
+        self.env = environment(CLUSTER_DIR=str(folder), PYTHONPATH=str(self.checkout))
+        for name in provenance.source_files():
+            (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.checkout / name)
+
+    def call(self, module: str, *words: str, status: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            # not `cwd`: entering other mounts leads back to their root
+            [*self.prefix, "env", f"--chdir={self.checkout}", sys.executable, "-m", module, *words],
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert status is None or done.returncode == status, done.stdout + done.stderr
+        return done
+
+    def settings(self, runs: str, *more: str) -> str:
+        words = ["data.name=digits", f"data.cache={self.cache}", f"runs={self.runs / runs}", "data.test_limit=500"]
+        return "--args=" + " ".join([*words, *more])
+
+    def submit(
+        self, name: str, runs: str, *more: str, options: tuple[str, ...] = ("--nodes=2",), **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        return self.call("slurm.submit", self.settings(runs, *more), *options, "--", name, status=None, **env)
+
+    def run_of(self, runs: str) -> Folder:
+        (path,) = (self.runs / runs).iterdir()
+        return Folder(path)
+
+    def inside(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.call("slurm.cluster", "exec", *words, status=None, **env)
+
+    def wait_for_job(self, job: str, state: str) -> None:
+        for _ in range(100):
+            if state in self.inside("squeue", "-h", "-j", job, "-o", "%T").stdout:
+                return
+            time.sleep(0.1)
+        raise AssertionError(self.inside("scontrol", "show", "job", job).stdout)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """All hosts are taken: what is submitted waits until the block ends."""
+        words = ("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+        job = self.inside(*words).stdout.strip()
+        self.wait_for_job(job, "RUNNING")
+        try:
+            yield
+        finally:
+            self.inside("scancel", job)
+
+    def wait(self, folder: Folder, state: str, seconds: float = 60) -> str:
+        """Wait until `make status` shows a state; returns its last words."""
+        deadline = time.monotonic() + seconds
+        while True:
+            shown = self.call("slurm.status", "status", str(folder.path), status=None).stdout
+            if f"  {state}  " in shown or time.monotonic() > deadline:
+                assert f"  {state}  " in shown, shown
+                return shown
+            time.sleep(0.3)
+
+    def gone(self, folder: Folder, seconds: float = 30) -> None:
+        """Wait until no process of a run is left."""
+        deadline = time.monotonic() + seconds
+        while processes_of(str(folder.path)):
+            assert time.monotonic() < deadline, processes_of(str(folder.path))
+            time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def up(site: Site, *options: str) -> Iterator[Site]:
+    """Start the site's cluster, and end it whatever happens."""
+    site.call("slurm.cluster", "up", "--nodes", "2", *options)
+    try:
+        yield site
+    finally:
+        site.call("slurm.cluster", "down")
+    assert not processes_of(str(site.folder))
+
+
+@contextlib.contextmanager
+def own_mounts(script: str) -> Iterator[tuple[str, ...]]:
+    """Run a shell script as root where its mounts are seen by nobody else; the words that start a program there."""
+    words = ["unshare", "--mount", "sh", "-ec", f"{script}\necho ready\nexec cat"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin and holder.stdout and holder.stdout.readline() == "ready\n"
+        yield "nsenter", f"--mount=/proc/{holder.pid}/ns/mnt", "--"
+        holder.stdin.close()
+
+
+def until(what: str, true: Callable[[], Any], seconds: float = 60, pause: float = 0.1) -> Any:
+    """Wait for a condition; returns its value. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not (value := true()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(pause)
+    return value
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """A folder with a short path that every user may write."""
+    path = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
+    path.chmod(0o1777)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)

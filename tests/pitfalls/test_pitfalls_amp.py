@@ -1,0 +1,153 @@
+"""The mistakes of accumulation and mixed precision: what they really do, and what stands here instead.
+
+The mistakes are made in the script itself, by tests/harness/amp_parity.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from common import data, optim, scaling
+from common.footprint import Footprint
+from common.models import SimpleNN
+from common.prepare import prepare_digits
+from configs.amp_accum import Config as AmpConfig
+from configs.shared import Optim
+from experiments import amp_accum
+from tests.harness.amp_parity import script
+from tests.harness.processes import ROOT, environment
+
+
+def a_window(batches: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(n, 28, 28), torch.randint(10, (n,))) for n in batches]
+
+
+def gradients(it: Any, cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None) -> torch.Tensor:
+    """The gradient after a window, in one piece."""
+    off = it.make_scaler(AmpConfig(precision="fp32"), torch.device("cpu"))
+    model.zero_grad()
+    cpu = torch.device("cpu")
+    it.add_up(cfg, model, scaler or off, window, Footprint(cpu), scaling.StepTimes(model, cpu))
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_without_the_divisor_steps_are_as_many_times_too_long() -> None:
+    cfg, model, window = AmpConfig(precision="fp32"), SimpleNN().double(), a_window([4] * 4)
+    window = [(x.double(), y) for x, y in window]
+    whole = gradients(amp_accum, cfg, model, [tuple(torch.cat(part) for part in zip(*window, strict=True))])
+    assert torch.allclose(gradients(amp_accum, cfg, model, window), whole, atol=1e-12)
+    assert torch.allclose(gradients(script("no_divisor"), cfg, model, window), 4 * whole, atol=1e-12)
+    # and with the usual divisor, a last window of three is three quarters of a step
+    short = gradients(amp_accum, cfg, model, window[:3])
+    assert torch.allclose(gradients(script("same_divisor"), cfg, model, window[:3]), 0.75 * short, atol=1e-12)
+
+
+def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache: Path) -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    added = []
+    for _ in range(2):  # epochs of ten microbatches
+        for i in range(10):
+            layer(torch.ones(1)).backward()
+            if (i + 1) % 4 == 0:
+                assert layer.weight.grad is not None
+                added.append(layer.weight.grad.item())  # so many gradients are in this step
+                layer.zero_grad()
+    assert added == [4, 4, 6, 4], "two microbatches of the first epoch come a whole epoch late, with too long a step"
+    images = data.Images(prepare_digits(cache), "train", limit=105)
+    windows = data.Windows(data.Loader(images, 10, 0, torch.device("cpu"), torch.float32), 4)
+    assert [[len(window) for window in windows] for _ in range(2)] == [[4, 4, 2]] * 2
+    assert windows.steps == 3 and windows.samples(5) == 100 + 80
+
+
+def test_clipping_before_unscaling_clips_the_scale() -> None:
+    cfg = AmpConfig(precision="fp16", clip=0.01)
+
+    def moved(it: Any) -> float:
+        """The length of a plain step with rate 1."""
+        torch.manual_seed(0)
+        model = SimpleNN()
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1), it.make_scaler(cfg, torch.device("cpu"))
+        gradients(it, cfg, model, a_window([8]), scaler)
+        it.update(cfg, model, optimizer, scaler)
+        return float((torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm())
+
+    assert moved(amp_accum) == pytest.approx(0.01, rel=1e-3)
+    assert moved(script("clip_before_unscale")) < 1e-6
+
+
+def test_a_forward_outside_no_sync_exchanges_gradients_all_the_same(tmp_path: Path, cache: Path) -> None:
+    cases = [f"{word},model=mlp,accumulate=4,steps=3" for word in ("count", "forward_outside")]
+    words = [sys.executable, "-m", "tests.harness.amp_parity", str(tmp_path / "out.pt"), str(cache), "2", *cases]
+    subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True)
+    inside, outside = torch.load(tmp_path / "out.pt", weights_only=True).values()
+    assert outside["exchanged"] == 4 * inside["exchanged"] > 0
+    assert outside["losses"] == pytest.approx(inside["losses"], rel=1e-5), "the result is right: nothing tells"
+
+
+def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
+    assert torch.finfo(torch.bfloat16).max > 1e38 and torch.tensor(1e-30).bfloat16() > 0
+    assert torch.tensor(1e-8).half() == 0 and torch.tensor(1e5).half().isinf(), "fp16 needs one"
+    cfg = AmpConfig(precision="bf16", growth_interval=1)
+
+    def lost(it: Any) -> int:
+        """Steps of 200 that are left out."""
+        torch.manual_seed(0)
+        model, window = SimpleNN(), [(100 * x, y) for x, y in a_window([8])]
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0), it.make_scaler(cfg, torch.device("cpu"))
+        count = 0
+        for _ in range(200):
+            gradients(it, cfg, model, window, scaler)
+            count += it.update(cfg, model, optimizer, scaler)
+        return count
+
+    assert lost(amp_accum) == 0
+    assert lost(script("scaler_for_bf16")) > 10, "the scale grows until it is too large even for float32"
+
+
+def test_the_old_spelling_switches_itself_off_without_a_gpu() -> None:
+    cpu, cfg = torch.device("cpu"), AmpConfig(precision="fp16")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        right = amp_accum.make_scaler(cfg, cpu)
+        with amp_accum.autocast(cfg, cpu):
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float16
+    assert right.is_enabled() and not told
+    with pytest.warns(FutureWarning, match=r"torch\.amp\.GradScaler"):
+        old = script("old_spelling").make_scaler(cfg, cpu)
+    with pytest.warns(FutureWarning, match=r"torch\.amp\.autocast"), torch.cuda.amp.autocast():
+        found = nn.Linear(2, 2)(torch.ones(1, 2)).dtype
+    if not torch.cuda.is_available():
+        assert not old.is_enabled()
+    assert found == torch.float32, "on a CPU nothing is computed in fewer bits"
+
+
+def test_fused_sgd_makes_momentum_of_what_lies_in_memory_where_its_first_step_is_left_out() -> None:
+    def momentum(optimizer: torch.optim.Optimizer, layer: nn.Linear) -> float:
+        """The largest after a first step with an infinite gradient."""
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.zeros(()))
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, float("inf"))
+        scaler.unscale_(optimizer)
+        junk = [torch.full_like(layer.weight, 7.0) for _ in range(50)]
+        del junk  # what others left
+        scaler.step(optimizer)
+        assert layer.weight.isfinite().all(), "the step itself is left out"
+        return float(optimizer.state[layer.weight]["momentum_buffer"].abs().nan_to_num(nan=1e9).max())
+
+    def layers() -> Iterator[nn.Linear]:
+        return (nn.Linear(784, 100) for _ in range(10))
+
+    torchs = [momentum(torch.optim.SGD(la.parameters(), lr=1, momentum=0.9, fused=True), la) for la in layers()]
+    assert max(torchs) > 0
+    assert [momentum(optim.make(la.parameters(), Optim(), scaled=True), la) for la in layers()] == [0] * 10

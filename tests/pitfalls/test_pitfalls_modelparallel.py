@@ -1,0 +1,77 @@
+"""The mistakes of tutorials on model parallelism: what they really do, and the right line beside each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import splits
+from common.models import ResNet, SimpleNN
+from tests.harness.processes import run
+
+
+def held(parts: list[nn.Sequential]) -> list[dict[str, int]]:
+    """Parameters of each part by the kind of device they are on."""
+    found: list[dict[str, int]] = []
+    for part in parts:
+        found.append({})
+        for value in part.parameters():
+            found[-1][value.device.type] = found[-1].get(value.device.type, 0) + value.numel()
+    return found
+
+
+def test_moving_the_placed_model_puts_both_parts_on_one_device() -> None:
+    model = SimpleNN()
+    sizes = [128 * 784 + 128, 64 * 128 + 64 + 10 * 64 + 10]
+    parts = splits.cut(model, ["fc2"])
+    for part, device in zip(parts, ("cpu", "meta"), strict=True):
+        part.to(device)
+    assert held(parts) == [{"cpu": sizes[0]}, {"meta": sizes[1]}]
+    model.to("meta")  # the usual line after building a model
+    assert held(parts) == [{"meta": sizes[0]}, {"meta": sizes[1]}], "nothing is saved, and nothing tells"
+
+
+def test_layers_registered_twice_stand_twice_in_the_state_dict() -> None:
+    whole = ResNet("resnet18", (3, 16, 16), 5, width=4)
+
+    class Parallel(ResNet):
+        """The well-known example: a ResNet whose layers become attributes a second time."""
+
+        def __init__(self) -> None:
+            super().__init__("resnet18", (3, 16, 16), 5, width=4)
+            half = len(self) // 2
+            self.seq1, self.seq2 = nn.Sequential(*list(self)[:half]), nn.Sequential(*list(self)[half:])
+
+    doubled = Parallel()
+    assert len(doubled.state_dict()) == 2 * len(whole.state_dict())
+    assert len(list(doubled.parameters())) == len(list(whole.parameters())), "the optimizer does not notice"
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        whole.load_state_dict(doubled.state_dict())
+    stages = splits.cut(whole, ["layer3_0"])
+    assert list(splits.join(stage.state_dict() for stage in stages)) == list(whole.state_dict())
+
+
+def test_pieces_of_a_batch_are_concatenated_not_summed() -> None:
+    torch.manual_seed(0)
+    model, x, y = SimpleNN(), torch.randn(8, 28, 28), torch.randint(10, (8,))
+    outputs = [model(piece) for piece in x.split(2)]
+    summed = torch.stack(outputs).sum(0)
+    assert summed.shape == (2, 10), "the output of a quarter of the batch"
+    assert F.cross_entropy(summed, y[:2]).isfinite(), "with labels of as many samples it trains on nonsense"
+    assert torch.allclose(torch.cat(outputs), model(x), atol=1e-6)
+
+
+def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
+    words = ("data.name=digits", f"data.cache={cache}", "data.test_limit=50", "width=8", "batch=32", "steps=8")
+
+    def shares(mode: str) -> list[float]:
+        done = run("resnet_modelparallel", *words, f"mode={mode}", "plot=false", runs=tmp_path / mode)
+        assert done.status == 0, done.err
+        return [1 - idle for idle in done.folder.result["idle_share"]]
+
+    assert sum(shares("naive")) <= 1, "two processes do no more than one, and wait for messages besides"
+    assert sum(shares("single")) == pytest.approx(1, abs=0.05)

@@ -1,0 +1,67 @@
+"""The numbers at the end of a run, from time stamps whose answer is known."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from common import report, schedules
+from common.schedules import Action, Span, play
+from tests.harness.processes import ROOT
+
+
+def test_idle_shares_of_a_known_step() -> None:
+    step = [
+        [Span(Action("F", 0, 0), 0.0, 1.0), Span(Action("B", 0, 0), 3.0, 4.0)],
+        [Span(Action("F", 1, 0), 1.0, 2.0), Span(Action("B", 1, 0), 2.0, 3.0)],
+    ]
+    assert report.idle_shares([step]) == pytest.approx([0.5, 0.5])
+    late = [[*step[0], Span(Action("F", 0, 1), 7.0, 8.0)], step[1]]
+    assert report.idle_shares([step, late, late]) == pytest.approx([1 - 3 / 8, 1 - 2 / 8])
+    assert report.typical([step, late, late]) == late
+
+
+def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
+    plan = schedules.gpipe(2, 4, 4)
+    spans = play(plan, 4)
+    found = report.PipelineReport.of([[mine] * 3 for mine in spans], plan, 4)
+    assert sum(found.idle) / 2 == pytest.approx(found.ideal)
+    lines = found.rows()["one step"].splitlines()[1:]
+    assert [line.split(" |")[0] for line in lines] == ["stage 0", "stage 1", "stage 2", "stage 3"]
+    timeline = found.result()["timeline"]
+    assert len(timeline) == 32 and timeline[0] == {
+        "process": 0, "kind": "F", "stage": 0, "microbatch": 0, "start": 0.0, "end": 1.0,
+    }  # fmt: skip
+
+
+def test_the_legend_tells_of_capitals_where_there_are_some() -> None:
+    for kinds, told in (("FB", False), ("FIW", True)):
+        plan = [[Action(kind, 0, 0) for kind in kinds]]
+        found = report.PipelineReport(0.0, [0.0], play(plan, 1))
+        assert ("(capital: of the weights)" in found.rows()["one step"]) is told
+
+
+def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:
+    assert report.table({"a": "1", "long name": "2\n3"}) == "  a          1\n  long name  2\n             3"
+
+
+def test_the_peak_of_memory_begins_anew() -> None:
+    program = """
+import os, sys
+import torch
+from common import report
+child = os.fork()  # a program's own peak begins with that of whoever started it
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+cpu, size = torch.device("cpu"), 300_000_000
+before = report.peak_memory(cpu)
+large = torch.ones(size, dtype=torch.uint8)
+assert report.peak_memory(cpu) > before + 0.9 * size
+del large
+report.forget_peak(cpu)
+assert report.peak_memory(cpu) < before + 0.1 * size
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

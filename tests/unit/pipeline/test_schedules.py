@@ -1,0 +1,121 @@
+"""Schedules as data: complete, free of deadlock, as short as theory says; custom ones are checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import schedules
+from common.config import UserError
+from common.schedules import Action, check, draw, idle_share, play
+from configs.pipeline import Pipeline
+from tests.harness.processes import ROOT
+
+SIZES = [(p, p * each, m) for p in (1, 2, 3, 4, 8) for each in (1, 2, 3) for m in (1, 2, 4, 7, 8)]
+
+
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_schedule_is_complete_and_ends(name: str, sizes: tuple[int, int, int]) -> None:
+    check(schedules.SCHEDULES[name](*sizes), *sizes)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
+def test_bubbles_are_those_of_the_papers(p: int, m: int) -> None:
+    bubble = (p - 1) / (m + p - 1)
+    assert idle_share(play(schedules.gpipe(p, p, m), p)) == pytest.approx(bubble)
+    assert idle_share(play(schedules.one_f_one_b(p, p, m), p)) == pytest.approx(bubble)
+    assert idle_share(play(schedules.naive(p, p, m), p)) == pytest.approx(1 - 1 / p)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (4, 16)])
+def test_1f1b_keeps_at_most_as_many_microbatches_as_stages_follow(p: int, m: int) -> None:
+    for process, actions in enumerate(schedules.one_f_one_b(p, p, m)):
+        flying = most = 0
+        for action in actions:
+            flying += 1 if action.kind == "F" else -1
+            most = max(most, flying)
+        assert most == min(m, p - process)
+    assert max(sum(a.kind == "F" for a in actions) for actions in schedules.gpipe(p, p, m)) == m
+
+
+def test_two_stages_a_process_shorten_gpipe() -> None:
+    one, two = (idle_share(play(schedules.gpipe(4, stages, 8), stages)) for stages in (4, 8))
+    assert two < one
+
+
+def test_diagram_shows_who_works_on_what_when() -> None:
+    lines = draw(play(schedules.gpipe(2, 2, 2), 2), width=9)
+    assert lines == ["01...aabb", ".01aabb.."]
+
+
+def test_diagram_tells_the_two_parts_of_a_backward_apart() -> None:
+    plan = [[Action(kind, 0, 1) for kind in "FIW"]]
+    assert draw(play(plan, 1), width=3) == ["1bB"]
+
+
+def custom(tmp_path: Path, body: str, function: str = "mine") -> Pipeline:
+    file = tmp_path / "custom.py"
+    file.write_text("def mine(processes, stages, microbatches):\n" + body)
+    return Pipeline(stages=2, microbatches=2, schedule=f"{file}:{function}")
+
+
+def test_custom_schedule_is_loaded(tmp_path: Path) -> None:
+    body = """    order = range(microbatches)
+    return [[("F", p, m) for m in order] + [("B", p, m) for m in reversed(order)] for p in range(processes)]\n"""
+    plan = schedules.of(custom(tmp_path, body))
+    assert plan[1] == [Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 1), Action("B", 1, 0)]
+
+
+GOOD = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            '[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]',
+            GOOD,
+            "process 0 never does the backward of microbatch 1 on stage 0",
+        ),
+        ('[("F", 0, 0), ("F", 0, 0)]', GOOD, "process 0 does the forward of microbatch 0 on stage 0 twice"),
+        ('[("F", 1, 0)]', GOOD, "process 0 has no such work: ('F', 1, 0)"),
+        ('[("F", 0, 0), ("X", 0, 0)]', GOOD, "process 0 has no such work: ('X', 0, 0)"),
+        (
+            '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]',
+            GOOD,
+            "deadlock: process 0 waits at backward of microbatch 0 on stage 0 for backward of microbatch 0 on stage 1",
+        ),
+    ],
+)
+def test_bad_schedules_are_refused_naming_the_action(tmp_path: Path, first: str, second: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        schedules.of(custom(tmp_path, f"    return [{first}, {second}]\n"))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "function", "message"),
+    [
+        ("    return [[]]\n", "mine", "has 1 lists of actions, needs one for each of the 2 processes"),
+        ("    return 3\n", "mine", "schedule="),
+        ("    return []\n", "yours", "no function 'yours'; it has mine"),
+        ("    return ]\n", "mine", "cannot be imported (SyntaxError"),
+    ],
+)
+def test_broken_files_are_refused(tmp_path: Path, body: str, function: str, message: str) -> None:
+    with pytest.raises(UserError, match="schedule=") as caught:
+        schedules.of(custom(tmp_path, body, function))
+    assert message in str(caught.value)
+    with pytest.raises(UserError, match="neither one of naive, gpipe, 1f1b nor"):
+        schedules.of(Pipeline(schedule="nowhere.py:f"))
+
+
+def test_a_schedule_is_printed() -> None:
+    words = [sys.executable, "-m", "common.schedules", "gpipe", "2", "4"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[:2] == ["process 0 |0123...aabbccdd|", "process 1 |.0123aabbccdd..|"]
+    assert "idle share 20.0%" in done.stdout

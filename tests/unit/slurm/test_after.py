@@ -1,0 +1,101 @@
+"""A job's last line: what becomes of a run, against SLURM's commands as scripts that answer as they are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import LEFT
+from common.folder import Folder
+from slurm import after
+from tests.harness.fake_slurm import Fake, call
+
+OURS, ELSEWHERE, QUEUED = "JobState=RUNNING Restarts=1", "JobState=RUNNING Restarts=2", "JobState=PENDING Restarts=2"
+PLACE: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    return Fake(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    made = Folder.create(tmp_path / "runs", "mnist_pipeline", "")
+    (made.path / "submit").mkdir()
+    (made.path / "submit" / "config.yaml").write_text("checkpoint: {max_restarts: 1}\n")
+    (made.path / "meta.json").write_text(json.dumps({"job": {"id": "7", "profile": {"requeue": True}}}))
+    return made
+
+
+def end(
+    fake: Fake, folder: Folder, status: int, *shown: str, requeue: str = "exit 0"
+) -> subprocess.CompletedProcess[str]:
+    """The processes have ended; `shown` is what SLURM says of the job, one look after the other, the last for ever."""
+    looks = fake.bin.parent / "looks"
+    looks.write_text("".join(f"{line}\n" for line in shown))
+    once = f'head -1 {looks}; [ "$(wc -l <{looks})" = 1 ] || sed -i 1d {looks}'
+    fake.answer("scontrol", f'case "$1" in requeue) {requeue};; *) {once};; esac')
+    return call(fake, "slurm.after", str(folder.path), str(status), **PLACE)
+
+
+def requeues(fake: Fake) -> int:
+    return fake.calls.read_text().count("scontrol requeue 7")
+
+
+@pytest.mark.parametrize(("status", "words"), [(LEFT, "were told to stop"), (137, "failed with exit status 137")])
+def test_a_run_goes_back_into_the_queue(fake: Fake, folder: Folder, status: int, words: str) -> None:
+    done = end(fake, folder, status, OURS)
+    assert requeues(fake) == 1 and words in done.stdout and not folder.result
+
+
+@pytest.mark.parametrize("shown", [ELSEWHERE, QUEUED])
+def test_a_job_that_was_started_again_is_left_alone(fake: Fake, folder: Folder, shown: str) -> None:
+    """This host was cut off meanwhile: whatever it says would hit the new start."""
+    for status in (LEFT, 137, 2):
+        assert end(fake, folder, status, shown).returncode == status
+    assert requeues(fake) == 0 and not folder.result
+
+
+def test_a_requeue_that_slurm_made_itself_is_no_failure(fake: Fake, folder: Folder) -> None:
+    assert end(fake, folder, LEFT, OURS, QUEUED, requeue="exit 1").returncode == LEFT
+    assert not folder.result
+
+
+def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: Folder) -> None:
+    done = end(fake, folder, LEFT, OURS, requeue="echo 'requeue is disabled' >&2; exit 1")
+    assert done.returncode == LEFT and folder.result["state"] == "failed"
+    assert "cannot be queued again" in folder.result["reason"] and "requeue is disabled" in folder.result["reason"]
+
+
+def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
+    """Also those that never got as far as a folder of their own; a checkpoint begins the count anew."""
+    assert end(fake, folder, 1, OURS).returncode == LEFT
+    attempt = folder.claim()
+    (attempt.attempt / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert end(fake, folder, 1, OURS).returncode == LEFT  # it had saved
+    assert end(fake, folder, 1, OURS).returncode == LEFT
+    assert requeues(fake) == 3
+    done = end(fake, folder, 1, OURS)
+    assert done.returncode == 1 and requeues(fake) == 3
+    assert folder.result["reason"].startswith("2 starts in a row ended without a new checkpoint")
+
+
+def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    after.note_refusal(folder, 1, "rank 0 tells")
+    after.note_refusal(folder, 0, "the loss is nan")
+    after.note_refusal(folder, 10, "rank 0 tells")
+    assert end(fake, folder, 2, OURS).returncode == 2
+    assert folder.result["reason"] == "the loss is nan" and requeues(fake) == 0
+
+
+def test_a_run_that_has_a_result_is_over(fake: Fake, folder: Folder) -> None:
+    (folder.path / "result.json").write_text(json.dumps({"state": "cancelled", "exit_status": 130}))
+    assert end(fake, folder, LEFT, OURS).returncode == 130
+    assert not fake.calls.exists()

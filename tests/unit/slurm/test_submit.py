@@ -1,0 +1,408 @@
+"""Giving a run to SLURM, against a scheduler faked at the command line: right, failing, hanging, missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import config, provenance
+from common.config import UserError
+from common.folder import Folder, write_json
+from configs import resnet_modelparallel
+from configs.profile import Profile
+from slurm import sbatch, scheduler, status
+from slurm.cluster_net import Process
+from slurm.submit import prepared_folder
+from tests.benchmarks.runs import Made
+from tests.harness.fake_slurm import Fake, call
+from tests.harness.processes import ROOT
+
+GOLDEN = """#!/bin/bash
+
+# Parameters
+#SBATCH --constraint=v100
+#SBATCH --cpus-per-task=4
+#SBATCH --gpus-per-node=a100:2
+#SBATCH --job-name=mnist_pipeline
+#SBATCH --mem=1536M
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --open-mode=append
+#SBATCH --output=/runs/x-1-2-3/submit/%j_0_log.out
+#SBATCH --partition=long
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --time=30
+
+# setup
+export PYTHONPATH=/runs/x-1-2-3/code PYTHONSAFEPATH=1
+module load cuda
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /runs/x-1-2-3/submit/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=4 \
+--container-image=a.sqsh PYTHON -u -m submitit.core._submit /runs/x-1-2-3/submit
+
+
+# teardown
+PYTHON -m slurm.after /runs/x-1-2-3 $?"""
+
+
+def text_of(profile: Profile, folder: Path) -> str:
+    asked = sbatch.parameters(profile, "mnist_pipeline", 2, profile.per_node, folder)
+    return sbatch.executor(Folder(folder), None, asked).text().replace(sys.executable, "PYTHON")
+
+
+def test_the_text_for_sbatch_is_this_one(tmp_path: Path) -> None:
+    profile = Profile(
+        partition="long", constraint="v100", time=30, memory_gb=1.5, cpus=4, gpus=2, gpu_type="a100",
+        signal_seconds=120, setup=["module load cuda"], container=["--container-image=a.sqsh"],
+    )  # fmt: skip
+    found = text_of(profile, tmp_path).replace(str(tmp_path), "/runs/x-1-2-3")
+    assert found == GOLDEN
+    assert (tmp_path / "submit" / "job.sh").read_text().replace(sys.executable, "PYTHON") == text_of(profile, tmp_path)
+
+
+def test_a_plain_profile_asks_for_nothing_special(tmp_path: Path) -> None:
+    text = text_of(Profile(requeue=False, gpus=1, gpus_as="gres"), tmp_path)
+    assert "--gres=gpu:1" in text and "--no-requeue" in text
+    assert not re.search(r"wckey|partition|account|qos|mem", text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cluster.partion=x"], "unknown key partion; did you mean partition?"),
+        (["cluster.time=0"], "time=0: out of range"),
+        (["cluster.time=1"], "would be told to stop as soon as it starts"),
+        (["cluster.partition=a\n#SBATCH --uid=0"], "line breaks are not allowed"),
+        (["cluster.partition=a;b"], "only letters, digits"),
+        (["cluster.qos=$(id)"], "only letters, digits"),
+        (["cluster.gpus=1", "cluster.processes=2"], "each process needs its own"),
+    ],
+)
+def test_bad_profiles_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        sbatch.load_profile("default", words)
+    assert message in str(caught.value)
+    with pytest.raises(UserError, match=r"CLUSTER=nowhere is unknown; there are .*default"):
+        sbatch.load_profile("nowhere", [])
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml")))
+def test_every_profile_is_valid(name: str) -> None:
+    assert sbatch.load_profile(name, []).per_node >= 1
+
+
+@pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b"])
+def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
+    with pytest.raises(UserError, match="a job script cannot hold the path"):
+        sbatch.executor(Folder(Path(path)), None, {})
+
+
+def test_jobs_inherit_no_leftovers() -> None:
+    environ = {
+        "SLURM_CPU_BIND": "quiet", "SLURM_MEM_PER_NODE": "1", "SLURM_CONF": "/c", "SBATCH_PARTITION": "x", "RANK": "0",
+        "TORCHELASTIC_RUN_ID": "1", "HOME": "/h", "WANDB_API_KEY": "k", "PATH": "/bin",
+    }  # fmt: skip
+    kept = {"SLURM_CONF": "/c", "HOME": "/h", "WANDB_API_KEY": "k", "PATH": "/bin"}
+    assert scheduler.scrubbed(environ) == kept
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    return Fake(tmp_path)
+
+
+def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
+    args = f"data.name=digits data.cache={cache} runs={fake.bin.parent}/runs {settings}"
+    return call(fake, "slurm.submit", f"--args={args}", *options, "--", "mnist_pipeline", **more)
+
+
+def the_folder(fake: Fake) -> Folder:
+    (path,) = (fake.bin.parent / "runs").iterdir()
+    return Folder(path)
+
+
+def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
+    done = submit(fake, cache, "--nodes=2")
+    assert done.returncode == 0, done.stderr
+    assert "job 4711 on SLURM, 2 nodes, 2 processes" in done.stdout
+    assert "make logs RUN=" in done.stdout and "make cancel RUN=" in done.stdout
+    folder = the_folder(fake)
+    assert (folder.path / "code" / "experiments" / "mnist_pipeline.py").exists()
+    assert "#SBATCH --nodes=2" in (folder.path / "submit" / "job.sh").read_text()
+    meta = json.loads((folder.path / "meta.json").read_text())
+    assert meta["job"]["id"] == "4711" and meta["data"]["name"] == "digits"
+    assert not folder.attempts(), "the job claims the attempt"
+    assert re.search(r"nodes: 2", (folder.path / "config.yaml").read_text())
+
+
+def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "data.samples=64",
+        "data.image_size=8",
+        "weights=start.pt",
+        "data.root=raw",
+        "data.cache=sets",
+        "runs=mine",
+    ]
+    folder = prepared_folder("resnet_modelparallel", config.load(resnet_modelparallel.Config, words, {}), None)
+    written = config.flatten(config.read_file(folder.path / "config.yaml"))
+    assert folder.path.parent == tmp_path / "mine"
+    found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
+    assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
+    none = prepared_folder("resnet_modelparallel", config.load(resnet_modelparallel.Config, words[:2], {}), None)
+    assert config.read_file(none.path / "config.yaml")["weights"] == "none"
+
+
+def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> None:
+    provenance.snapshot(Folder(fake.bin.parent))  # a checkout of its own: other tests copy ROOT at the same time
+    checkout = fake.bin.parent / "code"
+    for words in ("init -q", "add -A", "-c user.name=x -c user.email=x@x commit -qm x"):
+        subprocess.run(["git", "-C", str(checkout), *words.split()], check=True)
+    assert submit(fake, cache, "--strict=1", "--dry-run=1", source=checkout).returncode == 0
+    (checkout / "common" / "brand_new_file.py").write_text("x = 1\n")
+    assert submit(fake, cache, source=checkout).returncode == 0
+    strict = submit(fake, cache, "--strict=1", source=checkout)
+    assert (the_folder(fake).path / "code" / "common" / "brand_new_file.py").exists()
+    assert strict.returncode == 2 and "STRICT=1" in strict.stderr
+
+
+def test_dry_run_leaves_no_trace(fake: Fake, cache: Path) -> None:
+    done = submit(fake, cache, "--dry-run=1", "--nodes=2")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --nodes=2" in done.stdout and "microbatches: 4" in done.stdout
+    assert not fake.calls.exists() and not (fake.bin.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("scontrol", "echo 'Slurmctld(primary) at ctl is DOWN'", "the controller does not answer"),
+        (
+            "scontrol",
+            "printf 'Slurmctld(primary) at ctl is DOWN\\n*****\\n** RESTORE IT **\\n*****\\n'; exit 1",
+            "SLURM: the controller does not answer (Slurmctld(primary) at ctl is DOWN); try later",
+        ),
+        ("scontrol", "echo 'slurm_load: Unable to contact controller' >&2; exit 1", "Unable to contact"),
+        (
+            "sbatch",
+            "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1",
+            "invalid partition specified: x",
+        ),
+        ("sbatch", "echo 'sbatch: error: More processors requested than permitted' >&2; exit 1", "More processors"),
+    ],
+)
+def test_refusals_are_passed_on_and_leave_nothing(fake: Fake, cache: Path, name: str, body: str, message: str) -> None:
+    fake.answer(name, body)
+    done = submit(fake, cache)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert not list((fake.bin.parent / "runs").glob("*"))
+
+
+def test_a_hanging_controller_is_given_up(fake: Fake, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.answer("scontrol", "exec sleep 60")
+    monkeypatch.setattr(scheduler, "PATIENCE", 0.5)
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match="scontrol gave no answer"):
+        scheduler.Scheduler("SLURM").check(1, "")
+
+
+@pytest.mark.parametrize(
+    ("launch", "remove", "message"),
+    [
+        ("slurm", "sbatch", "sbatch is not installed here"),
+        ("slurm", "conf", "SLURM has no configuration here"),
+        ("elsewhere", "", "LAUNCH=elsewhere is unknown"),
+    ],
+)
+def test_launch_slurm_never_runs_here(fake: Fake, cache: Path, launch: str, remove: str, message: str) -> None:
+    if remove == "sbatch":
+        (fake.bin / "sbatch").unlink()
+    if remove == "conf":
+        fake.conf.unlink()
+    extra = {"PATH": f"{fake.bin}:{Path(sys.executable).parent}"} if remove == "sbatch" else {}
+    done = submit(fake, cache, f"--launch={launch}", **extra)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_without_a_configuration_the_run_is_local(fake: Fake, cache: Path) -> None:
+    fake.conf.unlink()  # Debian installs sbatch without one
+    done = submit(fake, cache, "--nodes=2", settings="steps=5 data.test_limit=50")
+    assert done.returncode == 0, done.stderr
+    assert "no SLURM is used: 2 nodes are laid out as processes on this machine" in done.stdout
+    assert the_folder(fake).result["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("answers", "state", "exit_status"),
+    [
+        ({"squeue": "echo '4711|PENDING|Resources'"}, "PENDING", 0),
+        ({"squeue": "echo '4711|RUNNING|None'"}, "RUNNING", 0),
+        ({"squeue": "echo '47|PENDING|None'"}, "RUNNING", 0),  # another one; scontrol knows ours
+        ({"squeue": "exit 1", "scontrol": "echo JobId=1 JobState=RUNNING"}, "RUNNING", 0),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo FAILED"}, "FAILED", 1),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo 'CANCELLED by 0'"}, "CANCELLED", 0),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo COMPLETED"}, "LOST", 1),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "exit 1"}, "LOST", 1),
+        ({"squeue": "exit 1", "scontrol": "exit 1", "sacct": "exit 1"}, "UNKNOWN", 0),
+    ],
+)
+def test_status_asks_in_turn(fake: Fake, cache: Path, answers: dict[str, str], state: str, exit_status: int) -> None:
+    assert submit(fake, cache).returncode == 0
+    for name, body in answers.items():
+        fake.answer(name, body)
+    done = call(fake, "slurm.status", "status", str(the_folder(fake).path))
+    assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
+    assert state != "PENDING" or done.stdout.endswith("  job 4711 Resources\n")
+    assert done.returncode == exit_status
+
+
+def waiting(folder: Path, number: int, job: str) -> Folder:
+    """A run that a job was submitted for."""
+    found = Made(number=number, steps=0, state="lost").write(folder)
+    write_json(found.path / "meta.json", {"job": {"id": job, "scheduler": "SLURM"}})
+    return found
+
+
+def test_the_queue_is_asked_once_for_all_runs(fake: Fake) -> None:
+    runs = fake.bin.parent / "runs"
+    for number, job in enumerate(("1", "2_0", "2_1", "3")):
+        waiting(runs, number, job)
+    fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
+    fake.answer("scontrol", "echo JobState=FAILED")
+    done = call(fake, "slurm.status", f"--runs={runs}", "status")
+    states = [line.split()[1:2] + line.split()[6:] for line in done.stdout.splitlines()[1:]]
+    assert [state for state, *_ in states] == ["RUNNING", "RUNNING", "PENDING", "FAILED"], done.stdout + done.stderr
+    assert "job 2_1 JobArrayTaskLimit" in done.stdout
+    asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
+    assert asked == ["squeue", "scontrol"]
+
+
+def test_a_controller_that_hangs_is_waited_for_once(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [waiting(tmp_path / "runs", number, str(number)) for number in range(5)]
+    for name in ("squeue", "scontrol", "sacct"):
+        fake.answer(name, "exec sleep 60")
+    monkeypatch.setattr(scheduler, "PATIENCE", 3.3)
+    monkeypatch.setattr(scheduler, "FAILED", {})
+    monkeypatch.setattr(scheduler, "QUEUES", {})
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    assert {status.state_of(run)[0] for run in runs} == {"UNKNOWN"}
+    asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
+    assert asked == ["squeue", "scontrol", "sacct"]
+    monkeypatch.setattr(scheduler, "AGAIN", 0.0)
+    fake.answer("squeue", "echo '3|RUNNING|None'")
+    assert status.state_of(runs[3])[0] == "RUNNING"
+
+
+def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
+    folder = waiting(fake.bin.parent / "runs", 0, "1")
+    (folder.path / "wandb" / "offline-run-1").mkdir(parents=True)
+    (folder.path / "wandb" / "offline-run-1" / "run.wandb").touch()
+    for name in ("squeue", "scontrol", "sacct"):
+        fake.answer(name, "exit 1")
+    sync = ("sync", f"--runs={folder.path.parent}", "--dry-run=1")
+    assert "is not over yet (UNKNOWN): left for later\nnothing to send" in call(fake, "slurm.upload", *sync).stdout
+    for module, words in (("slurm.rerun", ["--", str(folder.path)]), ("slurm.submit", [f"--resume={folder.path}"])):
+        done = call(fake, module, *words)
+        assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
+    fake.answer("sacct", "echo FAILED")
+    assert call(fake, "slurm.upload", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
+
+
+def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake, cache: Path) -> None:
+    assert submit(fake, cache).returncode == 0
+    folder = str(the_folder(fake).path)
+    done = call(fake, "slurm.status", "cancel", folder)
+    assert done.stdout == "cancelled job 4711\n"
+    assert "scancel 4711" in fake.calls.read_text()
+    assert "CANCELLED" in call(fake, "slurm.status", "status", folder).stdout
+    assert "is CANCELLED already" in call(fake, "slurm.status", "cancel", folder).stdout
+
+
+@pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", "x"]])
+def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
+    done = call(fake, "slurm.status", *words)
+    assert done.returncode == 2 and "no such run folder" in done.stderr
+
+
+def test_the_end_of_an_id_will_do(fake: Fake, cache: Path) -> None:
+    assert submit(fake, cache).returncode == 0
+    path = the_folder(fake).path
+    done = call(fake, "slurm.status", "--runs", str(path.parent), "status", path.name[-4:])
+    assert path.name in done.stdout, done.stderr
+
+
+def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
+    """A pid that has passed to another process is not signalled."""
+    folder = Folder(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as sleep:
+        process = Process.of(sleep.pid)
+        for started, state in ((process.start - 1, "LOST"), (process.start, "RUNNING")):
+            entry = {"host": socket.gethostname(), "pid": sleep.pid, "pid_started": started}
+            write_json(tmp_path / "meta.json", {"history": [entry]})
+            assert status.state_of(folder)[0] == state
+            answer = status.cancel(folder)
+            if state == "LOST":
+                assert "is LOST already" in answer and sleep.poll() is None
+        assert sleep.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: Path) -> None:
+    """Once its submitter is gone; until then it is being prepared."""
+    fake.answer("sbatch", "kill -9 $PPID")  # of the submitter: nothing is cleared away
+    assert submit(fake, cache).returncode == -signal.SIGKILL
+    folder = the_folder(fake)
+    assert not folder.attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
+    done = call(fake, "slurm.status", "status", str(folder.path))
+    assert done.returncode == 1 and "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
+    assert "is LOST already" in call(fake, "slurm.status", "cancel", str(folder.path)).stdout
+    provenance.describe(folder, [], {})  # as a living submitter, this process
+    assert status.state_of(folder) == ("PENDING", "it is being prepared")
+    done = call(fake, "slurm.status", "cancel", str(folder.path))
+    assert done.returncode == 2 and "is still being prepared" in done.stderr and "Traceback" not in done.stderr
+    (folder.path / "meta.json").unlink()  # the first thing that is written is config.yaml
+    assert status.state_of(folder)[0] == "PENDING"
+    long_ago = (folder.path / "config.yaml").stat().st_mtime - 2 * status.PREPARING
+    os.utime(folder.path / "config.yaml", (long_ago, long_ago))
+    assert status.state_of(folder)[0] == "LOST"
+
+
+@pytest.mark.parametrize(
+    ("result", "state", "detail"),
+    [
+        ({"test_accuracy": 0.5}, "FAILED", "result.json does not say how it ended"),
+        ({"state": None, "exit_status": None}, "FAILED", "result.json does not say how it ended"),
+        ({"state": "finished", "test_accuracy": None, "samples_per_second": None}, "FINISHED", ""),
+        ({"state": "failed", "test_accuracy": "x", "reason": None, "samples_per_second": "x"}, "FAILED", ""),
+        ({"state": "finished", "test_accuracy": 0.5}, "FINISHED", "accuracy 50.00%"),
+    ],
+)
+def test_a_result_without_its_numbers_hides_no_other_run(
+    tmp_path: Path, result: dict[str, Any], state: str, detail: str
+) -> None:
+    folder = Made(steps=10).write(tmp_path)
+    write_json(folder.path / "result.json", result)
+    found = status.status_of(folder)
+    assert (found.state, found.detail) == (state, detail) and found.line()
+    assert status.exit_status(folder) == 1
+
+
+def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:
+    provenance.begin(Folder(tmp_path, 1))
+    (entry,) = json.loads((tmp_path / "meta.json").read_text())["history"]
+    assert Process(entry["pid"], entry["pid_started"]) == Process.of(os.getpid())
