@@ -11,16 +11,15 @@ import torch
 
 from common.prepare import prepare_digits
 from tests.harness.processes import ROOT, script
+from tests.harness.shared import make_once
 
 torch.set_num_threads(1)  # tests run two at a time, and threads that wait for each other burn the other's core
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the digits set, prepared once for all tests."""
-    path = tmp_path_factory.mktemp("prepared")
-    prepare_digits(path)
-    return path
+    """A folder with the digits set, prepared once for all tests of all workers."""
+    return make_once(tmp_path_factory, "prepared", prepare_digits)
 
 
 @pytest.fixture

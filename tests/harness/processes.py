@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.folder import Folder
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness import warm, warm_server
+from tests.harness.warm import ROOT
 
 
 def script(path: Path, text: str) -> Path:
@@ -53,17 +52,10 @@ def command(name: str, *settings: str, runs: Path) -> list[str]:
     return [sys.executable, str(ROOT / "experiments" / f"{name}.py"), f"runs={runs}", *settings]
 
 
-def run(name: str, *settings: str, runs: Path, timeout: float = 120, **env: Any) -> Done:
-    """Run an experiment's script to its end."""
-    done = subprocess.run(
-        command(name, *settings, runs=runs),
-        cwd=ROOT,
-        env=environment(**env),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def run(name: str, *settings: str, runs: Path, timeout: float = 120, real: bool = False, **env: Any) -> Done:
+    """Run an experiment's script to its end, as a process of its own if `real`, else as a fork of a warm one."""
+    line = command(name, *settings, runs=runs)
+    done = warm.execute(line, env=environment(**env), timeout=timeout, real=real)
     return Done(done.returncode, done.stdout, done.stderr, runs)
 
 
@@ -73,10 +65,18 @@ def processes_of(marker: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes() + told(entry)
                 alive = "\nState:\tZ" not in (entry / "status").read_text()
             except OSError:
                 continue
             if alive and marker.encode() in text:
                 found.append(int(entry.name))
     return found
+
+
+def told(entry: Path) -> bytes:
+    """The command line and environment of a command that was forked by the warm server, or of its forks."""
+    for descriptor in (entry / "fd").iterdir():
+        if f"/memfd:{warm_server.COMMAND} " in f"{descriptor.readlink()} ":
+            return descriptor.read_bytes()
+    return b""

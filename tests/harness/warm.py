@@ -1,0 +1,177 @@
+"""Start the project's commands without their imports: forks of a process that has made them (warm_server.py).
+
+Status, output and run folder are those of a real process (tests/commands/test_warm.py). A command is a real process
+where that is the point: where variables are set that count when an interpreter or a library starts, and outside of the
+project's own folder, where other sources are executed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[2]
+EARLY = ("OMP_", "MKL_", "KMP_", "MALLOC_", "PYTHON", "LD_", "TORCH", "GLIBC_", "COVERAGE_", "FAKETIME")
+
+
+class Server:
+    """The one server of this test process, started when it is first needed."""
+
+    _process: subprocess.Popen[bytes] | None = None
+    _path = ""
+
+    @classmethod
+    def connect(cls) -> socket.socket:
+        if cls._process is None:
+            cls._path = str(Path(tempfile.mkdtemp(prefix="warm-")) / "socket")
+            argv = [sys.executable, "-m", "tests.harness.warm_server", cls._path]
+            environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+            cls._process = subprocess.Popen(
+                argv, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            atexit.register(cls._end)
+            assert cls._process.stdout and cls._process.stdout.readline() == b"ready\n"
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        client.connect(cls._path)
+        return client
+
+    @classmethod
+    def _end(cls) -> None:
+        assert cls._process and cls._process.stdin
+        cls._process.stdin.close()
+        cls._process.wait(20)
+        Path(cls._path).unlink(missing_ok=True)
+        Path(cls._path).parent.rmdir()
+
+
+class Command:
+    """A command that runs: real or forked. Its output goes to files, so that nothing waits for a reader."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path = ROOT,
+        session: bool = False,
+        real: bool = False,
+    ) -> None:
+        self.argv = list(argv)
+        self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (closed with this object)
+        self._client: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.returncode: int | None = None
+        if real or not can_fork(argv, env, cwd):
+            self._process = subprocess.Popen(
+                argv,
+                cwd=cwd,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+                start_new_session=session,
+            )
+            self.pid = self._process.pid
+            return
+        request = {"argv": list(argv[1:]), "env": dict(env), "cwd": str(cwd), "session": session}
+        self._client = Server.connect()
+        with open(os.devnull) as nothing:
+            streams = [nothing.fileno(), self._out.fileno(), self._err.fileno()]
+            socket.send_fds(self._client, [json.dumps(request).encode()], streams)
+            self.pid = int(self._client.recv(100))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; returns the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None and self._process is not None:
+            self.returncode = self._process.wait(timeout)
+        elif self.returncode is None:
+            assert self._client
+            self._client.settimeout(timeout)
+            try:
+                self.returncode = os.waitstatus_to_exitcode(int(self._client.recv(100)))
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self.argv, timeout or 0, self.out, self.err) from None
+            self._client.close()
+        assert self.returncode is not None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.001)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    @property
+    def out(self) -> str:
+        return read(self._out)
+
+    @property
+    def err(self) -> str:
+        return read(self._err)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.out, self.err
+
+
+def read(file: IO[bytes]) -> str:
+    """All that was written so far; the writers' position stays."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+
+
+def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> bool:
+    """Whether a fork of the server does what a real process would."""
+    if argv[0] != sys.executable or Path(cwd) != ROOT or not (argv[1] == "-m" or argv[1].endswith(".py")):
+        return False
+    known = {"PYTHONPATH": str(ROOT)} | {key: value for key, value in os.environ.items() if key.startswith(EARLY)}
+    early = {key: value for key, value in env.items() if key.startswith(EARLY)}
+    if any(known.get(key) != value for key, value in early.items()):
+        return False
+    return argv[1] == "-m" or Path(argv[1]).is_relative_to(ROOT)
+
+
+def execute(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path = ROOT,
+    timeout: float = 120,
+    real: bool = False,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, as subprocess.run with captured text does."""
+    command = Command(argv, env=env, cwd=cwd, session=True, real=real)
+    try:
+        status = command.wait(timeout)
+    except BaseException:
+        end_session(command.pid)
+        command.wait(10)
+        raise
+    done = subprocess.CompletedProcess(list(argv), status, command.out, command.err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def end_session(pid: int) -> None:
+    """Kill a process and what it started, and wait until they are gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    time.sleep(0.05)
