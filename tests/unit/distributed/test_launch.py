@@ -305,7 +305,8 @@ def test_torchrun_that_starts_again_goes_on_in_the_same_folder(tmp_path: Path, d
 
 
 def test_torchrun_with_the_wrong_number_is_refused(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    environ: dict[str, Any] = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ: dict[str, Any] = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environ["MASTER_PORT"] = str(free_port())
     done = run("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **environ)
     assert done.status == 2
     assert done.err == "error: torchrun started 1 processes, the settings need 2\n"
