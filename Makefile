@@ -31,10 +31,11 @@ $(foreach v,$(GIVEN) PYTHON,$(eval override $v := $$(value $v)))
 export $(SETTINGS) $(GIVEN) PYTHON
 override PY := .venv/bin/python
 override READY := .venv/.ready
+override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
 
 .DEFAULT_GOAL := help
 .PHONY: help exp rerun sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
-  cluster-up cluster-down cluster-status cluster-shell test test-slurm lint bench requirements clean
+  cluster-up cluster-down cluster-status cluster-shell test test-all test-slurm lint bench requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -104,11 +105,14 @@ cluster-status: $(READY)  ## its hosts and their state [NAME=local]
 cluster-shell: $(READY)  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]
 	@$(PY) -m slurm.cluster shell --name="$$NAME"
 
-test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/test_config.py -k name"]
-	@$(PY) -m pytest $${TESTS:-tests} -m "not slurm" --numprocesses 2 --dist loadfile
+test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k name"]
+	@$(PY) -m pytest $${TESTS:-$(FAST)} --numprocesses 2 --dist worksteal
+
+test-all: $(READY)  ## these, and every combination: parity, recovery, compiler, export, browser, W&B host
+	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 2 --dist worksteal
 
 test-slurm: $(READY)  ## the tests that need a real SLURM cluster
-	@$(PY) -m pytest tests -m slurm
+	@$(PY) -m pytest tests/cluster
 
 lint: $(READY)  ## ruff (lint and format) and mypy
 	@$(PY) -m ruff check .
