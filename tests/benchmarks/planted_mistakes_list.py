@@ -1,0 +1,282 @@
+"""Forty mistakes as developers make them, each a small change of product code that runs on a CPU.
+
+Chosen by reading the code, one concern after the other, and not by what the tests look at. Each changes what the
+program does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A change of one file: `old`, which stands there exactly once, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MISTAKES = [
+    # ---- common
+    Mistake(
+        "order-without-epoch",  # every epoch in the order of the first
+        "common/data.py",
+        'seeds.generator(seed, "order", epoch)',
+        'seeds.generator(seed, "order")',
+    ),
+    Mistake(
+        "last-window-dropped",  # an epoch's last microbatches are no step
+        "common/data.py",
+        "return -(-self.loader.steps // self.count)",
+        "return self.loader.steps // self.count",
+    ),
+    Mistake(
+        "last-test-batch-dropped",
+        "common/evaluate.py",
+        "for start in range(0, count, size))",
+        "for start in range(0, count - size + 1, size))",
+    ),
+    Mistake(
+        "norm-gradient-not-summed",  # the backward of synchronised BatchNorm sees this process's loss alone
+        "common/norm.py",
+        "        total = gradient.clone(memory_format=torch.contiguous_format)\n        dist.all_reduce(total)\n",
+        "        total = gradient.clone(memory_format=torch.contiguous_format)\n",
+    ),
+    Mistake(
+        "losses-summed",  # the mean over processes without its division
+        "common/run.py",
+        "        table[:-1] /= self.world.size\n",
+        "",
+    ),
+    Mistake(
+        "evaluation-without-flush",  # its row comes before those of the steps that it is about
+        "common/run.py",
+        "        self.flush()\n        if self.world.is_main:\n            now = ",
+        "        if self.world.is_main:\n            now = ",
+    ),
+    Mistake(
+        "checkpoint-not-synced",
+        "common/checkpoint.py",
+        "        os.fsync(file.fileno())\n    return Entry(",
+        "    return Entry(",
+    ),
+    Mistake(
+        "one-checkpoint-fewer",
+        "common/snapshots.py",
+        "for snapshot in own[:-keep] if",
+        "for snapshot in own[: 1 - keep] if",
+    ),
+    Mistake(
+        "buffers-averaged-over-all",  # not over the replicas of a stage alone
+        "common/training.py",
+        "dist.all_reduce(total, group=self.peers.group)",
+        "dist.all_reduce(total)",
+    ),
+    Mistake(
+        "loss-divided-by-stages",
+        "common/pipeline.py",
+        "out = out / self.microbatches",
+        "out = out / self.count",
+    ),
+    Mistake(
+        "library-share-of-call",  # of the microbatches in one call, not in the batch
+        "common/pipeline_torch.py",
+        "return self.loss(output, target) / self.microbatches",
+        "return self.loss(output, target) / self.at_once",
+    ),
+    Mistake(
+        "one-more-in-flight",  # 1F1B keeps one microbatch's activations too many
+        "common/schedules.py",
+        "if flying[s] < stages - s]",
+        "if flying[s] <= stages - s]",
+    ),
+    Mistake(
+        "backward-in-forward-order",  # GPipe with several stages in a process
+        "common/schedules.py",
+        'Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]\n    return plan',
+        'Action("B", s, m) for s in mine for m in range(microbatches)]\n    return plan',
+    ),
+    Mistake(
+        "slot-stays-full",  # from the second step on nobody waits for a message
+        "common/memory.py",
+        "        self.full.remove(number)\n",
+        "",
+    ),
+    Mistake(
+        "warmup-from-zero",
+        "common/optim.py",
+        "return peak * (step + 1) / settings.warmup",
+        "return peak * step / settings.warmup",
+    ),
+    Mistake(
+        "buffers-sent-in-forwards",  # rank 0's BatchNorm statistics replace those of the others
+        "common/hooks.py",
+        "{BUFFERS: False}",
+        "{BUFFERS: True}",
+    ),
+    Mistake(
+        "saves-by-last-look",  # the clock of saving begins anew at every look
+        "common/preemption.py",
+        "<= now - self.saved",
+        "<= now - self.looked",
+    ),
+    Mistake(
+        "killed-rank-ignored",  # only exit statuses count, not signals
+        "common/processes.py",
+        "if child.status and child.exit_status != LEFT]",
+        "if child.exit_status and child.exit_status != LEFT]",
+    ),
+    Mistake(
+        "preparing-not-alone",
+        "common/prepare.py",
+        "fcntl.flock(handle, fcntl.LOCK_EX)",
+        "fcntl.flock(handle, fcntl.LOCK_SH)",
+    ),
+    Mistake(
+        "environment-in-meta",  # with API keys in it
+        "common/provenance.py",
+        'for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}',
+        "for name, value in os.environ.items()}",
+    ),
+    Mistake(
+        "new-id-in-tracking",  # a run that goes on is another one in W&B
+        "common/tracking.py",
+        'own = read_json(kept).get("id") or secrets.token_hex(4)',
+        "own = secrets.token_hex(4)",
+    ),
+    Mistake(
+        "largest-value-refused",
+        "common/config.py",
+        "value > key.high)",
+        "value >= key.high)",
+    ),
+    Mistake(
+        "layer-pruned-to-nothing",
+        "common/sparsity.py",
+        "min(round(sparsity * len(worth)), len(worth) - 1)",
+        "min(round(sparsity * len(worth)), len(worth))",
+    ),
+    Mistake(
+        "stride-of-first-convolution",  # ResNet v1 instead of v1.5: the same shapes and names
+        "common/models.py",
+        """\
+        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+""",
+        """\
+        self.conv1 = nn.Conv2d(before, width, 1, stride, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+""",
+    ),
+    # ---- slurm
+    Mistake(
+        "requeued-without-limit",
+        "slurm/after.py",
+        "in_vain(folder) if status != LEFT else 0",
+        "in_vain(folder) if status == LEFT else 0",
+    ),
+    Mistake(
+        "signal-is-success",  # the exit status of a job that a signal ended
+        "slurm/status.py",
+        "return code or (128 + signalled if 0 < signalled < 32 else 1)",
+        "return code",
+    ),
+    Mistake(
+        "array-task-off-by-one",
+        "slurm/sbatch.py",
+        "$((SLURM_ARRAY_TASK_ID + 1))p",
+        "$((SLURM_ARRAY_TASK_ID))p",
+    ),
+    Mistake(
+        "launcher-words-inherited",  # a job begins as a rank of the torchrun around it
+        "slurm/scheduler.py",
+        "if not k.startswith(LEFTOVERS) and k not in LAUNCHER}",
+        "if not k.startswith(LEFTOVERS)}",
+    ),
+    Mistake(
+        "sweep-ignores-failures",
+        "slurm/sweep.py",
+        "                bad += run.returncode != 0\n",
+        "",
+    ),
+    Mistake(
+        "prunes-what-can-go-on",  # checkpoints of unfinished runs that nobody named
+        "slurm/prune.py",
+        'if state == "FINISHED" or (named and state in status.OVER) else []',
+        "if state in status.OVER else []",
+    ),
+    Mistake(
+        "missing-steps-are-equal",
+        "slurm/rerun.py",
+        "return bool(both) and not wrong and not missing and not odd",
+        "return bool(both) and not wrong and not odd",
+    ),
+    Mistake(
+        "first-error-without-time",  # one whose time is not known is taken for the first
+        "slurm/diagnosis.py",
+        "key=lambda rank: (not rank.when, rank.when))",
+        "key=lambda rank: rank.when)",
+    ),
+    Mistake(
+        "any-process-of-that-pid",
+        "slurm/cluster_net.py",
+        'return int(now[19]) == self.start and now[0] not in "ZX"',
+        'return now[0] not in "ZX"',
+    ),
+    # ---- experiments
+    Mistake(
+        "clip-before-unscale",
+        "experiments/amp_accum.py",
+        """\
+    scaler.unscale_(optimizer)  # once, and before clipping
+    if cfg.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+""",
+        """\
+    if cfg.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    scaler.unscale_(optimizer)
+""",
+    ),
+    Mistake(
+        "gradients-not-zeroed",
+        "experiments/ddp_multinode.py",
+        "        optimizer.zero_grad()\n",
+        "",
+    ),
+    Mistake(
+        "rate-never-set",  # neither warm-up nor decay
+        "experiments/mnist_pipeline.py",
+        "        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))\n",
+        "",
+    ),
+    Mistake(
+        "replicas-norms-differ",  # each replica evaluates with its own BatchNorm statistics
+        "experiments/resnet_modelparallel.py",
+        "            norm.agree(pipe.module, team.peers.group)  # the replicas' BatchNorm has seen other samples\n",
+        "",
+    ),
+    Mistake(
+        "unequal-shares-count-alike",  # in the last, ragged batch
+        "experiments/resnet_dataparallel.py",
+        'F.cross_entropy(forward(x), y, reduction="sum") * (world.size / size)',
+        "F.cross_entropy(forward(x), y)",
+    ),
+    Mistake(
+        "mask-forgotten",  # gradients and momentum bring pruned weights back
+        "experiments/sparse_prune.py",
+        "        if masks.sparsity:\n            masks.apply()  # the step has moved pruned weights, too\n",
+        "",
+    ),
+    Mistake(
+        "smallest-gradients-grow",
+        "experiments/sparse_prune.py",
+        "sparsity.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)",
+        "sparsity.lowest([weight.grad.abs().masked_fill(stays, math.inf)], count)",
+    ),
+]
