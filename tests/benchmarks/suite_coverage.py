@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import difflib
 import json
 import os
 import subprocess
@@ -138,9 +139,37 @@ def print_totals(merged: Merged) -> None:
     print(f"{lines} lines and {branches} branches of {len(merged)} files executed")
 
 
+def follow_lines(merged: Merged, revision: str) -> Merged:
+    """What was executed of the sources of a revision, by the line numbers that today's sources have.
+
+    Lines that are no more, or that were changed, are left out.
+    """
+    followed: Merged = {}
+    for name, file in merged.items():
+        shown = subprocess.run(
+            ["git", "show", f"{revision}:{name}"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        if not (ROOT / name).exists():
+            print(f"{name} is no more")
+            continue
+        old, new = shown.stdout.splitlines(), (ROOT / name).read_text().splitlines()
+        now: dict[int, int] = {}
+        for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+            now |= {block.a + i + 1: block.b + i + 1 for i in range(block.size)}
+        ends = {-1: -1} | {-line: -number for line, number in now.items()}  # a negative line leaves a function
+        both = now | ends
+        followed[name] = {
+            "lines": {now[line] for line in file["lines"] if line in now},
+            "branches": {(both[a], both[b]) for a, b in file["branches"] if a in both and b in both},
+        }
+    return followed
+
+
 def compare(given: argparse.Namespace) -> int:
     """List what the first suite executes and the second does not; exit status 1 if there is anything."""
     before = merge(json.loads(Path(given.before).read_text()))
+    if given.revision:
+        before = follow_lines(before, given.revision)
     after: Merged = {}
     for path in given.after:
         for name, file in merge(json.loads(Path(path).read_text())).items():
@@ -175,6 +204,7 @@ def main() -> int:
     two = verbs.add_parser("compare", help="what one suite executes and others together do not")
     two.add_argument("before")
     two.add_argument("after", nargs="+")
+    two.add_argument("--revision", help="the commit whose sources BEFORE executed, if today's differ")
     two.set_defaults(run=compare)
     given = parser.parse_args()
     return int(given.run(given))
