@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -12,63 +13,36 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common import config
 from tests.harness.processes import ROOT, Done, command, environment, run
-from tests.harness.registry import EXPERIMENTS, Entry
+from tests.harness.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
+from tests.harness.shared import run_once
+from tests.harness.warm import Command
 
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
+Make = Callable[[Entry], Done]
 
 
-class Once(dict[str, Any]):
-    """What is made of an experiment when a test first asks for it, so that its time is that test's."""
-
-    def __init__(self, make: Callable[[str], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def __missing__(self, name: str) -> Any:
-        self[name] = self.make(name)
-        return self[name]
-
-
-@pytest.fixture(scope="module")
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Done]]:
-    """Each experiment, run twice with the same settings."""
-    smallest = {entry.name: entry.smallest for entry in EXPERIMENTS}
+@pytest.fixture
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """An experiment's run with its smallest settings, made once."""
     common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
-
-    def make(name: str) -> tuple[Done, ...]:
-        folders = [tmp_path_factory.mktemp(name) / "my runs" for _ in range(2)]
-        return tuple(run(name, *common, *smallest[name], runs=folder) for folder in folders)
-
-    return Once(make)
+    return lambda entry: run_once(tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, *entry.smallest)
 
 
-@pytest.fixture(scope="module")
-def again(finished: dict[str, tuple[Done, Done]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Once]:
-    """Each first run from its configuration, with a few words more."""
+@pytest.fixture
+def repeated(finished: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """That run again from its configuration, now with a profile, made once."""
 
-    def repeat(name: str, *words: str) -> Done:
-        file = str(finished[name][0].folder.path / "config.yaml")
-        return run(name, "--config", file, *words, runs=tmp_path_factory.mktemp(name))
+    def make(entry: Entry) -> Done:
+        file = finished(entry).folder.path / "config.yaml"
+        return run_once(tmp_path_factory, f"profile-{entry.name}", entry.name, "--config", str(file), "profile=2")
 
-    return lambda *words: Once(lambda name: repeat(name, *words))
-
-
-@pytest.fixture(scope="module")
-def repeated(again: Callable[..., Once]) -> dict[str, Done]:
-    """Each first run again, now with a profile."""
-    return again("profile=2")
-
-
-@pytest.fixture(scope="module")
-def other(again: Callable[..., Once]) -> dict[str, Done]:
-    """Each first run again, with another seed and a quiet screen."""
-    return again("seed=1", "log.level=error")
+    return make
 
 
 def test_the_list_is_complete() -> None:
@@ -76,8 +50,8 @@ def test_the_list_is_complete() -> None:
 
 
 @every
-def test_run_folder_holds_everything(entry: Entry, finished: dict[str, tuple[Done, Done]]) -> None:
-    done = finished[entry.name][0]
+def test_run_folder_holds_everything(entry: Entry, finished: Make) -> None:
+    done = finished(entry)
     assert done.status == 0, done.err
     folder = done.folder
     assert folder.path.name.startswith(entry.name + "-")
@@ -92,54 +66,41 @@ def test_run_folder_holds_everything(entry: Entry, finished: dict[str, tuple[Don
     rows = folder.metrics()
     assert [row["global_step"] for row in rows if "loss" in row] == list(range(1, 41))
     assert rows[-1]["test_samples"] == 333
+    assert done.losses[-1] < done.losses[0]
     for rank in range(entry.processes):
         assert "Warning" not in folder.attempts()[0].log_file(rank).read_text()
         assert (folder.attempts()[0].attempt / f"heartbeat-{rank}.json").exists()
 
 
 @every
-def test_the_run_keeps_its_source(entry: Entry, finished: dict[str, tuple[Done, Done]]) -> None:
-    code = finished[entry.name][0].folder.path / "code"
+def test_the_run_keeps_its_source(entry: Entry, finished: Make) -> None:
+    code = finished(entry).folder.path / "code"
     script = Path("experiments") / f"{entry.name}.py"
     assert (code / script).read_text() == (ROOT / script).read_text()
     assert (code / "common" / "run.py").exists() and (code / "configs" / f"{entry.name}.yaml").exists()
 
 
 @every
-def test_same_command_gives_the_same_bits(entry: Entry, finished: dict[str, tuple[Done, Done]]) -> None:
-    first, second = finished[entry.name]
-    assert len(first.losses) == 40 and first.losses == second.losses
-    assert first.losses[-1] < first.losses[0]
-
-
-@every
-def test_the_run_is_repeated_from_its_config(
-    entry: Entry, finished: dict[str, tuple[Done, Done]], repeated: dict[str, Done]
-) -> None:
-    assert repeated[entry.name].losses == finished[entry.name][0].losses
-
-
-@every
-def test_another_seed_gives_another_run(
-    entry: Entry, finished: dict[str, tuple[Done, Done]], other: dict[str, Done]
-) -> None:
-    assert len(other[entry.name].losses) == 40 and other[entry.name].losses != finished[entry.name][0].losses
-
-
-@every
-def test_the_screen_tells_the_essentials(entry: Entry, finished: dict[str, tuple[Done, Done]]) -> None:
-    done = finished[entry.name][0]
+def test_the_screen_tells_the_essentials(entry: Entry, finished: Make) -> None:
+    done = finished(entry)
     for words in ("data digits", "test accuracy", "samples/s", str(done.folder.path), "--config"):
         assert words in done.out
     assert not done.err
-    shown, repeated = (shlex.split(line)[1:] for line in done.out.splitlines() if line.split()[0] in ("show", "repeat"))
+    shown, repeat = (shlex.split(line)[1:] for line in done.out.splitlines() if line.split()[0] in ("show", "repeat"))
     assert shown == ["cat", str(done.folder.path / "result.json")]
-    assert repeated[-1] == str(done.folder.path / "config.yaml")
+    assert repeat[-1] == str(done.folder.path / "config.yaml")
 
 
 @every
-def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: dict[str, Done]) -> None:
-    done = repeated[entry.name]
+def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: Make, repeated: Make) -> None:
+    first, second = finished(entry), repeated(entry)
+    assert len(first.losses) == 40 and first.losses == second.losses
+    assert first.folder.result["test_loss"] == second.folder.result["test_loss"]
+
+
+@every
+def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
+    done = repeated(entry)
     assert done.status == 0, done.err
     for rank in range(entry.processes):
         trace = json.loads((done.folder.attempts()[0].attempt / f"trace-{rank}.json").read_text())
@@ -147,17 +108,20 @@ def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: dict[str, Done]
     assert "Self CPU" in done.out and "# of Calls" in done.out
 
 
-@every
-def test_log_level_quietens_the_screen_and_not_the_file(entry: Entry, other: dict[str, Done]) -> None:
-    done = other[entry.name]
-    assert "test accuracy" not in done.out
-    assert "test accuracy" in done.folder.attempts()[0].log_file(0).read_text()
+@archetype
+def test_another_seed_gives_another_run_and_a_log_level_quietens_only_the_screen(
+    entry: Entry, finished: Make, tmp_path: Path
+) -> None:
+    file = finished(entry).folder.path / "config.yaml"
+    other = run(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
+    assert len(other.losses) == 40 and other.losses != finished(entry).losses
+    assert "test accuracy" not in other.out
+    assert "test accuracy" in other.folder.attempts()[0].log_file(0).read_text()
 
 
-@every
-def test_a_terminal_gets_a_progress_bar(entry: Entry, cache: Path, tmp_path: Path) -> None:
-    words = command(entry.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=100", runs=tmp_path)
-    words += ["steps=300", "log.seconds=0.05", *entry.smallest]
+def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
+    words = command(STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=100", runs=tmp_path)
+    words += ["steps=300", "log.seconds=0.05", *STAGED.smallest]
     typed = " ".join(f"'{word}'" for word in words)
     done = subprocess.run(
         ["script", "-qec", typed, "/dev/null"],
@@ -165,37 +129,43 @@ def test_a_terminal_gets_a_progress_bar(entry: Entry, cache: Path, tmp_path: Pat
         env=environment(TERM="xterm", COLUMNS="120"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stdout
     assert "300/300" in done.stdout and "━" in done.stdout
 
 
-@every
-def test_the_script_answers_questions_without_training(entry: Entry, tmp_path: Path) -> None:
+def test_the_script_answers_questions_without_training(tmp_path: Path) -> None:
     for question in ("--help", "--print-config"):
-        done = run(entry.name, question, runs=tmp_path / "runs")
+        done = run(STAGED.name, question, runs=tmp_path / "runs")
         assert done.status == 0 and "batch" in done.out
     assert not (tmp_path / "runs").exists()
 
 
-@every
-def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(entry: Entry, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(entry.name, "--help", runs=tmp_path),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (a shell's & ignores it)
-    )
+def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) -> None:
+    process = Command(command(STAGED.name, "--help", runs=tmp_path), env=environment(), real=True)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == ("", "\nstopped by Ctrl-C\n")
+    assert process.communicate(120) == ("", "\nstopped by Ctrl-C\n")
     assert process.returncode == 128 + signal.SIGINT
+
+
+@every
+def test_every_script_begins_and_ends_alike(entry: Entry) -> None:
+    """So what is asked of one script holds for all: common comes first, and start() is all that runs."""
+    script = ast.parse((ROOT / "experiments" / f"{entry.name}.py").read_text())
+    opening, future, first = script.body[:3]
+    assert isinstance(opening, ast.Expr) and isinstance(opening.value, ast.Constant)
+    assert ast.unparse(future) == "from __future__ import annotations" and ast.unparse(first) == "import common"
+    assert "from common.start import start" in [ast.unparse(node) for node in script.body]
+    last = script.body[-1]
+    assert isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'" and not last.orelse
+    assert re.fullmatch(r"start\(main, Config(, \S.*)?\)", "\n".join(map(ast.unparse, last.body)))
+    passive = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    assert [node for node in script.body[1:-1] if not isinstance(node, passive)] == [], "nothing else happens"
 
 
 def test_no_room_below_knows_one_above() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints in real processes, for test_checkpoint.py to look at.
+"""Checkpoints in processes of their own, for test_checkpoint.py and test_checkpoint_fuzz.py to look at.
 
 python -m tests.harness.checkpoints two OUT        the cases of two processes, in one launch; a JSON file for each rank
 python -m tests.harness.checkpoints kill OUT SEED  starts one after the other, each killed in the middle of saving
@@ -217,7 +217,7 @@ def endless(folder: Folder, notes: Path) -> None:
             checkpoints.save(step, state_of(step, numbers=NUMBERS))
 
 
-def kill(out: Path, seed: int) -> int:
+def kill(out: Path, seed: str) -> int:
     folder, notes, chance = Folder(out / "run"), out / "notes", random.Random(seed)
     folder.path.mkdir()
     for number in range(ROUNDS + 1):
@@ -241,7 +241,7 @@ def newest_of(folder: Folder) -> int:
     return max((snapshot.step for snapshot in snapshots.candidates(folder)), default=0)
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -249,4 +249,4 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(two(Path(sys.argv[2])) if sys.argv[1] == "two" else kill(Path(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(two(Path(sys.argv[2])) if sys.argv[1] == "two" else kill(Path(sys.argv[2]), sys.argv[3]))

@@ -108,3 +108,8 @@ EXPERIMENTS = [
         ),
     ),
 ]
+
+BY_NAME = {entry.name: entry for entry in EXPERIMENTS}
+STAGED, REPLICATED = BY_NAME["mnist_pipeline"], BY_NAME["ddp_multinode"]
+ARCHETYPES = [STAGED, REPLICATED]
+"""How a run spreads over processes: the model cut into stages, or a replica of it in each."""

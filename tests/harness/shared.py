@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.harness.processes import Done, run
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
@@ -28,3 +32,16 @@ def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(base / f"{name}.try-{count}")
             done.write_text(str(base / f"{name}.try-{count}"))
         return Path(done.read_text())
+
+
+def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> Done:
+    """A run of an experiment that several tests look at; none of them may write into its folder."""
+
+    def make(folder: Path) -> None:
+        done = run(name, *settings, runs=folder / "my runs")
+        told = dataclasses.asdict(done) | {"runs": str(done.runs), "command": [name, *settings]}
+        (folder / "done.json").write_text(json.dumps(told))
+
+    told = json.loads((make_once(factory, key, make) / "done.json").read_text())
+    assert told.pop("command") == [name, *settings], f"{key} is another run"
+    return Done(**told | {"runs": Path(told["runs"])})

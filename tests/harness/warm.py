@@ -81,6 +81,7 @@ class Command:
                 stdout=self._out,
                 stderr=self._err,
                 start_new_session=session,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (a shell's & ignores it)
             )
             self.pid = self._process.pid
             return

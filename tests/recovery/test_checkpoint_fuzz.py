@@ -1,4 +1,4 @@
-"""Random corruptions of a run's checkpoints: always the right older state with a message, or a clear refusal."""
+"""Random corruptions of a run's checkpoints, and kills while they are saved: always the right state, or a refusal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import os
 import random
 import shutil
-import time
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from common.folder import Folder
 from common.launch import World
 from common.snapshots import Draft, Manifest, Snapshot
 from configs.shared import Checkpoint
+from tests.harness import warm
+from tests.harness.chance import draw_seed
+from tests.harness.processes import environment
 
 ROUNDS = 300
 RANKS = 2
@@ -204,8 +208,7 @@ def check(world: World, path: Path, original: Path) -> str:
 
 
 def test_random_corruptions(world: World, sound: Path, tmp_path: Path) -> None:
-    seed = int(os.environ.get("FUZZ_SEED", time.time_ns() % 10**9))
-    print(f"FUZZ_SEED={seed}")
+    seed = draw_seed("corruptions")
     outcomes: dict[str, int] = {}
     for number in range(ROUNDS):
         path = tmp_path / str(number)
@@ -216,8 +219,22 @@ def test_random_corruptions(world: World, sound: Path, tmp_path: Path) -> None:
         try:
             outcome = check(world, path, sound)
         except Exception as error:
-            raise AssertionError(f"round {number}, after {'; '.join(vandal.done)}: {error!r}") from error
+            raise AssertionError(f"round {number} of {seed}, after {'; '.join(vandal.done)}: {error!r}") from error
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         shutil.rmtree(path)
     print(outcomes)
     assert outcomes["older"] > ROUNDS / 6 and outcomes["refused"] and outcomes["newest"], "damage of every degree"
+
+
+def test_every_start_finds_the_newest_complete_checkpoint_wherever_the_last_one_was_killed(tmp_path: Path) -> None:
+    """Killed at random times in the middle of saving."""
+    argv = [sys.executable, "-m", "tests.harness.checkpoints", "kill", str(tmp_path), draw_seed("kills")]
+    done = warm.execute(argv, env=environment())
+    assert done.returncode == 0, done.stderr
+    notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    assert len(notes) == 21
+    for before, after in pairwise(notes):
+        assert after["right"] and after["newest"] == after["step"] and after["step"] >= before["step"]
+        assert not any("step-" in word for word in after["said"]), "no complete one is ever damaged"
+    assert any(note["left"] for note in notes), "some were killed in the middle"
+    assert notes[-1]["step"] >= 7

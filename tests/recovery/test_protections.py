@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,48 +15,24 @@ import pytest
 from common import snapshots
 from common.errors import LEFT
 from common.folder import Folder
+from tests.harness.long_runs import PATIENCE, only_folder, ranks_of, wait_until
 from tests.harness.processes import ROOT, environment, processes_of, run
+from tests.harness.warm import Command, end_session
 
 STEPS = 600
-RUN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-NO_ATTEMPTS = """
-from common.folder import Folder
-claim = Folder.claim
-Folder.claim = lambda folder: folder.attempts()[-1] if folder.attempts() else claim(folder)
-"""
-NO_AGREEMENT = """
-from common.preemption import Decision, SafePoints
-def alone(points, step, diverged):
-    points.next = step + 1
-    told = bool(points.notice.number)
-    return Decision(told, told, diverged)
-SafePoints.agree = alone
-"""
 
 
 @contextlib.contextmanager
-def started(*words: str, off: str = "") -> Iterator[subprocess.Popen[str]]:
+def started(*words: str, without: str = "") -> Iterator[Command]:
     """mnist_pipeline in a process group of its own, with a protection switched off."""
-    argv = [sys.executable, "-c", off + RUN, str(ROOT / "experiments" / "mnist_pipeline.py"), *words]
-    env, pipe = environment(PYTHONPATH=str(ROOT)), subprocess.PIPE
-    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    argv = [sys.executable, "-m", "tests.harness.careless", without]
+    argv += [str(ROOT / "experiments" / "mnist_pipeline.py"), *words]
+    process = Command(argv, env=environment(), session=True)
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def until(what: str, true: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def only_run(runs: Path) -> Folder:
-    return Folder(next(runs.iterdir()))
+        end_session(process.pid)
+        process.wait(PATIENCE)
 
 
 def rows(runs: Path) -> int:
@@ -69,29 +44,29 @@ def losses(folder: Folder) -> list[tuple[int, float]]:
     return [(row["global_step"], row["loss"]) for row in folder.metrics() if "loss" in row]
 
 
-@pytest.mark.parametrize("off", ["", NO_ATTEMPTS], ids=["attempts", "no attempts"])
+@pytest.mark.parametrize("without", ["", "attempts"], ids=["attempts", "no attempts"])
 def test_a_start_that_stood_still_and_wakes_up_writes_beside_the_one_that_took_over(
-    tmp_path: Path, digits: tuple[str, ...], off: str
+    tmp_path: Path, digits: tuple[str, ...], without: str
 ) -> None:
     """As a host that was cut off: the scheduler takes it for dead and starts the run elsewhere."""
     words = (*digits, "stages=1", "microbatches=1", f"steps={STEPS}", "epochs=100", "launch.threads=1")
     words = (*words, "checkpoint.every_steps=100", "checkpoint.every_seconds=0", "log.seconds=0.05")
     right = losses(run("mnist_pipeline", *words, runs=tmp_path / "right").folder)
     runs = tmp_path / "runs"
-    with started(f"runs={runs}", *words, off=off) as old:
-        until("the first start trains", lambda: rows(runs) > 150)
+    with started(f"runs={runs}", *words, without=without) as old:
+        wait_until(lambda: rows(runs) > 150, "the first start trains")
         os.killpg(old.pid, signal.SIGSTOP)
-        folder = only_run(runs)
+        folder = only_folder(runs)
         assert not folder.result
-        with started("--resume", str(folder.path), off=off) as new:
-            said, errors = new.communicate(timeout=60)
+        with started("--resume", str(folder.path), without=without) as new:
+            said, errors = new.communicate(PATIENCE)
             assert new.returncode == 0, said + errors
         result = folder.result
         os.killpg(old.pid, signal.SIGCONT)
-        old.communicate(timeout=60)
+        old.communicate(PATIENCE)
     assert [step for step, _ in right] == list(range(1, STEPS + 1))
     found = losses(folder)
-    if off:
+    if without:
         assert found != right and [step for step, _ in found].count(STEPS) == 2  # the rows of both
     else:
         assert found == right
@@ -99,24 +74,24 @@ def test_a_start_that_stood_still_and_wakes_up_writes_beside_the_one_that_took_o
         assert rows(runs) > STEPS  # it did wake up, and wrote to the end
 
 
-@pytest.mark.parametrize("off", ["", NO_AGREEMENT], ids=["agreement", "no agreement"])
-def test_all_leave_when_one_is_told(tmp_path: Path, digits: tuple[str, ...], off: str) -> None:
+@pytest.mark.parametrize("without", ["", "agreement"], ids=["agreement", "no agreement"])
+def test_all_ranks_leave_when_one_is_told(tmp_path: Path, digits: tuple[str, ...], without: str) -> None:
     timeout = 4.0
     words = (*digits, "epochs=1000", "steps=0", f"launch.step_timeout={timeout}", "log.seconds=0.1")
     words = (*words, "checkpoint.every_seconds=0", "checkpoint.grace=30", "transport=network")
-    with started(f"runs={tmp_path}", *words, off=off) as process:
-        until("it trains", lambda: rows(tmp_path) > 100)
-        folder = only_run(tmp_path)
-        last = max(int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    with started(f"runs={tmp_path}", *words, without=without) as process:
+        wait_until(lambda: rows(tmp_path) > 100, "it trains")
+        folder = only_folder(tmp_path)
+        last = max(ranks_of(process))
         told = time.monotonic()
         os.kill(last, signal.SIGUSR2)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(PATIENCE)
         waited = time.monotonic() - told
     saved = snapshots.candidates(folder)
-    if off:
+    if without:
         assert process.returncode not in (0, LEFT) and not saved and waited > timeout / 2  # it hung
         assert "did not answer" in errors or "timed out" in errors.lower() or "error" in errors, errors
     else:
         assert process.returncode == LEFT, errors
         assert [place.step for place in saved] == [losses(folder)[-1][0]]  # nothing is lost
-    until("no process is left", lambda: not processes_of(str(tmp_path)), 10)
+    wait_until(lambda: not processes_of(str(tmp_path)), "no process is left")

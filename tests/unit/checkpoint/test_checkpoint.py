@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -29,8 +28,10 @@ from common.folder import Folder
 from common.launch import World
 from common.snapshots import Snapshot
 from configs.shared import Checkpoint, Optim
+from tests.harness import warm
 from tests.harness.checkpoints import right, state_of
-from tests.harness.processes import ROOT, environment
+from tests.harness.processes import environment
+from tests.harness.shared import make_once
 
 STRANGER = 12345  # a user that is neither us nor root
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT CHECKED: only root can give files away or mount disks")
@@ -512,23 +513,20 @@ def test_writing_is_tried_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> 
 # ---- processes
 
 
-def launched(*words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.checkpoints", *words],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def two(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What two real processes found, case by case, and where; they also load what this process has saved."""
-    out = tmp_path_factory.mktemp("two")
-    one = Disk(world, out)
-    one.save(7)
-    one.folder.path.rename(out / "of_one")
-    Folder(out / "of_one").claim()
-    launched("two", str(out))
+
+    def make(out: Path) -> None:
+        one = Disk(world, out)
+        one.save(7)
+        one.folder.path.rename(out / "of_one")
+        Folder(out / "of_one").claim()
+        argv = [sys.executable, "-m", "tests.harness.checkpoints", "two", str(out)]
+        done = warm.execute(argv, env=environment())
+        assert done.returncode == 0, done.stderr
+
+    out = make_once(tmp_path_factory, "two", make)
     return out, [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -583,17 +581,3 @@ def test_sharded_parameters_go_on_and_are_whole_in_the_file(two: Any, world: Wor
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     state.load_tensors(model.named_parameters(), loaded.model)
     assert loaded.optimizer["0.weight"]["exp_avg"].shape == (5, 3)
-
-
-def test_killed_in_the_middle_of_saving(tmp_path: Path) -> None:
-    """Every start finds the newest complete one, whatever the killed one was doing."""
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"seed {seed}")
-    launched("kill", str(tmp_path), str(seed))
-    notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
-    assert len(notes) == 21
-    for before, after in pairwise(notes):
-        assert after["right"] and after["newest"] == after["step"] and after["step"] >= before["step"]
-        assert not any("step-" in word for word in after["said"]), "no complete one is ever damaged"
-    assert any(note["left"] for note in notes), "some were killed in the middle"
-    assert notes[-1]["step"] >= 7

@@ -1,0 +1,63 @@
+"""A run that is started again goes on to the bit, once staged and once replicated; and what cannot go on is refused.
+
+All experiments, numbers of processes and settings: tests/recovery/test_resume.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.folder import Folder
+from tests.harness.processes import run
+from tests.harness.registry import ARCHETYPES, REPLICATED, STAGED, Entry
+from tests.harness.resuming import STEPS, check_that_it_goes_on, resume, whole_run
+
+
+@pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
+def test_a_resumed_run_of_two_processes_is_equal_to_the_bit(
+    entry: Entry, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole = whole_run(tmp_path_factory, quick, entry, 2)
+    assert len(whole.losses) == STEPS
+    check_that_it_goes_on(entry, whole, f"{entry.name}-2", tmp_path)
+
+
+def test_a_finished_run_does_not_go_on(
+    tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole = whole_run(tmp_path_factory, quick, STAGED, 2).folder
+    folder = Folder(shutil.copytree(whole.path, tmp_path / whole.path.name))
+    again = resume(STAGED, folder)
+    assert again.returncode == 0 and "is finished" in again.stdout
+    other = resume(REPLICATED, folder)
+    assert other.returncode == 2 and "is a run of mnist_pipeline, not of ddp_multinode" in other.stderr
+    assert len(folder.attempts()) == 1
+
+
+def test_a_run_whose_settings_are_lost_does_not_go_on(tmp_path: Path) -> None:
+    (tmp_path / "mnist_pipeline-1-2-3").mkdir()
+    (tmp_path / "mnist_pipeline-1-2-3" / "config.yaml").touch()
+    done = resume(STAGED, Folder(tmp_path / "mnist_pipeline-1-2-3"))
+    assert done.returncode == 2 and "config.yaml is empty" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_settings_that_make_another_run_cannot_change_when_it_goes_on(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    (tmp_path / "mnist_pipeline-1-2-3").mkdir()
+    text = run("mnist_pipeline", *quick, "--print-config", runs=tmp_path).out
+    (tmp_path / "mnist_pipeline-1-2-3" / "config.yaml").write_text(text)
+    for word in ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300"):
+        done = resume(STAGED, Folder(tmp_path / "mnist_pipeline-1-2-3"), word)
+        assert done.returncode == 2, word
+        assert f"{word.partition('=')[0]} cannot change when a run goes on" in done.stderr
+
+
+def test_without_a_checkpoint_it_says_that_it_begins_anew(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    begun = run("mnist_pipeline", *digits, "checkpoint.every_seconds=0", "steps=3", runs=tmp_path)
+    (begun.folder.path / "result.json").unlink()
+    done = resume(STAGED, begun.folder)
+    assert done.returncode == 0, done.stderr
+    assert "has no checkpoint, and begins anew in run folder" in done.stdout
+    assert len(begun.losses) == 3

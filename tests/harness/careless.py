@@ -1,0 +1,43 @@
+"""An experiment without one of its protections, for tests of what the protection is for.
+
+python -m tests.harness.careless attempts experiments/mnist_pipeline.py key=value ...
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from common import hooks
+from common.folder import Folder
+from common.preemption import Decision, SafePoints
+
+
+def drop_settling() -> None:
+    """DDP regroups its buckets whenever it likes."""
+    hooks.settle = lambda *_: None  # type: ignore[assignment]
+
+
+def drop_attempts() -> None:
+    """A new start writes where the one before wrote."""
+    claim = Folder.claim
+    Folder.claim = lambda folder: folder.attempts()[-1] if folder.attempts() else claim(folder)  # type: ignore[method-assign]
+
+
+def drop_agreement() -> None:
+    """Each rank leaves when it is told, without asking the others."""
+
+    def decide_alone(points: SafePoints, step: int, diverged: bool) -> Decision:
+        points.next = step + 1
+        told = bool(points.notice.number)
+        return Decision(told, told, diverged)
+
+    SafePoints.agree = decide_alone  # type: ignore[method-assign,assignment]
+
+
+DROPS = {"": lambda: None, "settling": drop_settling, "attempts": drop_attempts, "agreement": drop_agreement}
+
+if __name__ == "__main__":
+    DROPS[sys.argv[1]]()
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

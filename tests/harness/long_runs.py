@@ -1,0 +1,91 @@
+"""Runs that would take minutes, caught in training, for tests that end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common import snapshots
+from common.errors import LEFT
+from common.folder import Folder
+from tests.harness.chance import open_stream
+from tests.harness.processes import command, environment, processes_of
+from tests.harness.registry import Entry
+from tests.harness.warm import Command, end_session
+
+ENDLESS = ("steps=0", "epochs=5000", "checkpoint.every_steps=0")
+PATIENCE = 200.0
+"""Seconds until a test gives up waiting: far more than a busy machine needs, and less than the runs would take."""
+
+
+@contextlib.contextmanager
+def train_long(name: str, *settings: str, runs: Path, real: bool = False) -> Iterator[Command]:
+    """An experiment in a session of its own, once it has written its first row; nothing of it outlives the block."""
+    process = Command(command(name, *settings, runs=runs), env=environment(), session=True, real=real)
+    try:
+        wait_until(lambda: has_rows(runs) or process.poll() is not None, "the run trains")
+        assert process.poll() is None, process.out + process.err
+        yield process
+    finally:
+        end_session(process.pid)
+        process.wait(PATIENCE)
+
+
+def has_rows(runs: Path) -> bool:
+    return any(file.stat().st_size for file in runs.glob("*/attempts/0001/metrics.jsonl"))
+
+
+def wait_until(true: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"in vain waited until {what}"
+        time.sleep(0.01)
+
+
+def only_folder(runs: Path) -> Folder:
+    (path,) = runs.iterdir()
+    return Folder(path)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ranks_of(process: Command) -> list[int]:
+    """The pids of a run's ranks, the first one first."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], runs: Path) -> None:
+    """Send a notice to stop at some time in training: the run saves its last step, says so, and is gone."""
+    with train_long(entry.name, *quick, *entry.spread(2), *ENDLESS, runs=runs) as process:
+        time.sleep(open_stream(f"{entry.name}-{number.name}").random())
+        process.send_signal(number)
+        out, err = process.communicate(PATIENCE)
+        assert process.returncode == (128 + number if number == signal.SIGINT else LEFT), out + err
+        assert "Traceback" not in err and "go on with: make exp RESUME=" in err, err
+        folder = only_folder(runs)
+        (snapshot,) = snapshots.candidates(folder)
+        assert snapshot.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
+        assert folder.result["state"] == ("cancelled" if number == signal.SIGINT else "preempted"), folder.result
+        assert not processes_of(str(runs))
+
+
+def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path) -> None:
+    """Stop the second rank in training: the run ends and names it, and the log of the first shows where it waited."""
+    words = (*quick, *entry.spread(2), *ENDLESS, "launch.step_timeout=5")
+    with train_long(entry.name, *words, runs=runs) as process:
+        os.kill(ranks_of(process)[1], signal.SIGSTOP)
+        out, err = process.communicate(PATIENCE)
+        assert process.returncode == 1, out + err
+        assert "rank 1 on" in err and "did not answer within 5 s" in err, err
+        assert "most recent call first" in only_folder(runs).attempts()[0].log_file(0).read_text()
+        assert not processes_of(str(runs))

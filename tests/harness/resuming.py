@@ -1,0 +1,99 @@
+"""Runs that are cut off and go on: what the tests of resuming share."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+
+from common import snapshots
+from common.folder import Folder
+from tests.harness import warm
+from tests.harness.chance import open_stream
+from tests.harness.processes import ROOT, Done, environment
+from tests.harness.registry import Entry
+from tests.harness.shared import run_once
+
+STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after each third
+ALONE = "launch.threads=1"  # several threads of one process wait for each other, and burn what another test needs
+
+
+def whole_run(factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int) -> Done:
+    """The run of so many processes that was never cut off, made once for all tests; none may write into its folder."""
+    name = f"whole-{entry.name}-{ranks}"
+    done = run_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ALONE)
+    assert done.status == 0, done.err
+    return done
+
+
+def cut_off(folder: Folder, step: int, place: Path) -> Folder:
+    """A copy of a run as it would lie there had it been killed a little after `step`, the last one that was saved."""
+    shutil.copytree(folder.path, place / folder.path.name)
+    copy = Folder(place / folder.path.name)
+    (copy.path / "result.json").unlink()
+    attempt = copy.attempts()[-1]
+    begun = attempt.origin[1] if attempt.origin else 0
+    for snapshot in snapshots.of_attempt(attempt):
+        if snapshot.step > step:
+            shutil.rmtree(snapshot.path)
+    rows = attempt.metrics_file.read_text().splitlines(keepends=True)
+    attempt.metrics_file.write_text("".join(rows[: step - begun + 2]) + '{"global_step": 99, "lo')
+    return copy
+
+
+def resume(entry: Entry, folder: Folder, *words: str, careless: str = "") -> CompletedProcess[str]:
+    """Go on with a run; `careless` names the protection that it goes on without."""
+    begin = ["-m", "tests.harness.careless", careless] if careless else []
+    argv = [sys.executable, *begin, str(ROOT / "experiments" / f"{entry.name}.py"), "--resume", str(folder.path)]
+    return warm.execute([*argv, *words], env=environment())
+
+
+def numbers(folder: Folder) -> list[tuple[Any, ...]]:
+    """All rows but the clock."""
+    names = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
+    return [tuple(row.get(name) for name in names) for row in folder.metrics()]
+
+
+def trained_steps(folder: Folder) -> list[int]:
+    return [row["global_step"] for row in folder.metrics() if "loss" in row]
+
+
+def final_state(folder: Folder) -> dict[str, torch.Tensor]:
+    """Parameters and the optimizer's memory after the last step, over all ranks."""
+    (attempt, _), *_ = folder.chain()
+    path = snapshots.of_attempt(attempt)[-1].path
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("rank-*.pt")):
+        part = torch.load(file, weights_only=True)
+        found |= part["model"]
+        found |= {f"scaler/{key}": torch.tensor(value) for key, value in part["common"].get("scaler", {}).items()}
+        memory = {f"{name}/{key}": value for name, of in part["optimizer"].items() for key, value in of.items()}
+        found |= {name: value for name, value in memory.items() if isinstance(value, torch.Tensor)}
+    return found
+
+
+def differences(one: Folder, other: Folder) -> list[str]:
+    """What is not equal to the bit in the rows, the result and the final state of two runs; empty if all is."""
+    found = ["rows"] if numbers(one) != numbers(other) else []
+    found += ["test_loss of the result"] if one.result["test_loss"] != other.result["test_loss"] else []
+    a, b = final_state(one), final_state(other)
+    both = a.keys() & b.keys()
+    return found + [n for n in sorted(a.keys() | b.keys()) if n not in both or not torch.equal(a[n], b[n])]
+
+
+def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path) -> None:
+    """Cut a run off after one of its saved steps, go on, and compare all of it with the whole run to the bit."""
+    (attempt,) = whole.folder.attempts()
+    step = open_stream(name).choice(snapshots.of_attempt(attempt)[:-1]).step
+    folder = cut_off(whole.folder, step, place)
+    done = resume(entry, folder)
+    assert done.returncode == 0, f"resumed after step {step}: {done.stderr}"
+    assert f"goes on after step {step}" in done.stdout, done.stdout
+    assert differences(folder, whole.folder) == [], f"resumed after step {step}"
+    steps = [row["global_step"] for row in whole.folder.metrics() if "loss" in row]
+    assert trained_steps(folder) == steps == list(range(1, len(steps) + 1)), f"resumed after step {step}"

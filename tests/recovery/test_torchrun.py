@@ -1,0 +1,37 @@
+"""torchrun that starts its processes again after one of them has failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tests.harness.long_runs import PATIENCE, free_port, only_folder, ranks_of, wait_until
+from tests.harness.processes import command, environment
+from tests.harness.resuming import trained_steps
+from tests.harness.warm import Command, end_session
+
+
+def test_torchrun_that_starts_again_goes_on_in_the_same_folder(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    places = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    words = ("steps=200", "batch=16", "checkpoint.every_steps=5", "data.test_limit=100", "launch.threads=1")
+    script = command("ddp_multinode", *digits, *words, runs=tmp_path / "runs")[1:]
+    launched = Command([*launcher, *places, *script], env=environment(), session=True, real=True)
+    try:
+        wait_until(
+            lambda: any(tmp_path.glob("runs/*/attempts/0001/checkpoints/step-*")) or launched.poll() is not None,
+            "a checkpoint is saved",
+        )
+        assert launched.poll() is None, launched.err
+        os.kill(ranks_of(launched)[1], signal.SIGKILL)
+        launched.wait(PATIENCE)
+    finally:
+        end_session(launched.pid)
+        launched.wait(PATIENCE)
+    assert launched.returncode == 0, launched.err[-3000:]
+    folder = only_folder(tmp_path / "runs")
+    assert folder.result["state"] == "finished" and len(folder.attempts()) == 2
+    assert folder.attempts()[1].origin[1] >= 5  # type: ignore[index]
+    assert trained_steps(folder) == list(range(1, 201))
