@@ -77,6 +77,7 @@ def test_of_many_numbers_the_kth_is_exact(kind: str) -> None:
 
 
 def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
+    torch.manual_seed(0)
     cfg = Config()
     model = models.for_images("lenet300", (28, 28), 10)
     masks = Masks(model)
@@ -135,6 +136,7 @@ def test_rigl_begins_with_its_distribution() -> None:
 
 
 def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 10, bias=False))
     masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
