@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,62 +21,62 @@ from common.config import UserError
 from common.launch import World
 from configs.resnet_dataparallel import Config
 from experiments import resnet_dataparallel
-from tests.harness.ddp_parity import KEEP
+from tests.harness import warm
 from tests.harness.parity import differences
-from tests.harness.processes import Done, run
+from tests.harness.processes import Done, environment, run
 
 # 49 images: six batches of 8, and a last one that leaves the second process without a sample
-PARITY = ("data.name=generated", "data.samples=49", "data.image_size=32", "batch=8", "steps=10", "epochs=2")
-EXACT = ("dtype=float64", "compare=false", "checkpoint.every_steps=10", "eval_batch=5", "optim.warmup=2")
+PARITY = ("data.name=generated", "data.samples=49", "data.image_size=16", "batch=8", "steps=10", "epochs=2")
+EXACT = ("dtype=float64", "checkpoint.every_steps=10", "checkpoint.every_seconds=0", "eval_batch=5", "optim.warmup=2")
+FEW = ("model=convnet", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
 
 
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sets")
-
-
-def trained(sets: Path, runs: Path, *words: str) -> Done:
-    done = run("resnet_dataparallel", *PARITY, *EXACT, f"data.cache={sets}", *words, runs=runs, **KEEP)
+def trained(cache: Path, runs: Path, *words: str) -> tuple[Done, dict[str, Any]]:
+    """A run of the convnet, and its losses, saved parameters, and scores."""
+    settings = (*PARITY, *EXACT, "model=convnet", "launch.threads=1", f"data.cache={cache}", *words)
+    done = run("resnet_dataparallel", *settings, runs=runs)
     assert done.status == 0, done.err + done.out
-    return done
-
-
-def found(done: Done) -> dict[str, Any]:
-    """Losses, saved parameters and buffers, and scores."""
-    names = ("test_loss", "test_accuracy", "test_samples")
     file = done.folder.attempts()[0].attempt / "checkpoints" / "step-00000010" / "rank-0.pt"
     saved = torch.load(file, weights_only=True)["model"]
-    return {"losses": done.losses, "state": saved, "scores": {name: done.folder.result[name] for name in names}}
+    scores = {name: done.folder.result[name] for name in ("test_loss", "test_accuracy", "test_samples")}
+    return done, {"losses": done.losses, "state": saved, "scores": scores}
 
 
-@pytest.fixture(scope="module")
-def single(sets: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return trained(sets, tmp_path_factory.mktemp("single"), "strategy=single")
+def in_processes(folder: Path, cache: Path, count: int, *cases: str) -> dict[str, Any]:
+    """The results of cases with a narrow ResNet, trained in one launch of so many processes."""
+    out = folder / f"results-{count}.pt"
+    words = [sys.executable, "-m", "tests.harness.dataparallel_parity", str(out), str(cache), str(count), *cases]
+    done = warm.execute(words, env=environment())
+    assert done.returncode == 0, done.stderr
+    return dict(torch.load(out, weights_only=True))
 
 
-def test_ddp_with_synchronised_norms_equals_one_process(single: Done, sets: Path, tmp_path: Path) -> None:
-    expected = found(single)
+def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
+    (expected,) = in_processes(tmp_path, cache, 1, "strategy=single").values()
     assert len(expected["losses"]) == 10 and len(expected["state"]) == 122
     assert expected["state"]["bn1.num_batches_tracked"] == 10
-    synced = trained(sets, tmp_path / "synced", "sync_batchnorm=true")
-    assert differences(found(synced), expected) == []
-    assert synced.folder.result["last_batch"] == [1, 0] and synced.folder.result["devices"] == 2
+    synced, apart = in_processes(tmp_path, cache, 2, "sync_batchnorm=true", "sync_batchnorm=false").values()
+    assert differences(synced, expected) == []
     # the check sees norms that look at their own share only, with a process that has none
-    apart = trained(sets, tmp_path / "apart")
-    assert any("losses" in difference for difference in differences(found(apart), expected))
-    assert all(value.isfinite().all() for value in found(apart)["state"].values())
+    assert any("losses" in difference for difference in differences(apart, expected))
+    assert all(value.isfinite().all() for value in apart["state"].values())
 
 
-@pytest.mark.parametrize("functional", ["true", "false"])
-def test_data_parallel_on_one_device_says_so(functional: str, single: Done, sets: Path, tmp_path: Path) -> None:
-    done = trained(sets, tmp_path, "strategy=data_parallel", f"functional={functional}", "compare=true")
-    result = done.folder.result
-    if torch.cuda.device_count() < 2:
-        assert "only calls the model, as single does" in done.out and "use strategy=ddp" in done.out
-        assert result["devices"] == 1 and "efficiency" not in result and not result["compare"]
-        assert "speed-up" not in done.out
-        assert found(done)["losses"] == found(single)["losses"]
-    assert found(done)["state"].keys() == found(single)["state"].keys()
+def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_so(cache: Path, tmp_path: Path) -> None:
+    _, expected = trained(cache, tmp_path / "single", "strategy=single")
+    ddp, shared = trained(cache, tmp_path / "ddp", "compare=false")
+    assert differences(shared, expected) == []
+    assert ddp.folder.result["last_batch"] == [1, 0] and ddp.folder.result["devices"] == 2
+    for functional in ("true", "false"):
+        words = ("strategy=data_parallel", f"functional={functional}", "compare=true")
+        done, found = trained(cache, tmp_path / functional, *words)
+        result = done.folder.result
+        if torch.cuda.device_count() < 2:
+            assert "only calls the model, as single does" in done.out and "use strategy=ddp" in done.out
+            assert result["devices"] == 1 and "efficiency" not in result and not result["compare"]
+            assert "speed-up" not in done.out
+            assert found["losses"] == expected["losses"]
+        assert found["state"].keys() == expected["state"].keys()
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,8 @@ def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPa
 def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
     digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    few = ("model=convnet", "batch=16", "compare=false", "loss_every=10", "steps=25", "profile=4", "optim.warmup=0")
-    done = run("resnet_dataparallel", *digits, *few, runs=tmp_path)
+    few = ("compare=false", "loss_every=10", "steps=25", "profile=4")
+    done = run("resnet_dataparallel", *digits, *FEW, *few, runs=tmp_path)
     assert done.status == 0, done.err
     told = [float(value) for value in re.findall(r"running loss (\d+\.\d+)", done.out)]
     assert told == pytest.approx([fmean(done.losses[:10]), fmean(done.losses[10:20])], abs=6e-4)
@@ -125,8 +126,7 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
 
 
 def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
-    few = ("model=convnet", "batch=16", "steps=15", "launch.threads=1", "launch.device=cpu")
-    done = run("resnet_dataparallel", *digits, *few, runs=tmp_path)
+    done = run("resnet_dataparallel", *digits, *FEW, "launch.device=cpu", "steps=15", runs=tmp_path)
     assert done.status == 0, done.err
     result = done.folder.result
     assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
@@ -146,8 +146,9 @@ def test_fewer_images_than_a_batch_are_trained_on_and_not_compared(tmp_path: Pat
             for number in range(count):
                 Image.new("RGB", (8, 8), colour).save(tmp_path / part / colour / f"{number}.png")
     images = ("data.name=imagefolder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'sets'}", "data.image_size=8")
-    few = ("model=convnet", "batch=64", "epochs=2", "optim.warmup=0", "launch.device=cpu")
-    done = run("resnet_dataparallel", *images, *few, runs=tmp_path / "runs")
+    done = run(
+        "resnet_dataparallel", *images, *FEW, "launch.device=cpu", "batch=64", "epochs=2", runs=tmp_path / "runs"
+    )
     assert done.status == 0, done.err
     assert done.folder.result["state"] == "finished" and done.folder.result["compare"] == {}
     assert len(done.losses) == 2 and done.folder.result["last_batch"] == [10, 10]
@@ -155,8 +156,9 @@ def test_fewer_images_than_a_batch_are_trained_on_and_not_compared(tmp_path: Pat
 
 
 def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> None:
-    few = ("model=convnet", "batch=16", "sweep=true", "repeats=1", "launch.device=cpu")
-    done = run("resnet_dataparallel", *digits, *few, runs=tmp_path)
+    done = run(
+        "resnet_dataparallel", *digits, *FEW, "launch.device=cpu", "sweep=true", "repeats=1", "steps=15", runs=tmp_path
+    )
     assert done.status == 0, done.err
     (folder,) = (tmp_path / "sweeps").iterdir()
     cells = json.loads((folder / "sweep.json").read_text())["cells"]
@@ -179,7 +181,7 @@ def test_a_sweep_compares_on_one_kind_of_device(
 
 
 def test_a_model_saved_by_a_wrapper_is_loaded_too() -> None:
-    saved, ours = models.ResNet18((28, 28), 10), models.ResNet18((28, 28), 10)
+    saved, ours = (models.ResNet("resnet18", (28, 28), 10, width=4) for _ in range(2))
     wrapped = nn.DataParallel(saved).state_dict()
     assert all(name.startswith("module.") for name in wrapped)
     pairs = [*ours.named_parameters(), *ours.named_buffers()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -16,12 +15,17 @@ from torch import Tensor, nn
 
 from common import compact, config, models, quantise, seeds, snapshots, sparsity
 from common.config import UserError
+from common.folder import Folder
 from common.sparsity import Masks
 from configs.sparse_prune import CRITERIA, Config
 from experiments import sparse_prune
 from tests.harness.processes import Done, run
 
-QUIET = ("export=false", "int8=false", "batch=16", "optim.warmup=0")
+# a run takes half a second; begin=0.1 and end=0.6 are steps 1 and 7 of 12
+SMALL = ("model=mlp", "batch=16", "steps=12", "data.test_limit=100", "optim.warmup=0", "launch.threads=1")
+QUIET = (*SMALL, "export=false", "int8=false")
+SAVING = (*QUIET, "every=2", "checkpoint.every_steps=1", "checkpoint.every_seconds=0", "checkpoint.keep=100")
+TOTAL = 784 * 128 + 128 * 64 + 64 * 10  # weights of the mlp
 SHAPES = [(8, 1, 3, 3), (30, 50), (10, 30)]
 
 
@@ -73,6 +77,7 @@ def test_of_many_numbers_the_kth_is_exact(kind: str) -> None:
 
 
 def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
+    torch.manual_seed(0)
     cfg = Config()
     model = models.for_images("lenet300", (28, 28), 10)
     masks = Masks(model)
@@ -131,6 +136,7 @@ def test_rigl_begins_with_its_distribution() -> None:
 
 
 def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 10, bias=False))
     masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
@@ -217,12 +223,9 @@ def states(done: Done) -> dict[int, dict[str, Tensor]]:
     return {one.step: torch.load(one.path / "rank-0.pt", weights_only=True)["model"] for one in found}
 
 
-SAVING = ("checkpoint.every_steps=1", "checkpoint.every_seconds=0", "checkpoint.keep=100", *QUIET)
-
-
 @pytest.mark.parametrize("words", [("optim.name=sgd", "optim.weight_decay=0.01"), ("optim.name=adam",), ("l1=0.01",)])
 def test_pruned_weights_stay_zero_to_the_bit(words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("sparse_prune", *digits, *SAVING, "every=3", "processes_per_node=2", *words, runs=tmp_path)
+    done = run("sparse_prune", *digits, *SAVING, "processes_per_node=2", *words, runs=tmp_path)
     shares = []
     for step, model in states(done).items():
         masks = {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
@@ -230,18 +233,18 @@ def test_pruned_weights_stay_zero_to_the_bit(words: tuple[str, ...], digits: tup
         for name, mask in masks.items():
             assert (model[name.removesuffix("_mask")][~mask] == 0).all(), (step, name)
         shares.append(sum(int((~mask).sum()) for mask in masks.values()) / sum(m.numel() for m in masks.values()))
-    total = 266_200
-    assert shares[-1] == round(0.92 * total) / total and shares[0] == 0
-    assert shares == sorted(shares) and shares[18:] == shares[-1:] * len(shares[18:]), "after `end` masks stay"
+    assert len(shares) == 12 and shares[-1] == round(0.92 * TOTAL) / TOTAL and shares[0] == 0
+    assert shares == sorted(shares) and shares[6:] == shares[-1:] * 6, "after `end` masks stay"
+    assert len(set(shares)) == 4, "it was pruned three times"
     assert done.folder.result["sparsity"] == pytest.approx(shares[-1])
     assert [row["sparsity"] for row in done.folder.metrics() if "loss" in row] == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("words", [("schedule=rigl",), ("scope=structured",), ("scope=layer", "schedule=iterative")])
-def test_so_it_is_with_every_scope_and_after_a_resume(
+def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
     words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    all_words = (*digits, *SAVING, "every=3", "sparsity=0.9", *words)
+    all_words = (*digits, *SAVING, "sparsity=0.9", *words)
     begun = run("sparse_prune", *all_words, runs=tmp_path)
     last = max(states(begun))
     (begun.folder.path / "result.json").unlink()  # as if it had been killed
@@ -259,34 +262,33 @@ def test_so_it_is_with_every_scope_and_after_a_resume(
                 assert words[0] != "scope=structured" or (mask.all(1) | ~mask.any(1)).all(), "whole units"
             if one.step == last:
                 units = [int(mask.any(1).sum()) for mask in masks.values()]
-                total = sum(mask.numel() for mask in masks.values())
                 kept = sum(int(mask.sum()) for mask in masks.values())
-                assert units == [30, 10, 10] if words[0] == "scope=structured" else kept == total - round(0.9 * total)
+                assert units == [13, 6, 10] if words[0] == "scope=structured" else kept == TOTAL - round(0.9 * TOTAL)
     assert len(done.folder.attempts()) == 2 and one.step == last
 
 
 def test_a_start_that_asks_for_less_gives_nothing_back(digits: tuple[str, ...], tmp_path: Path) -> None:
-    begun = run("sparse_prune", *digits, *SAVING, "every=3", "steps=15", runs=tmp_path)
-    before = states(begun)[15]
+    begun = run("sparse_prune", *digits, *SAVING, "steps=6", runs=tmp_path)
+    before = states(begun)[6]
     (begun.folder.path / "result.json").unlink()
-    words = ("--resume", str(begun.folder.path), "steps=40", "sparsity=0.5")
+    words = ("--resume", str(begun.folder.path), "steps=16", "sparsity=0.5")
     done = run("sparse_prune", *words, runs=tmp_path)
     assert done.status == 0, done.err
     newest = snapshots.of_attempt(done.folder.attempts()[-1])[-1]
     after = torch.load(newest.path / "rank-0.pt", weights_only=True)["model"]
     gone = {name: ~mask for name, mask in before.items() if name.endswith("weight_mask")}
-    assert newest.step == 40 and sum(int(mask.sum()) for mask in gone.values()) > 0.5 * 266_200
+    assert newest.step == 16 and sum(int(mask.sum()) for mask in gone.values()) > 0.5 * TOTAL
     for name, mask in gone.items():
         assert (after[name.removesuffix("_mask")][mask] == 0).all()
 
 
 def test_two_of_four_hold_after_fine_tuning(digits: tuple[str, ...], tmp_path: Path) -> None:
-    words = ("model=convnet", "scope=n:m", "sparsity=0.5", "steps=12")
+    words = ("model=lenet5", "scope=n:m", "sparsity=0.5", "steps=6", "batch=8")
     for step, model in states(run("sparse_prune", *digits, *SAVING, *words, runs=tmp_path)).items():
-        for name in ("conv2", "fc1", "fc2"):
+        for name in ("conv1", "conv2", "fc1", "fc2"):
             rows, mask = (model[f"{name}.{kind}"].flatten(1) for kind in ("weight", "weight_mask"))
             groups = mask[:, : rows.shape[1] // 4 * 4].reshape(-1, 4).sum(1)
-            assert step < 7 or (groups == 2).all(), (step, name)
+            assert step < 4 or (groups == 2).all(), (step, name)
             assert (rows[~mask] == 0).all()
 
 
@@ -300,24 +302,68 @@ def test_l1_makes_zeros_without_masks_and_more_of_them_the_stronger_it_is(
     assert torch.allclose(weight[weight != 0].abs(), before.abs()[weight != 0] - 0.3)
     counts = []
     for l1 in (0, 0.01, 0.1):
-        words = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=60")
+        words = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=20")
         done = run("sparse_prune", *words, runs=tmp_path / str(l1))
         assert done.status == 0, done.err
         counts.append(done.folder.result["nonzero"])
-        assert done.folder.result["sparsity"] == pytest.approx(1 - counts[-1] / 266_200)
-    assert counts[0] == 266_200 and counts[0] > 1.02 * counts[1] > 1.2 * counts[2]
+        assert done.folder.result["sparsity"] == pytest.approx(1 - counts[-1] / TOTAL)
+    assert counts[0] == TOTAL and counts[0] > 1.005 * counts[1] > 1.1 * counts[2]
 
 
-def test_criteria_choose_differently_and_processes_choose_alike(digits: tuple[str, ...], tmp_path: Path) -> None:
-    words = (*digits, *QUIET, "schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
-    found: dict[tuple[str, int], str] = {}
-    for criterion, count in itertools.product(CRITERIA, (1, 2)):
-        each = (f"criterion={criterion}", f"processes_per_node={count}")
-        done = run("sparse_prune", *words, *each, runs=tmp_path / f"{criterion}{count}")
-        assert done.status == 0, done.err + done.out
-        found[criterion, count] = done.folder.result["masks"]
-    assert len(set(found.values())) == 4, "each criterion has its own masks"
-    assert all(found[criterion, 1] == found[criterion, 2] for criterion in CRITERIA), "with any number of processes"
+def test_colour_images_are_pruned_as_well(cache: Path, tmp_path: Path) -> None:
+    images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
+    words = ("model=lenet5", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "processes_per_node=2")
+    done = run("sparse_prune", *QUIET, *images, *words, runs=tmp_path)
+    assert done.status == 0, done.err
+    result = done.folder.result
+    assert result["weights"] == 20 * 3 * 25 + 50 * 20 * 25 + 500 * 50 + 10 * 500
+    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])
+
+
+# ---- the sweep
+
+
+def sweep(runs: Path, *words: str) -> tuple[Done, dict[tuple[int, str], dict[str, Any]]]:
+    """A sweep over the criteria that prunes at once and takes one step; the results, by seed and criterion."""
+    once = ("schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
+    done = run("sparse_prune", "sweep=true", "levels=[0.9]", *words, *QUIET, *once, runs=runs, timeout=240)
+    assert done.status == 0, done.err + done.out
+    (folder,) = (runs / "sweeps").iterdir()
+    assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
+    found = {}
+    for cell in json.loads((folder / "sweep.json").read_text())["cells"]:
+        assert cell["state"] == "finished", cell
+        found[cell["values"]["seed"], cell["values"].get("criterion", "dense")] = Folder(runs / cell["run"]).result
+    return done, found
+
+
+def test_a_sweep_draws_criteria_that_choose_differently_and_processes_choose_alike(
+    digits: tuple[str, ...], tmp_path: Path
+) -> None:
+    done, one = sweep(tmp_path / "one", *digits, "repeats=2")
+    _, two = sweep(tmp_path / "two", *digits, "repeats=1", "processes_per_node=2")
+    assert list(one) == [(seed, name) for seed in (0, 1) for name in ("dense", *CRITERIA)]
+    assert list(two) == [(0, name) for name in ("dense", *CRITERIA)]
+    masks = {case: result["masks"] for case, result in one.items()}
+    assert len(set(masks.values())) == 2 * 4 + 1, "each criterion and seed has its own masks, but for dense models"
+    assert all(result["masks"] == masks[case] for case, result in two.items()), "with any number of processes"
+    assert all(result["nonzero"] == TOTAL - round(0.9 * TOTAL) for (_, name), result in one.items() if name != "dense")
+    assert all(words in done.out for words in ("magnitude 90 %", "below dense", "non-zero", "dense bf16"))
+
+
+@pytest.mark.parametrize(
+    ("words", "pruned"),
+    [
+        ([], [(name, level) for level in (0.8, 0.92, 0.97, 0.99) for name in CRITERIA]),
+        (["schedule=rigl"], [("magnitude", level) for level in (0.8, 0.92, 0.97, 0.99)]),
+        (["scope=n:m", "sparsity=0.5", "criteria=[taylor]"], [("taylor", 0.5)]),
+    ],
+)
+def test_the_grid_of_a_sweep_fits_the_settings(words: list[str], pruned: list[tuple[str, float]]) -> None:
+    cells = sparse_prune.cells(config.load(Config, ["sweep=true", *words], {}))
+    plain = {"export": False, "int8": False}
+    assert cells[0] == plain | {"schedule": "none", "l1": 0}, "the dense model"
+    assert cells[1:] == [plain | {"criterion": name, "sparsity": level} for name, level in pruned]
 
 
 # ---- what it saves
@@ -355,22 +401,6 @@ def test_zeros_save_bytes_only_when_compressed_or_in_csr() -> None:
     assert compact.packed(quantise.to_int8(compact.bare(a_model())))[0] < 0.35 * sizes[0.9][0]
 
 
-@pytest.mark.parametrize("name", ["lenet300", "convnet", "resnet18"])
-def test_the_exported_model_runs_without_this_project(name: str, tmp_path: Path) -> None:
-    model = models.for_images(name, (28, 28), 10)
-    Masks(model)
-    bare, x = compact.bare(model), torch.randn(3, 28, 28)
-    compact.export(copy.deepcopy(bare), x[:2], tmp_path / "model.pt2")
-    with torch.no_grad():
-        assert torch.allclose(compact.elsewhere(tmp_path / "model.pt2", x), bare(x), atol=1e-5)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
-    (tmp_path / "model.pt2").write_bytes(b"nothing")
-    with pytest.raises(RuntimeError, match="cannot be run by itself"):
-        compact.elsewhere(tmp_path / "model.pt2", x)
-    assert "export_difference" in compact.exported(copy.deepcopy(bare), x[:1], tmp_path / "one.pt2"), "of one sample"
-    assert compact.exported(bare, x, tmp_path / "nowhere" / "model.pt2").keys() == {"export_problem"}
-
-
 def test_two_of_four_is_known_by_its_groups() -> None:
     (score,) = made((6, 32))
     (mask,) = sparsity.by_group([score], 0.5, 4)
@@ -381,39 +411,13 @@ def test_two_of_four_is_known_by_its_groups() -> None:
 
 
 def test_a_run_measures_all_of_it(digits: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("sparse_prune", *digits, runs=tmp_path)
+    done = run("sparse_prune", *digits, *SMALL, "steps=30", runs=tmp_path)
     assert done.status == 0, done.err
     result = done.folder.result
     assert (done.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
     assert result["export_difference"] < 1e-5 and abs(result["int8_accuracy"] - result["test_accuracy"]) < 0.05
     assert result["bytes_csr"] < result["bytes_raw"] > result["int8_bytes_raw"]
     assert "than fp32" in done.out and "run elsewhere, outputs differ by" in done.out
-
-
-def test_a_resnet_on_colour_images_is_pruned_as_well(cache: Path, tmp_path: Path) -> None:
-    images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
-    words = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "optim.warmup=0")
-    done = run("sparse_prune", *images, *words, "processes_per_node=2", runs=tmp_path)
-    assert done.status == 0, done.err
-    result = done.folder.result
-    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"]) and result["weights"] > 11e6
-    assert result["export_difference"] < 1e-3
-
-
-def test_a_sweep_draws_accuracy_against_sparsity(digits: tuple[str, ...], tmp_path: Path) -> None:
-    few = ("sweep=true", "repeats=2", "steps=2", "schedule=rigl", "data.test_limit=100")
-    done = run("sparse_prune", *digits, *QUIET, *few, runs=tmp_path, timeout=280)
-    assert done.status == 0, done.err
-    (folder,) = (tmp_path / "sweeps").iterdir()
-    cells = json.loads((folder / "sweep.json").read_text())["cells"]
-    assert len(cells) == 2 * 5 and [cell["values"]["seed"] for cell in cells] == [0] * 5 + [1] * 5
-    assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        "magnitude 92 %" in done.out
-        and "below dense" in done.out
-        and "non-zero" in done.out
-        and "dense bf16" in done.out
-    )
 
 
 def test_a_sweep_tells_points_below_the_dense_model_of_the_same_seed(tmp_path: Path) -> None:

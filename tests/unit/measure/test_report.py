@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 
 import pytest
+import torch
 
 from common import report, schedules
 from common.schedules import Action, Span, play
-from tests.harness.processes import ROOT
 
 
 def test_idle_shares_of_a_known_step() -> None:
@@ -48,20 +47,16 @@ def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:
 
 
 def test_the_peak_of_memory_begins_anew() -> None:
-    program = """
-import os, sys
-import torch
-from common import report
-child = os.fork()  # a program's own peak begins with that of whoever started it
-if child:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-cpu, size = torch.device("cpu"), 300_000_000
-before = report.peak_memory(cpu)
-large = torch.ones(size, dtype=torch.uint8)
-assert report.peak_memory(cpu) > before + 0.9 * size
-del large
-report.forget_peak(cpu)
-assert report.peak_memory(cpu) < before + 0.1 * size
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    def check() -> None:
+        cpu, size = torch.device("cpu"), 300_000_000
+        before = report.peak_memory(cpu)
+        large = torch.ones(size, dtype=torch.uint8)
+        assert report.peak_memory(cpu) > before + 0.9 * size
+        del large
+        report.forget_peak(cpu)
+        assert report.peak_memory(cpu) < before + 0.1 * size
+
+    child = multiprocessing.get_context("fork").Process(target=check)  # its peak begins with what it has
+    child.start()
+    child.join()
+    assert child.exitcode == 0

@@ -56,6 +56,7 @@ def test_balance_finds_the_best_cut() -> None:
 
 
 def test_measured_costs_leave_no_trace() -> None:
+    torch.manual_seed(0)
     model = ResNet("resnet18", (3, 8, 8), 3, width=2).eval()
     before = copy.deepcopy(model.state_dict())
     costs = splits.time_costs(model, torch.randn(4, 3, 8, 8), repeats=2)

@@ -1,0 +1,66 @@
+"""Three steps of messages between two processes, one way or another, for tests/unit/pipeline/test_memory.py.
+
+    python -m tests.harness.exchange memory|network|small|silent
+
+With `small` the files of a process may hold next to nothing; with `silent` one process says nothing in the last step.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+
+from common import launch, memory, processes
+from common.launch import Place
+from common.messages import Messages, routes
+from common.schedules import Action, gpipe
+from configs.shared import Launch
+
+SHAPES = [torch.Size([30_000]), torch.Size([2])]
+PATIENCE = 30.0  # seconds until other tests' pipelines, which may begin just now, have removed their folders
+
+
+def folders() -> set[str]:
+    return {path.name for path in memory.SHARED.glob("pipeline-*")}
+
+
+def exchange(what: str, place: Place) -> None:
+    with launch.group(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
+        if what == "small":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        found = routes(gpipe(2, 2, 2), SHAPES, 4)
+        messages = Messages(world, found, torch.float32, 2, "network" if what == "network" else "auto")
+        assert (messages.memory is not None) == (what in ("memory", "silent"))
+        for step in range(3):
+            messages.begin()
+            for m in range(2):
+                value = torch.full((4, 30_000), 10.0 * step + m)
+                if world.rank == 0:
+                    messages.give(Action("F", 1, m), value)
+                    answer = messages.take(Action("B", 0, m))
+                    assert answer is not None and torch.equal(answer, value + 1)
+                else:
+                    if what == "silent" and step == 2:
+                        time.sleep(60)
+                    given = messages.take(Action("F", 1, m))
+                    assert given is not None
+                    messages.give(Action("B", 0, m), given.t().contiguous().t() + 1)
+            messages.end()
+        world.gather(None)
+
+
+def main(what: str) -> int:
+    before = folders()
+    status = processes.fork_all(lambda place: exchange(what, place), 2, 1, lambda: None)
+    deadline = time.monotonic() + PATIENCE
+    while left := folders() - before:
+        assert time.monotonic() < deadline, f"left in shared memory: {left}"
+        time.sleep(0.05)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,85 @@
+"""Small models with activations in pieces and BatchNorm, trained by every engine and schedule in two processes.
+
+python -m tests.harness.pieces      ends with status 0 if gradients, buffers and evaluation equal one process's
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import launch, processes, splits
+from common.launch import Place
+from common.pipeline import Pipeline
+from common.pipeline_torch import TorchPipeline
+from configs.pipeline import Pipeline as Settings
+from configs.shared import Launch
+
+
+class Turn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)  # the same memory, another order: not contiguous
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [Turn(), Turn(), nn.Linear(6, 5), Turn(), nn.BatchNorm1d(5), nn.ReLU(inplace=True), Turn(), Turn()]
+    layers += [nn.Linear(7, 4), nn.Flatten(), nn.Linear(20, 3)]
+    return nn.Sequential(OrderedDict((f"l{i}", layer) for i, layer in enumerate(layers))).double()
+
+
+def whole(x: Tensor, y: Tensor) -> tuple[nn.Sequential, Tensor]:
+    one = model()
+    for part, target in zip(x.chunk(4), y.chunk(4), strict=True):  # BatchNorm sees each microbatch, as in a pipeline
+        (F.cross_entropy(one(part), target) / 4).backward()
+    with torch.no_grad():
+        return one, one.eval()(x)
+
+
+CASES = [
+    Settings(engine=engine, schedule=schedule, stages=2 * each, stages_per_process=each, microbatches=4)
+    for engine, schedules in (
+        ("own", ("naive", "gpipe", "1f1b")),
+        ("torch", ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")),
+    )
+    for schedule in schedules
+    for each in (1, 2)
+]
+
+
+def compare(place: Place) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 7, 6).double(), torch.randint(3, (8,))
+    one, logits = whole(x, y)
+    want = dict(one.named_parameters())
+    with launch.group(place, Launch(device="cpu", threads=1)) as world:
+        for settings in CASES:
+            # the library needs weights in every stage
+            four = ["l2", "l5", "l8"] if settings.engine == "own" else ["l3", "l5", "l9"]
+            stages = splits.cut(model(), four if settings.stages == 4 else ["l5"])
+            engine = Pipeline if settings.engine == "own" else TorchPipeline
+            pipe = engine(settings, stages, F.cross_entropy, world, batch=8, sample=(7, 6), dtype=torch.float64)
+            pipe.train()
+            begun: list[Pipeline] = []
+            pipe.clock.begin = lambda begun=begun, pipe=pipe: begun.append(pipe)
+            pipe.step(x, y)
+            assert len(begun) == 1, (settings, "a clock that is never told of a step loses its precision on a GPU")
+            for stage in pipe.local.values():
+                for name, parameter in stage.named_parameters():
+                    assert parameter.grad is not None
+                    gap = (parameter.grad - want[name].grad).abs().max().item()
+                    assert gap < 1e-12, (settings, name, gap)
+                for name, buffer in stage.named_buffers():
+                    assert torch.allclose(buffer.double(), one.get_buffer(name).double(), atol=1e-12), (settings, name)
+            pipe.train(False)
+            out = pipe.predict(x, 8)
+            assert out is None or torch.allclose(out, logits, atol=1e-12), settings
+            world.gather(None)  # nobody leaves before all have received
+
+
+if __name__ == "__main__":
+    sys.exit(processes.fork_all(compare, 2, 1, lambda: None))
