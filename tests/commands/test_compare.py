@@ -16,8 +16,8 @@ from common import page
 from common.folder import Folder
 from slurm import compare as compared
 from slurm import selection
-from tests.benchmarks.runs import Made
 from tests.harness.browser import browser, requests, until
+from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment
 
 

@@ -23,7 +23,7 @@ from slurm import diagnosis
 from slurm import doctor as checks
 from slurm.ranks import Beat, straggler
 from slurm.scheduler import Scheduler
-from tests.benchmarks.runs import Made
+from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, command, environment, script
 from tests.harness.processes import run as experiment
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.runs import Made
+from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment
 
 KEPT = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}

@@ -18,7 +18,7 @@ from common.folder import Folder, write_json
 from common.prepare import RAW
 from configs.profile import Profile
 from slurm import rerun
-from tests.benchmarks.runs import Made
+from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, Done, environment, run
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
