@@ -79,3 +79,17 @@ class Made:
             return {"state": "failed", "exit_status": 1, "last_step": done, "reason": "the loss is nan"} | self.result
         numbers = {"test_loss": 0.16, "test_accuracy": 0.96, "samples_per_second": batch / self.step_seconds}
         return {"state": "finished", "exit_status": 0} | numbers | {"data": "digits"} | self.result
+
+
+def write_six(runs: Path) -> Path:
+    """Runs of different length, one restarted, one running, one broken, one that never began; returns `runs`."""
+    pipeline = {"idle_share": [0.2, 0.4], "peak_memory": {"process 0": 2e8, "process 1": 3e8}}
+    Made("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
+    Made("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)
+    exchanged: dict[str, Any] = {"communication_seconds": 0.02, "communication_exposed": 0.5, "step_seconds": 0.05}
+    exchanged |= {"efficiency": 0.9, "memory_megabytes": [400.0, 500.0]}
+    Made("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=exchanged).write(runs)
+    Made("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
+    Made("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)
+    Made("ddp_multinode", 5, 0, state="lost").write(runs)
+    return runs
