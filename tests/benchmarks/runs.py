@@ -1,4 +1,4 @@
-"""Run folders as real runs leave them, made without training: python -m tests.benchmarks.runs FOLDER [COUNT] [STEPS]
+"""Many run folders as real runs leave them: python -m tests.benchmarks.runs FOLDER [COUNT] [STEPS]
 
 Every seventh run was started twice, and every eleventh failed half-way.
 With `--measure` the commands that read runs are timed on them.
@@ -6,86 +6,14 @@ With `--measure` the commands that read runs are timed on them.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import os
-import random
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from common import config
-from common.folder import Folder, write_atomic, write_json
-
-STARTED = 1_790_000_000.0  # seconds since 1970: the first run
-EVERY = 3600.0  # seconds between two runs
-
-
-@dataclasses.dataclass
-class Made:
-    """One run that never ran. `attempts` starts share its steps, each redoing the last few of the one before."""
-
-    name: str = "ddp_multinode"
-    number: int = 0
-    steps: int = 200
-    attempts: int = 1
-    state: str = "finished"
-    """finished; or, half-way: failed, running (in the process that makes it), or lost without a word."""
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)
-    step_seconds: float = 0.01
-    result: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def write(self, runs: Path) -> Folder:
-        schema = config.schema_of(self.name)
-        values = config.read_file(config.ROOT / "configs" / f"{self.name}.yaml")
-        settings = config.resolve(schema, [values, {"data.name": "digits", "runs": str(runs)} | self.settings])
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + EVERY * self.number))
-        folder = Folder(runs / f"{self.name}-{stamp}-{self.number:04x}")
-        folder.path.mkdir(parents=True)
-        write_atomic(folder.path / "config.yaml", config.to_yaml(settings))
-        done = self.steps if self.state == "finished" else self.steps // 2
-        bounds = [round(done * (i + 1) / self.attempts) for i in range(self.attempts)]
-        begin, rows = 0, 0
-        for number, bound in enumerate(bounds, 1):
-            attempt = folder.claim()
-            attempt.set_parent(number - 1 if number > 1 else None, begin, rows)
-            self.train(attempt, begin, bound, settings.batch, settings.processes)
-            begin = max(0, bound - 5)  # the next start goes on from a checkpoint of five steps ago
-            rows = sum(row["global_step"] <= begin for row in attempt.own_rows())
-        history = {"attempt": self.attempts, "host": os.uname().nodename, "pid": os.getpid(), "pid_started": 0}
-        if self.state == "running":
-            history["pid_started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        write_json(folder.path / "meta.json", {"data": {"name": "digits"}, "history": [history]})
-        if self.state in ("finished", "failed"):
-            write_json(folder.path / "result.json", self.ending(done, settings.batch))
-        return folder
-
-    def train(self, attempt: Folder, begin: int, end: int, batch: int, processes: int) -> None:
-        """Write one start's files."""
-        draw = random.Random(self.number).gauss
-        world = {"processes": processes, "nodes": 1, "hosts": ["vm"] * processes, "device": "cpu"}
-        write_json(attempt.attempt / "world.json", world)
-        lines = []
-        for step in range(begin + 1, end + 1):
-            loss = 2.3 * math.exp(-3 * step / self.steps) + 0.05 + draw(0, 0.02)
-            seconds = self.step_seconds * (step + 30 * (1 - math.cos(step / 300)))  # never backwards
-            head = f'{{"global_step": {step}, "samples": {step * batch}, "time": {seconds:.6f}'
-            lines.append(f'{head}, "loss": {loss:.17g}}}\n')
-            if step % max(1, self.steps // 5) == 0:
-                lines.append(f'{head}, "test_loss": {loss:.17g}, "test_accuracy": {1 - loss / 3:.6g}}}\n')
-        attempt.metrics_file.write_text("".join(lines))
-        for rank in range(processes):
-            attempt.heartbeat(rank, end, time.time() if self.state == "running" else STARTED)
-            attempt.log_file(rank).write_text("it began\n")
-
-    def ending(self, done: int, batch: int) -> dict[str, Any]:
-        if self.state == "failed":
-            return {"state": "failed", "exit_status": 1, "last_step": done, "reason": "the loss is nan"} | self.result
-        numbers = {"test_loss": 0.16, "test_accuracy": 0.96, "samples_per_second": batch / self.step_seconds}
-        return {"state": "finished", "exit_status": 0} | numbers | {"data": "digits"} | self.result
+from tests.harness.made_runs import Made
 
 
 def several(runs: Path, count: int, steps: int) -> None:

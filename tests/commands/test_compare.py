@@ -1,9 +1,8 @@
-"""make compare: runs of all kinds side by side, on the terminal, as JSON, and in a real browser."""
+"""make compare: runs of all kinds side by side, on the terminal and as JSON."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -15,15 +14,14 @@ import pytest
 from common import page
 from common.folder import Folder
 from slurm import compare as compared
-from slurm import selection
-from tests.benchmarks.runs import Made
-from tests.harness.browser import browser, requests, until
+from slurm import selection, status
+from tests.harness import inside, warm
+from tests.harness.made_runs import Made, write_six
 from tests.harness.processes import ROOT, environment
 
 
 def compare(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slurm.compare", f"--runs={runs}", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    return inside.call(compared.main, f"--runs={runs}", *words)
 
 
 def as_json(runs: Path, *words: str) -> dict[str, Any]:
@@ -40,22 +38,13 @@ def ends(answer: dict[str, Any]) -> list[str]:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of different length, one restarted, one running, one broken, one that never began."""
-    runs = tmp_path_factory.mktemp("all") / "runs"
-    pipeline = {"idle_share": [0.2, 0.4], "peak_memory": {"process 0": 2e8, "process 1": 3e8}}
-    Made("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
-    Made("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)
-    exchanged: dict[str, Any] = {"communication_seconds": 0.02, "communication_exposed": 0.5, "step_seconds": 0.05}
-    exchanged |= {"efficiency": 0.9, "memory_megabytes": [400.0, 500.0]}
-    Made("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=exchanged).write(runs)
-    Made("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
-    Made("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)
-    Made("ddp_multinode", 5, 0, state="lost").write(runs)
-    return runs
+    return write_six(tmp_path_factory.mktemp("all") / "runs")
 
 
 def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
-    done = compare(made)
+    done = warm.execute([sys.executable, "-m", "slurm.compare", f"--runs={made}"], env=environment(), real=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout == compare(made).stdout
     head, *lines = done.stdout.splitlines()
     assert [line.split()[1] for line in lines[:6]] == ["finished", "finished", "finished", "failed", "running", "lost"]
     assert "optim.lr" in head and "strategy" in head
@@ -202,13 +191,11 @@ def test_damaged_files_do_not_hide_the_others(made: Path, tmp_path: Path) -> Non
 
 
 def test_status_is_told_to_machines(made: Path) -> None:
-    command = [sys.executable, "-m", "slurm.status", f"--runs={made}", "--json=1", "--", "status"]
-    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 60}
-    every = json.loads(subprocess.run(command, check=True, **run).stdout)  # type: ignore[call-overload]
+    every = json.loads(inside.call(status.main, f"--runs={made}", "--json=1", "--", "status").stdout)
     assert [one["run"] for one in every] == sorted(path.parent.name for path in made.glob("*/config.yaml"))
     (broken,) = (one for one in every if one["run"].endswith("-0003"))
     assert (broken["state"], broken["step"], broken["restarts"]) == ("failed", 500, 0)
-    alone = subprocess.run([*command, broken["run"]], check=False, **run)  # type: ignore[call-overload]
+    alone = inside.call(status.main, f"--runs={made}", "--json=1", "--", "status", broken["run"])
     assert alone.returncode == 1  # as without --json
     assert json.loads(alone.stdout)[0]["detail"] == "the loss is nan"
 
@@ -218,97 +205,3 @@ def test_it_needs_no_torch() -> None:
     program += "print('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
-
-
-# ---- the page, in a browser
-
-
-def test_the_page_works_from_disk_without_a_network(made: Path, tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    shutil.copytree(made, runs)
-    hostile = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
-    config = next(runs.glob("*-0002")) / "config.yaml"
-    config.write_text(config.read_text().replace("strategy: ddp", f"strategy: {json.dumps(hostile)}"))
-    assert compare(runs).returncode == 0
-    page = runs / "compare.html"
-    with browser() as chrome:
-        chrome.get(page.as_uri())
-        until(lambda: chrome.execute_script("return document.querySelectorAll('.scatterlayer path.js-line').length"))
-        said = chrome.get_log("browser")
-        assert not said, said
-        assert chrome.title == "6 runs compared"
-        assert [url for url in requests(chrome) if not url.startswith(("data:", "blob:"))] == [page.as_uri()]
-
-        titles = chrome.execute_script(
-            "return [...document.querySelectorAll('.annotation-text')].map(t => t.textContent)"
-        )
-        assert titles == [
-            "training loss",
-            "test accuracy",
-            "test loss",
-            "samples a second",
-            "share of the time waited for other processes",
-            "peak memory where most was taken, MB",
-        ]
-        buttons = chrome.execute_script(
-            "return [...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)"
-        )
-        assert "Zoom" in buttons and not [title for title in buttons if "Share" in title or "loud" in title]
-        lines = chrome.execute_script("return document.querySelectorAll('.subplot.xy path.js-line').length")
-        assert lines == 5  # all but the run that never began
-        assert chrome.execute_script("return document.querySelectorAll('.barlayer .point path').length") == 6
-        check_legend(chrome)
-        check_axes(chrome)
-        check_links(chrome, page)
-
-
-def check_legend(chrome: Any) -> None:
-    """A click on a run in the legend hides its curve in all plots, another one brings it back."""
-    from selenium.webdriver.common.by import By
-
-    count = "return document.querySelectorAll('.scatterlayer path.js-line').length"
-    before = chrome.execute_script(count)
-    entries = chrome.find_elements(By.CSS_SELECTOR, ".legend .traces")
-    assert len(entries) == 5
-    assert "(failed)" in entries[3].text and "(running)" in entries[4].text
-    entries[0].find_element(By.CSS_SELECTOR, ".legendtoggle").click()
-    until(lambda: chrome.execute_script(count) == before - 4)  # loss, speed, and two evaluations
-    chrome.find_elements(By.CSS_SELECTOR, ".legendtoggle")[0].click()
-    until(lambda: chrome.execute_script(count) == before)
-
-
-def check_axes(chrome: Any) -> None:
-    """The buttons change what the curves are drawn against, and how."""
-    from selenium.webdriver.common.by import By
-
-    for name, last in (("samples", 64_000), ("seconds", 10.0), ("step", 1000)):
-        (button,) = [b for b in chrome.find_elements(By.TAG_NAME, "button") if b.text == name]
-        button.click()
-        assert until(lambda: chrome.execute_script("return plots.layout.xaxis.title.text")) == name
-        assert chrome.execute_script("return plots.data[0].x.at(-1)") == pytest.approx(last, rel=0.1)
-        low, high = chrome.execute_script("return plots.layout.xaxis.range")
-        assert low <= 0.1 * last and last <= high < 1.2 * last
-    (button,) = [b for b in chrome.find_elements(By.TAG_NAME, "button") if b.text == "logarithmic"]
-    button.click()
-    until(lambda: chrome.execute_script("return plots.layout.yaxis.type") == "log")
-    assert chrome.execute_script("return plots.layout.yaxis2.type") != "log"  # accuracy
-
-
-def check_links(chrome: Any, page: Path) -> None:
-    """Every link leads to a file of a run."""
-    found = re.findall(r'<a href="([^"]+)">', page.read_text().rpartition("<h2>Results")[2])
-    assert len(found) > 20 and "attempts/0003/logs/rank-1.log" in " ".join(found)
-    assert all((page.parent / link).exists() for link in found)
-
-
-def test_fifty_runs_are_drawn(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    for number in range(50):
-        Made("ddp_multinode", number, 60, settings={"seed": str(number)}).write(runs)
-    assert len(as_json(runs, "--last=50")["runs"]) == 50
-    with browser() as chrome:
-        chrome.get((runs / "compare.html").as_uri())
-        count = "return document.querySelectorAll('.subplot.xy path.js-line').length"
-        until(lambda: chrome.execute_script(count) == 50)
-        colours = chrome.execute_script("return new Set(plots.data.map(t => t.line && t.line.color)).size")
-        assert colours == 50

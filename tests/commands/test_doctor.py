@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.checkup import problems
-from common.folder import Folder, write_json
+from common.folder import write_json
 from slurm import diagnosis
 from slurm import doctor as checks
 from slurm.ranks import Beat, straggler
 from slurm.scheduler import Scheduler
-from tests.benchmarks.runs import Made
-from tests.harness.processes import ROOT, command, environment, script
+from tests.harness import inside, warm
+from tests.harness.live_runs import ranks_of, running
+from tests.harness.made_runs import Made
+from tests.harness.processes import environment, script
 from tests.harness.processes import run as experiment
 
 SOUND = {
@@ -87,25 +86,28 @@ def test_processes_of_one_host_do_not_outvote_the_others() -> None:
     assert problems(facts, 3) == ["node3 (rank 2): its clock is +30.0 s from the others'; set up NTP"]
 
 
-def doctor(*words: str, status: int | None = 0) -> str:
-    argv = [sys.executable, "-m", "slurm.doctor", *words]
-    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=90, check=False)
-    assert status in (None, done.returncode) and "Traceback" not in done.stderr, done.stdout + done.stderr
+def doctor(*words: str, status: int = 0) -> str:
+    done = inside.call(checks.main, *words)
+    assert done.returncode == status and "Traceback" not in done.stderr, done.stdout + done.stderr
     return done.stdout
 
 
 def test_this_machine_is_sound_and_a_damaged_set_is_named(cache: Path, tmp_path: Path) -> None:
     args = f"--args=runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}"
     shutil.copytree(cache, tmp_path / "prepared")
-    lines = doctor("--nodes=2", args).splitlines()
+    words = [sys.executable, "-m", "slurm.doctor", "--nodes=2", args]
+    done = warm.execute(words, env=environment(), timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
     assert lines[-2:] == ["W&B: runs would be disabled", "all is sound"] and len(lines) == 6
     assert "all_reduce_gb_per_s" in lines[1] and "gflop_per_s" in lines[1]
     (file,) = (tmp_path / "prepared").glob("digits-*/test_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    found = json.loads(doctor("--nodes=2", args, "--json=1", status=1))
-    assert [host["rank"] for host in found["hosts"]] == [0, 1] and not found["sound"]
+    done = warm.execute([*words, "--json=1"], env=environment(), timeout=90)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and [host["rank"] for host in found["hosts"]] == [0, 1] and not found["sound"]
     assert len(found["problems"]) == 1 and f"{file} is damaged" in found["problems"][0]
     assert not list((tmp_path / "runs").iterdir())
 
@@ -120,64 +122,14 @@ def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Pat
     assert facts["state"] == "failed" and facts["first_error"]["rank"] in (0, 1) and len(facts["ranks"]) == 2
 
 
-def test_a_rank_that_was_killed_and_one_that_hangs_are_named(digits: tuple[str, ...], tmp_path: Path) -> None:
-    words = (*digits, "steps=100000", "epochs=300", "launch.step_timeout=15", "log.progress=none")
-    killed, silent = "rank 1 was killed by SIGKILL", "rank 1 on .* did not answer within 15 s"
-    for number, cause in ((signal.SIGKILL, killed), (signal.SIGSTOP, silent)):
-        runs = tmp_path / number.name
-        with running("mnist_pipeline", *words, runs=runs) as (process, folder):
-            os.kill(ranks_of(process.pid)[1], number)
-            process.wait(90)
-        found = doctor(f"--run={folder.path}", status=1)
-        assert re.search(f"likely cause  .*{cause}", found), found
-        assert ("stood at " in found) == (number == signal.SIGSTOP), found
-
-
-def test_a_straggler_is_named_while_the_run_goes_on(cache: Path, tmp_path: Path) -> None:
-    words = ("data.name=digits", f"data.cache={cache}", "batch=128", "epochs=100", "log.progress=none")
-    with running("ddp_multinode", *words, runs=tmp_path) as (process, folder):
-        slow, deadline, found = ranks_of(process.pid)[1], time.monotonic() + 90, ""
-        while "rank 1 on " not in found:
-            assert time.monotonic() < deadline, found
-            throttle(slow, 4)
-            found = doctor(f"--run={folder.path}", status=None)
-        assert re.search(r"rank 1 on \S+ is slow: \S+ ms until backward, the others \S+ ms", found), found
-        shown = subprocess.run(
-            [sys.executable, "-m", "slurm.status", "status", str(folder.path)],
-            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=30, check=False,
-        )  # fmt: skip
-        assert "RUNNING" in shown.stdout and "rank 1 on " in shown.stdout, shown.stdout
-
-
-def throttle(pid: int, seconds: float) -> None:
-    """Let a process run for a quarter of the time only."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.06)
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.02)
-
-
-def ranks_of(parent: int) -> list[int]:
-    """The processes of a local run, in the order in which they were started."""
-    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return sorted(int(pid) for pid in found if "tracking" not in Path(f"/proc/{pid}/cmdline").read_text())
-
-
-@contextlib.contextmanager
-def running(name: str, *words: str, runs: Path) -> Iterator[tuple[subprocess.Popen[bytes], Folder]]:
-    """A run that has begun to train."""
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command(name, *words, runs=runs), cwd=ROOT, env=environment(), **quiet) as process:
-        try:
-            deadline = time.monotonic() + 60
-            while not list(runs.glob("*/attempts/0001/metrics.jsonl")):
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.1)
-            yield process, Folder(next(runs.iterdir()))
-        finally:
-            process.kill()  # its processes end with it
+def test_a_rank_that_was_killed_is_named(digits: tuple[str, ...], tmp_path: Path) -> None:
+    words = (*digits, "steps=100000", "epochs=300", "log.progress=none")
+    with running("mnist_pipeline", *words, runs=tmp_path) as (process, folder):
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        process.wait(90)
+    found = doctor(f"--run={folder.path}", status=1)
+    assert re.search("likely cause  .*rank 1 was killed by SIGKILL", found), found
+    assert "stood at " not in found, found
 
 
 LOST = "RuntimeError: Connection closed by peer"
@@ -284,6 +236,5 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     ],
 )
 def test_what_is_asked_wrongly_is_refused(words: list[str], message: str) -> None:
-    argv = [sys.executable, "-m", "slurm.doctor", *words]
-    done = subprocess.run(argv, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = inside.call(checks.main, *words)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1

@@ -1,7 +1,9 @@
 """The Makefile and slurm/submit.py: what a person types, honest or hostile.
 
 make runs in a folder of its own, with copies of the Makefile and of requirements.txt and a `.venv` whose python
-is this one: the project's environment can neither be missing nor be rebuilt by a test.
+is this one: the project's environment can neither be missing nor be rebuilt by a test. What make hands over is told by
+a python that only writes down its words; what the commands make of such words is asked within this process, and a few
+times all the way through.
 """
 
 from __future__ import annotations
@@ -10,11 +12,16 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from slurm import compare, prune, submit, upload
+from tests.harness import inside
+from tests.harness.fake_slurm import Fake
 from tests.harness.processes import ROOT, Done, environment, processes_of, script
 
 HOSTILE = [
@@ -37,6 +44,7 @@ HOSTILE = [
     "\udcff",
     "x" * 300,
 ]
+THROUGH_MAKE = ["$(shell touch pwned)", "x\n\ttouch pwned", '"; touch pwned; "']
 
 
 def make(place: Path, *words: str, **env: str) -> Done:
@@ -55,12 +63,29 @@ def make(place: Path, *words: str, **env: str) -> Done:
 
 def refused(done: Done, place: Path) -> str:
     """Check that there is one message, a failing status, and nothing made; returns the message."""
-    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert done.status == 2, done
-    assert len(errors) == 1, done.err
-    assert "Traceback" not in done.out + done.err
     assert {path.name for path in place.iterdir()} == {"Makefile", "requirements.txt", ".venv"}
+    return message_of(done.status, done.out, done.err)
+
+
+def message_of(status: int, out: str, err: str) -> str:
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert status == 2, out + err
+    assert len(errors) == 1, err
+    assert "Traceback" not in out + err
     return errors[0]
+
+
+def refused_inside(place: Path, main: Callable[[list[str]], int], *words: str) -> str:
+    """The same of a command that is called within this process."""
+    before = sorted(place.iterdir())
+    done = inside.call(main, *words, cwd=place)
+    assert sorted(place.iterdir()) == before
+    return message_of(done.returncode, done.stdout, done.stderr)
+
+
+def submitted(place: Path, *words: str, name: str = "mnist_pipeline") -> str:
+    """How `make exp` refuses such words; were they not refused, it would only show what it would start."""
+    return refused_inside(place, submit.main, "--dry-run=1", *words, "--", name)
 
 
 def test_help_lists_every_target(place: Path) -> None:
@@ -74,31 +99,86 @@ def test_help_lists_every_target(place: Path) -> None:
     assert make(place, "help").out == done.out
 
 
-# ---- make exp
+# ---- what make hands over
+
+
+KNOWN = dict(re.findall(r"^override KNOWN-(\S+) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+CHOICE = "RUNS NAME LAST WHERE SWEEP"
+
+
+def settings_of(target: str) -> list[str]:
+    return KNOWN[target].replace("$(CHOICE)", CHOICE).split()
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
-def test_hostile_names_are_refused(place: Path, text: str) -> None:
+def test_every_text_reaches_the_commands_as_it_was_written(place: Path, text: str) -> None:
+    script(place / ".venv/bin/python", "printf '%s\\0' \"$@\" > words")
+    for target, variable, word in (
+        ("exp", "NAME", "{}"),
+        ("exp", "ARGS", "--args={}"),
+        ("exp", "NODES", "--nodes={}"),
+        ("rerun", "RUN", "{}"),
+        ("compare", "RUNS", "--pick={}"),
+        ("compare", "WHERE", "--where={}"),
+        ("sync", "SWEEP", "--sweep={}"),
+        ("prune-runs", "LAST", "--last={}"),
+    ):
+        done = make(place, target, f"{variable}={text}")
+        assert done.status == 0, done.err
+        words = (place / "words").read_bytes().decode(errors="surrogateescape").split("\0")
+        assert word.format(text) in words, (target, variable, words)
+        (place / "words").unlink()
+    assert {path.name for path in place.iterdir()} == {"Makefile", "requirements.txt", ".venv"}
+
+
+@pytest.mark.parametrize("target", KNOWN)
+def test_no_setting_is_expanded(place: Path, target: str) -> None:
+    text = "$(shell touch pwned)`touch pwned`$(touch pwned)'\"; touch pwned; '\""
+    variables = settings_of(target)
+    done = make(place, "--dry-run", target, *(f"{variable}={text}" for variable in variables))
+    assert done.status == 0, done.err
+    assert make(place, "--dry-run", target, **dict.fromkeys(variables, text)).status == 0
+    assert not (place / "pwned").exists()
+
+
+def test_every_target_that_uses_a_setting_has_it() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for target, recipe in re.findall(r"^([a-z][a-z-]*):.*\n((?:\t.*\n)+)", text, re.MULTILINE):
+        used = set(re.findall(r"\$\$\{?([A-Z_]+)", recipe)) - {"PYTHON"}
+        assert used == set(settings_of(target) if target in KNOWN else ()), target
+
+
+# ---- make exp
+
+
+@pytest.mark.parametrize("text", THROUGH_MAKE, ids=ascii)
+def test_hostile_words_are_refused_through_make(place: Path, text: str) -> None:
     message = refused(make(place, "exp", f"NAME={text}"), place)
-    assert "no experiment" in message
-    assert "mnist_pipeline" in message
-
-
-@pytest.mark.parametrize("text", [text for text in HOSTILE if text not in ("#", "--help")], ids=ascii)
-def test_hostile_arguments_are_refused(place: Path, text: str) -> None:
+    assert "no experiment" in message and "mnist_pipeline" in message
     refused(make(place, "exp", "NAME=mnist_pipeline", f"ARGS={text}"), place)
 
 
+@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
+def test_hostile_names_are_refused(tmp_path: Path, text: str) -> None:
+    message = submitted(tmp_path, name=text)
+    assert "no experiment" in message and "mnist_pipeline" in message
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE if text != "--help"], ids=ascii)
+def test_hostile_arguments_are_refused(tmp_path: Path, text: str) -> None:
+    submitted(tmp_path, f"--args={text}")
+
+
 @pytest.mark.parametrize("text", ["stages='$(shell touch pwned)'", "stages='`touch pwned`'", "stages=;id"])
-def test_hostile_values_are_refused(place: Path, text: str) -> None:
-    assert "stages=" in refused(make(place, "exp", "NAME=mnist_pipeline", f"ARGS={text}"), place)
+def test_hostile_values_are_refused(tmp_path: Path, text: str) -> None:
+    assert "stages=" in submitted(tmp_path, f"--args={text}")
 
 
 @pytest.mark.parametrize(
     "text", ["0", "-1", "abc", "1.5", "2 3", "$(shell touch pwned)", "1;touch pwned", "1\n2", "000"]
 )
-def test_bad_node_counts_are_refused(place: Path, text: str) -> None:
-    assert "NODES=" in refused(make(place, "exp", "NAME=mnist_pipeline", f"NODES={text}"), place)
+def test_bad_node_counts_are_refused(tmp_path: Path, text: str) -> None:
+    assert "NODES=" in submitted(tmp_path, f"--nodes={text}")
 
 
 def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> None:
@@ -107,80 +187,81 @@ def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> No
     assert "[1, 2]" in message
 
 
-KNOWN = dict(re.findall(r"^override KNOWN-(\S+) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
-CHOICE = "RUNS NAME LAST WHERE SWEEP"
-
-
-@pytest.mark.parametrize("target", KNOWN)
-def test_no_setting_is_expanded(place: Path, target: str) -> None:
-    for variable in KNOWN[target].replace("$(CHOICE)", CHOICE).split():
-        text = "$(shell touch pwned)`touch pwned`$(touch pwned)'\"; touch pwned; '\""
-        done = make(place, "--dry-run", target, f"{variable}={text}")
-        assert done.status == 0, done.err
-        assert make(place, "--dry-run", target, **{variable: text}).status == 0
-        assert not (place / "pwned").exists()
-
-
-def test_every_target_that_uses_a_setting_has_it() -> None:
-    text = (ROOT / "Makefile").read_text()
-    for target, recipe in re.findall(r"^([a-z][a-z-]*):.*\n((?:\t.*\n)+)", text, re.MULTILINE):
-        used = set(re.findall(r"\$\$\{?([A-Z_]+)", recipe)) - {"PYTHON"}
-        assert used == set(KNOWN.get(target, "").replace("$(CHOICE)", CHOICE).split()), target
-
-
 @pytest.mark.parametrize("text", ["$(shell touch pwned)", "x; touch pwned", "x\ntouch x", "'x", "x" * 300], ids=ascii)
-@pytest.mark.parametrize("target", ["compare RUNS", "compare WHERE", "sync SWEEP", "prune-runs LAST"])
-def test_hostile_words_about_runs_are_refused(place: Path, target: str, text: str) -> None:
-    verb, variable = target.split()
-    refused(make(place, verb, f"{variable}={text}"), place)
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (compare.main, ("--pick={}",)),
+        (compare.main, ("--where={}",)),
+        (upload.main, ("sync", "--sweep={}")),
+        (prune.main, ("--last={}",)),
+    ],
+    ids=["compare RUNS", "compare WHERE", "sync SWEEP", "prune-runs LAST"],
+)
+def test_hostile_words_about_runs_are_refused(
+    tmp_path: Path, main: Callable[[list[str]], int], words: tuple[str, ...], text: str
+) -> None:
+    refused_inside(tmp_path, main, *(word.replace("{}", text) for word in words))
 
 
 def test_missing_name_lists_the_experiments(place: Path) -> None:
     assert "write make exp NAME=" in refused(make(place, "exp"), place)
 
 
-def test_unknown_name_gets_the_nearest(place: Path) -> None:
-    assert "did you mean mnist_pipeline?" in refused(make(place, "exp", "NAME=mnist_pipelin"), place)
-
-
 def test_help_and_print_config(place: Path) -> None:
-    done = make(place, "exp", "NAME=mnist_pipeline", "ARGS=--help")
-    assert done.status == 0
-    assert "microbatches=4" in done.out
-    done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
-    assert done.status == 0
-    settings = yaml.safe_load(done.out)
+    done = inside.call(submit.main, "--args=--help", "--", "mnist_pipeline", cwd=place)
+    assert done.returncode == 0
+    assert "microbatches=4" in done.stdout
+    shown = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
+    assert shown.status == 0
+    settings = yaml.safe_load(shown.out)
     assert (settings["batch"], settings["launch"]["nodes"]) == (128, 2)
-    assert not done.runs.exists()
+    assert not shown.runs.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (("NAME=mnist_pipelin",), "did you mean"),
-        (("NAME=mnist_pipeline", "ARGS=epoch=1"), "did you mean epochs?"),
-        (("NAME=mnist_pipeline", "ARGS=microbatches=3"), "microbatches=2 or 4"),
-        (("NAME=mnist_pipeline", "ARGS=schedule=none.py:f"), "none.py"),
-        (("NAME=mnist_pipeline", "NODES=0"), "NODES="),
-    ],
-)
-def test_bad_settings_are_answered_without_torch(place: Path, words: tuple[str, ...], part: str) -> None:
+def test_bad_settings_are_answered_without_torch(tmp_path: Path) -> None:
     for name in ("torch", "torchvision", "wandb"):
-        fake = place.parent / "fake" / name / "__init__.py"
-        fake.parent.mkdir(parents=True, exist_ok=True)
+        fake = tmp_path / "fake" / name / "__init__.py"
+        fake.parent.mkdir(parents=True)
         fake.write_text(f"raise SystemExit('{name} was imported')\n")
-    assert part in refused(make(place, "exp", *words, BEFORE=str(place.parent / "fake")), place)
+    program = """
+from common.config import UserError
+from slurm import submit
+for words in (
+    ["--", "mnist_pipelin"],
+    ["--args=epoch=1", "--", "mnist_pipeline"],
+    ["--args=microbatches=3", "--", "mnist_pipeline"],
+    ["--args=schedule=none.py:f", "--", "mnist_pipeline"],
+    ["--nodes=0", "--", "mnist_pipeline"],
+):
+    try:
+        submit.main(words)
+    except UserError as error:
+        print(error)
+"""
+    env = environment(PYTHONPATH=f"{tmp_path / 'fake'}:{ROOT}")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and not done.stderr, done
+    parts = ("did you mean mnist_pipeline?", "did you mean epochs?", "microbatches=2 or 4", "none.py", "NODES=")
+    said = done.stdout.splitlines()
+    assert len(said) == len(parts) and all(part in line for part, line in zip(parts, said, strict=True)), said
 
 
 def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, ...]) -> None:
-    done = make(
-        place, "exp", "NAME=mnist_pipeline", "NODES=2", "LAUNCH=local", f"ARGS={' '.join(digits)} steps=3 batch=16"
-    )
+    """Where SLURM is installed, but has no configuration, as Debian leaves it."""
+    fake = Fake(place.parent)
+    fake.conf.unlink()
+    env = fake.environment()
+    settings = f"ARGS={' '.join(digits)} steps=3 batch=16"
+    done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", settings, **env)
     assert done.status == 0, done
-    assert "2 nodes are laid out as processes on this machine" in done.out
+    assert "no SLURM is used: 2 nodes are laid out as processes on this machine" in done.out
+    assert not fake.calls.exists()
     assert done.folder.result["state"] == "finished"
-    settings = yaml.safe_load((done.folder.path / "config.yaml").read_text())
-    assert settings["launch"]["nodes"] == 2
+    written = yaml.safe_load((done.folder.path / "config.yaml").read_text())
+    assert written["launch"]["nodes"] == 2
     assert sorted(path.name for path in done.folder.attempt.parent.glob("0001/logs/rank-*")) == [
         "rank-0.log",
         "rank-1.log",
@@ -264,7 +345,7 @@ def test_old_or_missing_python_gets_the_remedy(place: Path, missing: bool) -> No
 def test_environment_is_built_once_and_again_only_for_new_requirements(place: Path) -> None:
     python, installed = fake_python(place), place.parent / "installed"
     for _ in range(2):
-        assert make(place, "exp", f"PYTHON={python}").status
+        assert make(place, "logs", f"PYTHON={python}").status
     assert not installed.exists()  # .venv was there
     assert set_up(place, python).status == 0
     assert make(place, "lint", f"PYTHON={python}").status == 0

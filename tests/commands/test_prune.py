@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.runs import Made
-from tests.harness.processes import ROOT, environment
+import slurm.prune
+from tests.harness import inside
+from tests.harness.made_runs import Made
 
 KEPT = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
 
 def prune(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "slurm.prune", f"--runs={runs}", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    return inside.call(slurm.prune.main, f"--runs={runs}", *words)
 
 
 def files(folder: Path) -> set[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.runs import Made
+from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment, run
 
 TEXT = (ROOT / "README.md").read_text()

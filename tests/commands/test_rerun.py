@@ -1,4 +1,4 @@
-"""`make rerun`: a repetition is equal to the bit, or what differs is named, and nothing else."""
+"""make rerun: a repetition is equal to the bit, or what differs is named, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,108 +14,71 @@ import pytest
 
 from common.config import UserError
 from common.folder import Folder, write_json
-from common.prepare import RAW
 from configs.profile import Profile
 from slurm import rerun
-from tests.benchmarks.runs import Made
-from tests.harness.processes import ROOT, Done, environment, run
+from tests.harness import inside, warm
+from tests.harness.made_runs import Made
+from tests.harness.processes import ROOT, environment, run
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
 
-def make_rerun(place: Path, folder: Path, *words: str) -> Done:
-    done = subprocess.run(
-        ["make", "rerun", f"RUN={folder}", *words],
-        cwd=place,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr, folder.parent)
+def differing(out: str) -> list[str]:
+    return re.findall(r"^differs     (.*)", out, re.MULTILINE)
 
 
-def differing(done: Done) -> list[str]:
-    return re.findall(r"^differs     (.*)", done.out, re.MULTILINE)
-
-
-def new_of(old: Path) -> Folder:
-    """The repetition, which is taken away so that the next one is alone again."""
-    (path,) = [path for path in old.parent.iterdir() if path != old]
-    return Folder(path)
-
-
-@pytest.fixture
-def old(tmp_path: Path, cache: Path) -> Path:
-    """A finished run, with data of its own that may be damaged."""
-    shutil.copytree(cache, tmp_path / "data")
-    words = ("data.name=digits", f"data.cache={tmp_path / 'data'}", *QUICK)
-    return run("mnist_pipeline", *words, runs=tmp_path / "runs").folder.path
-
-
-def test_a_repetition_is_equal_to_the_bit_from_its_own_source(old: Path, place: Path) -> None:
+def test_a_repetition_is_equal_to_the_bit_from_its_own_source(cache: Path, tmp_path: Path) -> None:
+    words = ("data.name=digits", f"data.cache={cache}", *QUICK)
+    old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder.path
     script = old / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text() + "# as it was then\n")
     meta = json.loads((old / "meta.json").read_text())
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
-    done = make_rerun(place, old)
-    assert done.status == 0, done.out + done.err
-    assert differing(done) == [f"package numpy: then 1.0, now {np.__version__}"]
-    assert "losses      equal to the bit in 12 steps" in done.out
-    assert "result      equal to the bit: test_loss, test_accuracy" in done.out
-    new = new_of(old)
+    done = warm.execute([sys.executable, "-m", "slurm.rerun", "--", str(old)], env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert differing(done.stdout) == [f"package numpy: then 1.0, now {np.__version__}"]
+    assert "losses      equal to the bit in 12 steps" in done.stdout
+    assert "result      equal to the bit: test_loss, test_accuracy" in done.stdout
+    (path,) = (path for path in old.parent.iterdir() if path != old)
+    new = Folder(path)
     assert new.metrics()[3]["loss"] == Folder(old).metrics()[3]["loss"] and new.result["state"] == "finished"
     assert (new.path / "code" / "experiments" / "mnist_pipeline.py").read_text() == script.read_text()
     meta = json.loads((new.path / "meta.json").read_text())
     assert meta["repeats"] == old.name and meta["packages"]["numpy"] == np.__version__
 
 
-def test_another_seed_is_named_and_how_far_it_leads(old: Path, place: Path) -> None:
-    done = make_rerun(place, old, "ARGS=seed=1")
-    assert done.status != 0 and f"Error {rerun.DIFFERENT}" in done.err, done.out + done.err
-    assert differing(done) == ["seed: then 0, now 1"]
-    found = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", done.out)
-    assert found, done.out
-    then, now = ([row["loss"] for row in f.metrics() if "loss" in row] for f in (Folder(old), new_of(old)))
-    gaps = [abs(a - b) for a, b in zip(then, now, strict=True)]
-    assert float(found[1]) == pytest.approx(max(gaps), rel=1e-2) and gaps[int(found[2]) - 1] == max(gaps)
-    assert re.search(r"result      test_loss: then \S+, now \S+, \S+ apart", done.out)
-
-
-def test_one_flipped_byte_of_the_prepared_data_is_named(old: Path, place: Path, tmp_path: Path) -> None:
+def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(cache, tmp_path / "data")
+    words = ("data.name=digits", f"data.cache={tmp_path / 'data'}", *QUICK)
+    old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder.path
     (file,) = (tmp_path / "data").glob("digits-*/train_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[500] ^= 1
     file.write_bytes(raw)
-    done = make_rerun(place, old)
-    assert done.status != 0 and "Error 2" in done.err
-    (line,) = differing(done)
+    done = inside.call(rerun.main, "--", str(old))
+    assert done.returncode == 2
+    (line,) = differing(done.stdout)
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): then ")
-    assert f"error: {file} is damaged" in done.err and "Traceback" not in done.err
+    assert f"error: {file} is damaged" in done.stderr and done.stderr.count("\n") == 1
     assert list(old.parent.iterdir()) == [old]
 
 
-def test_one_flipped_byte_of_the_source_of_the_data_is_named(place: Path, tmp_path: Path) -> None:
-    random, raw = np.random.default_rng(0), tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, size in RAW.items():
-        count = (size - 16) // 784 if "images" in name else size - 8
-        head = [2051, count, 28, 28] if "images" in name else [2049, count]
-        body = random.integers(0, 255 if "images" in name else 10, size - 4 * len(head), dtype=np.uint8)
-        (raw / name).write_bytes(np.array(head, ">i4").tobytes() + body.tobytes())
-    words = (f"data.root={tmp_path}", f"data.cache={tmp_path / 'data'}", *QUICK)
-    old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder.path
-    with open(raw / "t10k-images-idx3-ubyte", "r+b") as file:
-        file.seek(16 + 300)
-        byte = file.read(1)[0]
-        file.seek(16 + 300)
-        file.write(bytes([byte ^ 128]))
-    done = make_rerun(place, old)
-    assert f"Error {rerun.DIFFERENT}" in done.err, done.out + done.err
-    (line,) = differing(done)
-    assert line.startswith("data test_images of mnist")
-    assert "losses      equal to the bit in 12 steps" in done.out and "result      test_loss: then " in done.out
+def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (Made(number=number, steps=10).write(tmp_path) for number in range(2))
+    text = old.attempts()[0].metrics_file.read_text()
+    new.attempts()[0].metrics_file.write_text(text)
+    assert rerun.compare(old, new)
+    assert "losses      equal to the bit in 10 steps\n" in capsys.readouterr().out
+    rows = [json.loads(line) for line in text.splitlines()]
+    for row in rows:
+        if "loss" in row and row["global_step"] in (4, 7, 9):
+            row["loss"] += {4: 0.25, 7: 0.5, 9: 0.125}[row["global_step"]]
+    new.attempts()[0].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert not rerun.compare(old, new)
+    found = re.search(
+        r"losses      differ in 3 of 10 steps, first in step 4, by at most (\S+) \(step 7\)", capsys.readouterr().out
+    )
+    assert found and float(found[1]) == pytest.approx(0.5, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +103,7 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], me
     for name in ("experiments", "common", "slurm", "configs"):
         shutil.copytree(ROOT / name, old / "code" / name)
     words = [word.format(old=old, bare=bare) for word in words]
-    command = [sys.executable, "-m", "slurm.rerun", *[w for w in words if w[0] == "-"], "--"]
-    command += [w for w in words if w[0] != "-"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = inside.call(rerun.main, *[w for w in words if w[0] == "-"], "--", *[w for w in words if w[0] != "-"])
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert len(list(tmp_path.iterdir())) == 2

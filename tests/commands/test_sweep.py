@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from common.folder import Folder, read_json
-from slurm import grid
-from tests.harness.processes import ROOT, Done, environment
+import slurm.sweep
+from common.folder import read_json, write_json
+from slurm import compare, grid
+from tests.harness import inside, warm
+from tests.harness.made_runs import Made
+from tests.harness.processes import ROOT, environment
 
 DIVERGES = {"steps": "40", "optim.decay": "constant", "optim.weight_decay": "10"}  # with a rate of 100
-TINY = {"width": "8", "steps": "6", "batch": "64", "log.progress": "none", "data.name": "digits"}
+TINY = {"width": "8", "stages": "1", "steps": "6", "batch": "64", "log.progress": "none", "data.name": "digits"}
 
 
 def write(folder: Path, cache: Path, **tree: Any) -> Path:
@@ -33,67 +33,53 @@ def write(folder: Path, cache: Path, **tree: Any) -> Path:
     return file
 
 
-def make_sweep(place: Path, file: Path, *words: str, target: str = "sweep") -> Done:
-    done = subprocess.run(
-        ["make", target, f"GRID={file}", *words],
-        cwd=place,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr, file.parent / "runs")
+def sweep(file: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command, as a fork of a warm process; the runs that it starts are processes of their own source."""
+    argv = [sys.executable, "-m", "slurm.sweep", "--launch=local", *words, "--", str(file)]
+    return warm.execute(argv, env=environment(), timeout=200)
+
+
+def refused(file: Path, *words: str, cwd: Path = ROOT) -> str:
+    """The one line that refuses a sweep."""
+    done = inside.call(slurm.sweep.main, "--launch=local", *words, "--", str(file), cwd=cwd)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
 
 
 def cells(file: Path) -> list[dict[str, Any]]:
     return list(read_json(file.parent / "runs" / "sweeps" / "rates" / "sweep.json")["cells"])
 
 
-def test_only_what_is_missing_is_run_and_failed_ones_alone(place: Path, cache: Path) -> None:
-    file = write(place, cache, grid={"optim.lr": ["0.01", "100"]}, settings=DIVERGES, parallel="2")
-    first = make_sweep(place, file)
-    assert first.status != 0, first.out
-    states = {cell["values"]["optim.lr"]: cell["state"] for cell in cells(file)}
-    assert states == {"0.01": "finished", "100": "failed"}, first.out + first.err
-    runs = [cell["run"] for cell in cells(file)]
-    more = write(place, cache, points=[{"optim.lr": "0.01"}, {"optim.lr": "100"}, {"optim.lr": "0.02"}],
-                 settings=DIVERGES)  # fmt: skip
-    second = make_sweep(place, more)
-    assert "3 points of mnist_pipeline (1 finished, 1 failed, 1 missing); 1 to run now" in second.out, second.out
-    assert second.status == 0 and [cell["run"] for cell in cells(file)][:2] == runs
-    again = make_sweep(place, more, "FAILED=1")
-    assert "1 to run now" in again.out
-    assert cells(file)[1]["earlier"] == [runs[1]] and cells(file)[1]["run"] != runs[1]
-    assert cells(file)[0]["run"] == runs[0] and len(list((place / "runs").glob("mnist_pipeline-*"))) == 4
-    third = make_sweep(place, more)
-    assert third.status == 0 and "0 to run now" in third.out
-    compared = subprocess.run(
-        ["make", "compare", "SWEEP=rates", "JSON=1"], cwd=place, env=environment(), capture_output=True, text=True,
-        check=False, timeout=60,
-    )  # fmt: skip
+def test_only_what_is_missing_is_run_and_failed_ones_alone(tmp_path: Path, cache: Path) -> None:
+    """One point is finished and one failed, two are missing and run at once; then the failed one begins anew."""
+    points = [{"optim.lr": rate} for rate in ("0.01", "100", "0.02", "0.03")]
+    file = write(tmp_path, cache, points=points, settings=DIVERGES, parallel="2")
+    made = [Made("mnist_pipeline", number, 10, state=state) for number, state in enumerate(("finished", "failed"))]
+    runs = [one.write(tmp_path / "runs").path.name for one in made]
+    begun = [
+        {"values": point, "repeat": 0, "run": run, "state": "running"} for point, run in zip(points, runs, strict=False)
+    ]
+    place = tmp_path / "runs" / "sweeps" / "rates"
+    place.mkdir(parents=True)
+    write_json(place / "sweep.json", {"experiment": "mnist_pipeline", "cells": begun})
+
+    done = sweep(file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 points of mnist_pipeline (1 finished, 1 failed, 2 missing); 2 to run now" in done.stdout, done.stdout
+    assert [cell["state"] for cell in cells(file)] == ["finished", "failed", "finished", "finished"]
+    assert [cell["run"] for cell in cells(file)][:2] == runs
+    again = sweep(file, "--failed=1")
+    assert again.returncode == 1 and "1 to run now" in again.stdout, again.stdout + again.stderr
+    first, failed, *others = cells(file)
+    assert failed["state"] == "failed"  # the loss is no number, as before
+    assert failed["earlier"] == [runs[1]] and failed["run"] != runs[1]
+    assert first["run"] == runs[0] and len(list((tmp_path / "runs").glob("mnist_pipeline-*"))) == 5
+    nothing = sweep(file)
+    assert nothing.returncode == 0 and "0 to run now" in nothing.stdout
+    compared = inside.call(compare.main, f"--runs={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
-    assert all(cell["run"] in compared.stdout for cell in cells(file))
-
-
-def test_a_sweep_that_is_interrupted_goes_on(place: Path, cache: Path) -> None:
-    file = write(place, cache, grid={"seed": ["1", "2", "3"]}, settings={"steps": "400", "epochs": "5"})
-    words = [sys.executable, "-m", "slurm.sweep", "--launch=local", "--", str(file)]
-    with subprocess.Popen(words, cwd=place, env=environment(PYTHONPATH=str(ROOT)), start_new_session=True) as sweep:
-        deadline = time.monotonic() + 60
-        while not list((place / "runs").glob("mnist_pipeline-*/attempts/0001/metrics.jsonl")):
-            assert time.monotonic() < deadline and sweep.poll() is None
-            time.sleep(0.1)
-        os.killpg(sweep.pid, signal.SIGINT)
-        assert sweep.wait(60) == 130
-    (cell,) = cells(file)
-    assert cell["state"] in ("cancelled", "finished")
-    done = make_sweep(place, file)
-    assert done.status == 0, done.out + done.err
-    assert cells(file)[0]["run"] == cell["run"] and [c["state"] for c in cells(file)] == ["finished"] * 3
-    for one in cells(file):
-        rows = [row for row in Folder(place / "runs" / one["run"]).metrics() if "loss" in row]
-        assert [row["global_step"] for row in rows] == list(range(1, 401))
+    assert all(cell["run"] in compared.stdout for cell in (first, failed, *others))
 
 
 @pytest.mark.parametrize(
@@ -117,22 +103,15 @@ def test_a_sweep_that_is_interrupted_goes_on(place: Path, cache: Path) -> None:
 def test_a_wrong_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, message: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(yaml.safe_dump({"experiment": "mnist_pipeline"} | tree if isinstance(tree, dict) else tree))
-    words = [sys.executable, "-m", "slurm.sweep", "--launch=local", "--", str(file)]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert message in refused(file, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])
 def test_an_option_starts_no_sweep(tmp_path: Path, cache: Path, option: str) -> None:
     file = write(tmp_path, cache, points=[{"batch": "32"}])
-    words = [sys.executable, "-m", "slurm.sweep", "--launch=local", f"--args=steps=5 {option}", "--", str(file)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and f"ARGS: {option.split(maxsplit=1)[0]} is no setting" in done.stderr, done.stderr
-    assert done.stderr.count("error: ") == 1 and not (tmp_path / "runs").exists()
+    assert f"ARGS: {option.split(maxsplit=1)[0]} is no setting" in refused(file, f"--args=steps=5 {option}")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: Path) -> None:
@@ -140,11 +119,7 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
     folder = tmp_path / "runs" / "sweeps" / "rates"
     folder.mkdir(parents=True)
     (folder / "sweep.json").write_text(json.dumps({"experiment": "mnist_pipeline", "settings": {"steps": "7"}}))
-    done = subprocess.run(
-        [sys.executable, "-m", "slurm.sweep", "--launch=local", "--", str(file)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and "was begun with other settings" in done.stderr
+    assert "was begun with other settings" in refused(file)
 
 
 def test_repeats_have_seeds_of_their_own(tmp_path: Path, cache: Path) -> None:

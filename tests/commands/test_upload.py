@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from common.folder import Folder
-from tests.benchmarks.runs import Made
+from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment
 
 KEY = "5ec" + "0" * 36 + "7"  # as long as a key of W&B

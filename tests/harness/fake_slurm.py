@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.harness import warm
 from tests.harness.processes import ROOT, environment
 
 
@@ -39,12 +40,6 @@ class Fake:
 
 
 def call(fake: Fake, module: str, *words: str, source: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *words],
-        cwd=source,
-        env=fake.environment(PYTHONPATH=str(source), **env),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    """A command of the project's sources in `source`: of its own checkout as a fork of a warm process."""
+    argv = [sys.executable, "-m", module, *words]
+    return warm.execute(argv, cwd=source, env=fake.environment(PYTHONPATH=str(source), **env), timeout=60)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common import curves
-from tests.benchmarks.runs import Made
+from tests.harness.made_runs import Made
 
 
 def rows(losses: list[float | None], seconds: float = 0.1) -> list[dict[str, Any]]:

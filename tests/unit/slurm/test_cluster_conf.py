@@ -13,6 +13,7 @@ import pytest
 from common.errors import UserError
 from slurm import cluster, cluster_conf, cluster_net
 from slurm.cluster_conf import Plan
+from tests.harness import warm
 from tests.harness.processes import ROOT
 
 PLAN = Plan("local", Path("/tmp/c"), 3, 2, 1000, "me", 1000, 100, "none", False, 5000, {})
@@ -30,10 +31,8 @@ def values(plan: Plan) -> dict[str, str]:
 
 
 def tool(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The command itself."""
-    argv = [sys.executable, "-m", "slurm.cluster", *words]
-    env = os.environ | environ
-    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    """The command, as a fork of a warm process."""
+    return warm.execute([sys.executable, "-m", "slurm.cluster", *words], env=os.environ | environ, timeout=60)
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:

@@ -22,8 +22,9 @@ from configs.profile import Profile
 from slurm import sbatch, scheduler, status
 from slurm.cluster_net import Process
 from slurm.submit import prepared_folder
-from tests.benchmarks.runs import Made
+from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
+from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT
 
 GOLDEN = """#!/bin/bash
@@ -238,14 +239,6 @@ def test_launch_slurm_never_runs_here(fake: Fake, cache: Path, launch: str, remo
     assert done.returncode == 2 and message in done.stderr
 
 
-def test_without_a_configuration_the_run_is_local(fake: Fake, cache: Path) -> None:
-    fake.conf.unlink()  # Debian installs sbatch without one
-    done = submit(fake, cache, "--nodes=2", settings="steps=5 data.test_limit=50")
-    assert done.returncode == 0, done.stderr
-    assert "no SLURM is used: 2 nodes are laid out as processes on this machine" in done.stdout
-    assert the_folder(fake).result["state"] == "finished"
-
-
 @pytest.mark.parametrize(
     ("answers", "state", "exit_status"),
     [
@@ -260,11 +253,11 @@ def test_without_a_configuration_the_run_is_local(fake: Fake, cache: Path) -> No
         ({"squeue": "exit 1", "scontrol": "exit 1", "sacct": "exit 1"}, "UNKNOWN", 0),
     ],
 )
-def test_status_asks_in_turn(fake: Fake, cache: Path, answers: dict[str, str], state: str, exit_status: int) -> None:
-    assert submit(fake, cache).returncode == 0
+def test_status_asks_in_turn(fake: Fake, answers: dict[str, str], state: str, exit_status: int) -> None:
+    folder = waiting(fake.bin.parent / "runs", 0, "4711")
     for name, body in answers.items():
         fake.answer(name, body)
-    done = call(fake, "slurm.status", "status", str(the_folder(fake).path))
+    done = call(fake, "slurm.status", "status", str(folder.path))
     assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
     assert state != "PENDING" or done.stdout.endswith("  job 4711 Resources\n")
     assert done.returncode == exit_status
@@ -324,9 +317,8 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
     assert call(fake, "slurm.upload", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
 
 
-def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake, cache: Path) -> None:
-    assert submit(fake, cache).returncode == 0
-    folder = str(the_folder(fake).path)
+def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake) -> None:
+    folder = str(waiting(fake.bin.parent / "runs", 0, "4711").path)
     done = call(fake, "slurm.status", "cancel", folder)
     assert done.stdout == "cancelled job 4711\n"
     assert "scancel 4711" in fake.calls.read_text()
@@ -336,13 +328,12 @@ def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake, cac
 
 @pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", "x"]])
 def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
-    done = call(fake, "slurm.status", *words)
+    done = inside.call(status.main, *words, **fake.environment())
     assert done.returncode == 2 and "no such run folder" in done.stderr
 
 
-def test_the_end_of_an_id_will_do(fake: Fake, cache: Path) -> None:
-    assert submit(fake, cache).returncode == 0
-    path = the_folder(fake).path
+def test_the_end_of_an_id_will_do(fake: Fake) -> None:
+    path = waiting(fake.bin.parent / "runs", 0, "4711").path
     done = call(fake, "slurm.status", "--runs", str(path.parent), "status", path.name[-4:])
     assert path.name in done.stdout, done.stderr
 

@@ -1,0 +1,42 @@
+"""Commands of the project called within the test's own process: for many words, of which few ever start anything."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.errors import user_errors
+from tests.harness.processes import ROOT, environment
+
+
+def call(
+    main: Callable[[list[str]], int], *words: str, cwd: Path = ROOT, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Call a command's main() as its module does when it is executed: what it says, and its exit status."""
+    out, err = io.StringIO(), io.StringIO()
+    with placed(cwd, env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            with user_errors():
+                status = main(list(words))
+        except SystemExit as end:
+            assert isinstance(end.code, int | None), end.code
+            status = end.code or 0
+    return subprocess.CompletedProcess(list(words), status, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def placed(cwd: Path, env: dict[str, str]) -> Iterator[None]:
+    """The environment of a command that a test starts, and its folder."""
+    before, wanted = dict(os.environ), environment(**env)
+    try:
+        os.environ.clear()
+        os.environ.update(wanted)
+        with contextlib.chdir(cwd):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
