@@ -108,7 +108,7 @@ test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="test
 	@$(PY) -m pytest $${TESTS:-tests} -m "not slurm" --numprocesses 2 --dist loadfile
 
 test-slurm: $(READY)  ## the tests that need a real SLURM cluster
-	@$(PY) -m pytest tests -m slurm
+	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
 
 lint: $(READY)  ## ruff (lint and format) and mypy
 	@$(PY) -m ruff check .
