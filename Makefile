@@ -112,7 +112,7 @@ test-all: $(READY)  ## these, and every combination: parity, recovery, compiler,
 	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 2 --dist worksteal
 
 test-slurm: $(READY)  ## the tests that need a real SLURM cluster
-	@$(PY) -m pytest tests/cluster
+	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
 
 lint: $(READY)  ## ruff (lint and format) and mypy
 	@$(PY) -m ruff check .

@@ -23,6 +23,7 @@ from common.processes import ECHO, SIGNALS
 from configs.shared import Checkpoint
 
 LOOK = 0.5  # seconds between two looks at the flag: a message each
+ANSWER = 5.0  # seconds for an answer of the store through which the processes met
 
 
 class Left(SystemExit):
@@ -132,15 +133,23 @@ def name_the_silent(world: World, seconds: float) -> str:
 
     Those that wait, too, have begun at most `seconds` later: about a step.
     """
-    store = world.store
+    store, answers = world.store, list[list[int]]()
     if store is None:
         return ""
-    with contextlib.suppress(Exception):
-        store.set(f"waited/{world.rank}", "")
-        time.sleep(seconds)  # the others' time runs out about now
-        silent = [rank for rank in range(world.size) if not store.check([f"waited/{rank}"])]
-        if silent:
-            who = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in silent)
-            return f"{who} did not answer within {world.timeout.total_seconds():g} s; its log shows where it stands"
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            store.set(f"waited/{world.rank}", "")
+            time.sleep(seconds)  # the others' time runs out about now
+            answers.append([rank for rank in range(world.size) if not store.check([f"waited/{rank}"])])
+
+    # a store whose process stands still lets its callers wait for ever, whatever its own time limit
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds + ANSWER)
+    if not answers:
+        return f"rank 0 on {world.hosts[0]}, through which the others meet, does not answer"
+    if not answers[0]:
         return ""
-    return f"rank 0 on {world.hosts[0]}, through which the others meet, does not answer"
+    who = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in answers[0])
+    return f"{who} did not answer within {world.timeout.total_seconds():g} s; its log shows where it stands"

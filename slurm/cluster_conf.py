@@ -208,7 +208,7 @@ def slurm_conf(plan: Plan) -> str:
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "SchedulerType": "sched/backfill",
-        "SchedulerParameters": "batch_sched_delay=1,sched_interval=5,bf_interval=5",
+        "SchedulerParameters": "batch_sched_delay=1,sched_interval=1,bf_interval=1",
         "FirstJobId": str(plan.first_job),
         "MinJobAge": "86400",  # the sacct stand-in knows only what the controller remembers
         "JobRequeue": "1",

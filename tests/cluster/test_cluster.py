@@ -18,13 +18,12 @@ from slurm import cluster
 from tests.harness.processes import ROOT
 from tests.harness.site import folder
 
-pytestmark = pytest.mark.slurm
 KINDS = ("net", "mnt", "pid", "uts")
 FAULTS = ("SlurmdTimeout=5", "KillWait=2", "GraceTime=3", "SlurmctldParameters=preempt_send_user_signal")
 
 
-class Lab:
-    """Runs the tool with a state folder of its own."""
+class Tool:
+    """`python -m slurm.cluster` with a state folder of its own."""
 
     def __init__(self, base: Path, prefix: tuple[str, ...] = (), python: str = sys.executable, root: Path = ROOT):
         self.base, self.prefix, self.python, self.root = base, prefix, python, root
@@ -89,19 +88,19 @@ def until(what: str, true: Callable[[], object], seconds: float = 20) -> float:
 
 
 @contextlib.contextmanager
-def laboratory(*words: str, name: str = "local") -> Iterator[Lab]:
+def laboratory(*words: str, name: str = "local") -> Iterator[Tool]:
     """A cluster, ended whatever happens."""
     with folder() as base:
-        lab = Lab(base)
+        tool = Tool(base)
         try:
-            lab("up", "--name", name, *words)
-            yield lab
+            tool("up", "--name", name, *words)
+            yield tool
         finally:
-            lab("down", "--name", name)
+            tool("down", "--name", name)
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
+def tool() -> Iterator[Tool]:
     """The cluster that most tests share."""
     with laboratory(*(word for line in FAULTS for word in ("--conf", line))) as made:
         yield made
@@ -128,45 +127,45 @@ def machine() -> tuple[str, list[str], str]:
 def test_hosts_are_idle_at_once_and_nothing_is_left_behind() -> None:
     before, mine = machine(), namespaces("self")
     with folder() as base:
-        lab = Lab(base)
+        tool = Tool(base)
         began = time.monotonic()
-        print(lab.out("up"))
+        print(tool.out("up"))
         took = time.monotonic() - began
         print(f"the command took {took:.2f} s")
         assert took < 10
-        assert [lab.node(1), lab.node(2)] == ["idle", "idle"]
+        assert [tool.node(1), tool.node(2)] == ["idle", "idle"]
         assert machine() == before  # nor does anything show while it is up
-        first = namespaces(lab.holder())
+        first = namespaces(tool.holder())
         assert len(first) == len(KINDS) and not first & mine
         # every process that the cluster's own process table shows, and the namespaces of each
-        inside = lab.out("exec", "sh", "-c", "for p in /proc/[0-9]*; do readlink $p/ns/*; done").split()
+        inside = tool.out("exec", "sh", "-c", "for p in /proc/[0-9]*; do readlink $p/ns/*; done").split()
         spaces = {space for space in inside if space.startswith(("net", "mnt", "pid", "uts"))} - mine
         assert len({space for space in spaces if space.startswith("net")}) == 3  # the controller and two hosts
         assert len(members(spaces)) > 5
-        assert "is up already" in lab.out("up", "--nodes", "2")
-        assert "is up already, with NODES=2; first: make cluster-down" in lab("up", "--nodes", "3", status=2).stderr
+        assert "is up already" in tool.out("up", "--nodes", "2")
+        assert "is up already, with NODES=2; first: make cluster-down" in tool("up", "--nodes", "3", status=2).stderr
         began = time.monotonic()
-        lab("down")
+        tool("down")
         print(f"down took {time.monotonic() - began:.2f} s")
         until("no process left", lambda: not members(spaces), 5)
         assert machine() == before
-        assert "is not up" in lab("status", status=2).stderr
-        assert "is not up" in lab.out("down")
+        assert "is not up" in tool("status", status=2).stderr
+        assert "is not up" in tool.out("down")
         assert [path.name for path in base.iterdir()] == [f"cluster-{os.getuid()}-local"]
 
 
 def test_one_kill_ends_everything_and_the_next_start_is_clean() -> None:
-    with laboratory("--nodes", "1") as lab:
-        job = lab.submit("sleep 1000")
-        until("the job runs", lambda: lab.job(job) == "RUNNING")
-        spaces = namespaces(lab.holder())
-        os.kill(lab.holder(), signal.SIGKILL)
+    with laboratory("--nodes", "1") as tool:
+        job = tool.submit("sleep 1000")
+        until("the job runs", lambda: tool.job(job) == "RUNNING")
+        spaces = namespaces(tool.holder())
+        os.kill(tool.holder(), signal.SIGKILL)
         until("no process left", lambda: not members(spaces), 5)
-        assert "is not up" in lab("exec", "true", status=2).stderr
-        lab("up", "--nodes", "1")
-        assert lab.out("exec", "squeue", "--noheader") == ""
-        assert lab.node(1) == "idle"
-        assert int(lab.submit("true")) >= int(job) + 900  # an id never comes twice
+        assert "is not up" in tool("exec", "true", status=2).stderr
+        tool("up", "--nodes", "1")
+        assert tool.out("exec", "squeue", "--noheader") == ""
+        assert tool.node(1) == "idle"
+        assert int(tool.submit("true")) >= int(job) + 900  # an id never comes twice
 
 
 NAMES = """
@@ -186,9 +185,9 @@ assert time.monotonic() - began < 2, "waits for DNS"
 
 def test_a_cluster_ends_with_its_folder() -> None:
     with folder() as base:
-        lab = Lab(base)
-        lab("up", "--nodes", "1")
-        spaces = namespaces(lab.holder())
+        tool = Tool(base)
+        tool("up", "--nodes", "1")
+        spaces = namespaces(tool.holder())
         shutil.rmtree(base / f"cluster-{os.getuid()}-local")
         until("no process left", lambda: not members(spaces), 10)
 
@@ -197,16 +196,16 @@ def test_mounts_stay_inside_where_the_machine_shares_them() -> None:
     if os.getuid():
         pytest.skip("an ordinary user's mounts cannot reach the machine")
     with folder() as base:
-        lab = Lab(base, ("unshare", "--mount", "--propagation=shared"))
+        tool = Tool(base, ("unshare", "--mount", "--propagation=shared"))
         look = "cat /proc/self/mountinfo"
-        tool = f"{sys.executable} -m slurm.cluster"
-        argv = ["sh", "-c", f"{look} > {base}/1; {tool} up; {look} > {base}/2; {tool} down"]
-        subprocess.run([*lab.prefix, *argv], cwd=ROOT, env=lab.environ, timeout=60, check=True)
+        call = f"{sys.executable} -m slurm.cluster"
+        argv = ["sh", "-c", f"{look} > {base}/1; {call} up; {look} > {base}/2; {call} down"]
+        subprocess.run([*tool.prefix, *argv], cwd=ROOT, env=tool.environ, timeout=60, check=True)
         assert (base / "1").read_text() == (base / "2").read_text() != ""
 
 
-def test_two_hosts_have_their_own_names_and_addresses(lab: Lab) -> None:
-    rows = sorted(lab.out("exec", "srun", "--nodes=2", "--ntasks=2", sys.executable, "-c", NAMES).splitlines())
+def test_two_hosts_have_their_own_names_and_addresses(tool: Tool) -> None:
+    rows = sorted(tool.out("exec", "srun", "--nodes=2", "--ntasks=2", sys.executable, "-c", NAMES).splitlines())
     assert [row.split()[:5] for row in rows] == [
         ["node1", "10.77.0.1", "node1", "10.77.0.1", str(ROOT)],
         ["node2", "10.77.0.2", "node2", "10.77.0.1", str(ROOT)],
@@ -214,23 +213,23 @@ def test_two_hosts_have_their_own_names_and_addresses(lab: Lab) -> None:
     assert {row.split()[5] for row in rows} == {"0", "1"}
 
 
-def test_commands_run_as_the_caller_where_the_caller_is(lab: Lab) -> None:
-    assert lab("exec", "sh", "-c", "exit 7", status=7).stdout == ""
-    assert lab("exec", "cat", stdin="through").stdout == "through"
-    assert lab.out("exec", "sh", "-c", "id -u; hostname; pwd").split() == [str(os.getuid()), "ctl", str(ROOT)]
-    assert lab.out("node", "2", "hostname") == lab.out("node", "node2", "hostname") == "node2"
-    assert lab("node", "2", "sh", "-c", "exit 3", status=3)
-    assert lab("shell", stdin="sinfo --noheader --format=%R; hostname; exit 5\n", status=5).stdout.split() == [
+def test_commands_run_as_the_caller_where_the_caller_is(tool: Tool) -> None:
+    assert tool("exec", "sh", "-c", "exit 7", status=7).stdout == ""
+    assert tool("exec", "cat", stdin="through").stdout == "through"
+    assert tool.out("exec", "sh", "-c", "id -u; hostname; pwd").split() == [str(os.getuid()), "ctl", str(ROOT)]
+    assert tool.out("node", "2", "hostname") == tool.out("node", "node2", "hostname") == "node2"
+    assert tool("node", "2", "sh", "-c", "exit 3", status=3)
+    assert tool("shell", stdin="sinfo --noheader --format=%R; hostname; exit 5\n", status=5).stdout.split() == [
         "main",
         "high",
         "ctl",
     ]
-    assert "10.77.0.2" in lab.out("status")
-    assert lab("cut", "3", status=2).stderr == "error: N=3: write a number from 1 to 2\n"
+    assert "10.77.0.2" in tool.out("status")
+    assert tool("cut", "3", status=2).stderr == "error: N=3: write a number from 1 to 2\n"
 
 
-def test_programs_find_the_cluster_that_is_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLUSTER_DIR", str(lab.base))
+def test_programs_find_the_cluster_that_is_up(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_DIR", str(tool.base))
     found = cluster.running()
     assert found and cluster.running("other") is None
     argv = found.command(["sh", "-c", "hostname; echo $SLURM_CONF; pwd"], cwd="/usr")
@@ -238,46 +237,46 @@ def test_programs_find_the_cluster_that_is_up(lab: Lab, monkeypatch: pytest.Monk
     assert text.split() == ["ctl", found.environment["SLURM_CONF"], "/usr"]
 
 
-def test_batch_jobs_and_arrays_show_in_the_sacct_stand_in(lab: Lab) -> None:
+def test_batch_jobs_and_arrays_show_in_the_sacct_stand_in(tool: Tool) -> None:
     asked = ("exec", "sacct", "-o", "JobID,State,NodeList", "--parsable2", "-j")
-    good, bad = lab.submit("true"), lab.submit("exit 3", "--nodelist=node2")
-    array = lab.submit("exit $((SLURM_ARRAY_TASK_ID - 1))", "--array=1-2")
-    until("jobs end", lambda: lab.out("exec", "squeue", "--noheader") == "")
-    rows = [line.split("|") for line in lab.out(*asked, good, "-j", bad, "-j", array).splitlines()]
+    good, bad = tool.submit("true"), tool.submit("exit 3", "--nodelist=node2")
+    array = tool.submit("exit $((SLURM_ARRAY_TASK_ID - 1))", "--array=1-2")
+    until("jobs end", lambda: tool.out("exec", "squeue", "--noheader") == "")
+    rows = [line.split("|") for line in tool.out(*asked, good, "-j", bad, "-j", array).splitlines()]
     assert rows[0] == ["JobID", "State", "NodeList"]
     states = {row[0]: row[1] for row in rows[1:]}
     assert states == {good: "COMPLETED", bad: "FAILED", f"{array}_1": "COMPLETED", f"{array}_2": "FAILED"}
     assert [row[2] for row in rows if row[0] == bad] == ["node2"]
-    assert lab.out(*asked, "1") == "JobID|State|NodeList"
+    assert tool.out(*asked, "1") == "JobID|State|NodeList"
 
 
-def test_a_requeued_job_starts_again(lab: Lab, tmp_path: Path) -> None:
+def test_a_requeued_job_starts_again(tool: Tool, tmp_path: Path) -> None:
     starts = tmp_path / "starts"
-    job = lab.submit(f'echo start$SLURM_RESTART_COUNT >> {starts}; [ -n "$SLURM_RESTART_COUNT" ] || sleep 100')
+    job = tool.submit(f'echo start$SLURM_RESTART_COUNT >> {starts}; [ -n "$SLURM_RESTART_COUNT" ] || sleep 100')
     until("first start", starts.exists)
-    lab("requeue", job)
+    tool("requeue", job)
     until("second start", lambda: starts.read_text().split() == ["start", "start1"], 30)
-    until("end", lambda: lab.job(job) == "COMPLETED")
-    assert "Invalid job id" in lab("requeue", "1", status=2).stderr
+    until("end", lambda: tool.job(job) == "COMPLETED")
+    assert "Invalid job id" in tool("requeue", "1", status=2).stderr
 
 
-def test_preemption_gives_notice_and_starts_the_job_again(lab: Lab, tmp_path: Path) -> None:
+def test_preemption_gives_notice_and_starts_the_job_again(tool: Tool, tmp_path: Path) -> None:
     events = tmp_path / "events"
     script = (
         f'echo start$SLURM_RESTART_COUNT >> {events}; [ -z "$SLURM_RESTART_COUNT" ] || exit 0\n'
         f"trap 'echo notice >> {events}' USR2; while :; do sleep 0.1; done"
     )
-    job = lab.submit(script, "--signal=B:USR2@1", "--time=10", "--nodelist=node2")
-    other = lab.submit("sleep 1000", "--nodelist=node1")
-    until("both run", lambda: lab.job(job) == lab.job(other) == "RUNNING" and events.exists())
-    assert lab.out("preempt", job).endswith(" asks for node2")
+    job = tool.submit(script, "--signal=B:USR2@1", "--time=10", "--nodelist=node2")
+    other = tool.submit("sleep 1000", "--nodelist=node1")
+    until("both run", lambda: tool.job(job) == tool.job(other) == "RUNNING" and events.exists())
+    assert tool.out("preempt", job).endswith(" asks for node2")
     until("notice and second start", lambda: events.read_text().split() == ["start", "notice", "start1"], 40)
-    assert lab.job(other) == "RUNNING"  # only the host of the job was asked for
-    assert lab.out("preempt").endswith(" asks for node[1-2]")
-    until("the other is put back", lambda: lab.job(other) == "PENDING", 20)
-    lab("exec", "scancel", other)
-    until("the queue is empty", lambda: lab.out("exec", "squeue", "--noheader") == "", 20)
-    assert "Invalid job id" in lab("preempt", "1", status=2).stderr
+    assert tool.job(other) == "RUNNING"  # only the host of the job was asked for
+    assert tool.out("preempt").endswith(" asks for node[1-2]")
+    until("the other is put back", lambda: tool.job(other) == "PENDING", 20)
+    tool("exec", "scancel", other)
+    until("the queue is empty", lambda: tool.out("exec", "squeue", "--noheader") == "", 20)
+    assert "Invalid job id" in tool("preempt", "1", status=2).stderr
 
 
 LISTEN = """
@@ -301,50 +300,50 @@ except OSError as error:
 """
 
 
-def test_a_cut_host_lives_on_and_one_without_power_falls_silent(lab: Lab, tmp_path: Path) -> None:
+def test_a_cut_host_lives_on_and_one_without_power_falls_silent(tool: Tool, tmp_path: Path) -> None:
     beats = tmp_path / "beats"
-    lab("node", "1", "sh", "-c", f"(while :; do echo x >> {beats}; sleep 0.1; done) >/dev/null 2>&1 &")
-    server = lab.start("node", "2", sys.executable, "-c", LISTEN)
+    tool("node", "1", "sh", "-c", f"(while :; do echo x >> {beats}; sleep 0.1; done) >/dev/null 2>&1 &")
+    server = tool.start("node", "2", sys.executable, "-c", LISTEN)
     assert server.stdout and server.stdout.readline() == "listening\n"
-    client = lab.start("exec", sys.executable, "-c", CONNECT)
+    client = tool.start("exec", sys.executable, "-c", CONNECT)
     assert client.stdout and client.stdout.readline() == "connected\n"
-    lab("cut", "1")
-    lab("power-off", "2")
+    tool("cut", "1")
+    tool("power-off", "2")
     assert client.communicate(timeout=10)[0] == "silence\n"  # a dying process would have closed its connection
     server.wait(timeout=5)
-    table = [line.split() for line in lab.out("status").splitlines()[2:]]
+    table = [line.split() for line in tool.out("status").splitlines()[2:]]
     assert [row[2] for row in table] == ["cut", "off"]
     for verb in ("power-off", "cut", "join"):
-        assert "power-on 2" in lab(verb, "2", status=2).stderr
-    assert "is on" in lab("power-on", "1", status=2).stderr
+        assert "power-on 2" in tool(verb, "2", status=2).stderr
+    assert "is on" in tool("power-on", "1", status=2).stderr
 
     size = beats.stat().st_size
-    until("hosts are down", lambda: lab.node(1) == lab.node(2) == "down*", 60)
+    until("hosts are down", lambda: tool.node(1) == tool.node(2) == "down*", 60)
     assert beats.stat().st_size > size  # the cut host still works and still writes
 
-    lab("join", "1")
-    lab("power-on", "2")
-    lab("exec", "scontrol", "update", "nodename=node1", "state=resume")
-    until("hosts are idle", lambda: lab.node(1) == lab.node(2) == "idle", 30)
-    names = lab.out("exec", "srun", "--nodes=2", "hostname").split()
+    tool("join", "1")
+    tool("power-on", "2")
+    tool("exec", "scontrol", "update", "nodename=node1", "state=resume")
+    until("hosts are idle", lambda: tool.node(1) == tool.node(2) == "idle", 30)
+    names = tool.out("exec", "srun", "--nodes=2", "hostname").split()
     assert sorted(names) == ["node1", "node2"]
 
 
-def test_two_clusters_do_not_see_each_other(lab: Lab) -> None:
+def test_two_clusters_do_not_see_each_other(tool: Tool) -> None:
     with laboratory("--nodes", "1", name="other") as second:
         config = second.out("exec", "--name", "other", "scontrol", "show", "config")
         assert "ClusterName             = other" in config
-        job = lab.submit("sleep 2")
+        job = tool.submit("sleep 2")
         argv = ("exec", "--name", "other", "squeue", "--noheader", f"--jobs={job}")
         assert "Invalid job id" in second(*argv, status=None).stderr
         assert second.out("exec", "--name", "other", "srun", "hostname") == "node1"
-    assert len(lab.out("exec", "srun", "--nodes=2", "hostname").split()) == 2
+    assert len(tool.out("exec", "srun", "--nodes=2", "hostname").split()) == 2
 
 
 def test_a_mistake_in_conf_is_told_and_nothing_stays() -> None:
     with folder() as base:
-        lab = Lab(base)
-        done = lab("up", "--conf", "NoSuchKey=1", status=2)
+        tool = Tool(base)
+        done = tool("up", "--conf", "NoSuchKey=1", status=2)
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "NoSuchKey" in done.stderr
         assert not list(base.glob("*/holder"))
 
@@ -352,8 +351,8 @@ def test_a_mistake_in_conf_is_told_and_nothing_stays() -> None:
 def test_munge_where_slurm_needs_it() -> None:
     if not shutil.which("munged", path=f"{os.environ['PATH']}:/usr/sbin"):
         pytest.skip("NOT TESTED: munge is not installed (apt-get install munge)")
-    with laboratory("--auth", "munge") as lab:
-        assert len(lab.out("exec", "srun", "--nodes=2", "hostname").split()) == 2
+    with laboratory("--auth", "munge") as tool:
+        assert len(tool.out("exec", "srun", "--nodes=2", "hostname").split()) == 2
 
 
 def test_accounting_in_a_private_database() -> None:
@@ -361,12 +360,12 @@ def test_accounting_in_a_private_database() -> None:
     if not all(shutil.which(name, path=path) for name in ("mariadbd", "slurmdbd")):
         pytest.skip("NOT TESTED: MariaDB is not installed (apt-get install mariadb-server slurmdbd)")
     began = time.monotonic()
-    with laboratory("--nodes", "1", "--db") as lab:
+    with laboratory("--nodes", "1", "--db") as tool:
         print(f"up with a database took {time.monotonic() - began:.1f} s")
-        job = lab.submit("exit 3")
+        job = tool.submit("exit 3")
         asked = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State,ExitCode", "-j", job)
-        until("sacct tells", lambda: lab.out("exec", *asked) == f"{job}|FAILED|3:0", 30)
-        assert lab.out("node", "1", *asked) == f"{job}|FAILED|3:0"
+        until("sacct tells", lambda: tool.out("exec", *asked) == f"{job}|FAILED|3:0", 30)
+        assert tool.out("node", "1", *asked) == f"{job}|FAILED|3:0"
 
 
 def test_an_ordinary_user_needs_no_root() -> None:
@@ -382,17 +381,17 @@ def test_an_ordinary_user_needs_no_root() -> None:
         for package in ("slurm", "common"):  # the checkout may lie where nobody else may read
             shutil.copytree(ROOT / package, code / package, ignore=shutil.ignore_patterns("__pycache__"))
         code.chmod(0o755)
-        lab = Lab(base, prefix, python, code)
+        tool = Tool(base, prefix, python, code)
         try:
-            print(lab.out("up"))
-            rows = lab.out("exec", "srun", "--nodes=2", "sh", "-c", 'id -u; getent hosts "$(hostname)"').split()
+            print(tool.out("up"))
+            rows = tool.out("exec", "srun", "--nodes=2", "sh", "-c", 'id -u; getent hosts "$(hostname)"').split()
             assert sorted(rows) == ["10.77.0.1", "10.77.0.2", "65534", "65534", "node1", "node2"]
-            assert lab.out("node", "2", "id", "-u") == "65534"
-            lab("cut", "1")
-            lab("power-off", "2")
-            lab("power-on", "2")
-            assert [line.split()[2] for line in lab.out("status").splitlines()[2:]] == ["cut", "in"]
-            spaces = namespaces(lab.holder())
+            assert tool.out("node", "2", "id", "-u") == "65534"
+            tool("cut", "1")
+            tool("power-off", "2")
+            tool("power-on", "2")
+            assert [line.split()[2] for line in tool.out("status").splitlines()[2:]] == ["cut", "in"]
+            spaces = namespaces(tool.holder())
         finally:
-            lab("down")
+            tool("down")
         until("no process left", lambda: not members(spaces), 5)

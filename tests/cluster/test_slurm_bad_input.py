@@ -19,14 +19,8 @@ from common.folder import Folder
 from slurm import cluster, cluster_boot, cluster_net
 from tests.harness.site import Site, own_mounts, up
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 SECONDS = 15 + 5  # fifteen, and what a busy machine needs to tell
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
-    with up(Site(tmp_path_factory.mktemp("site"), cache)) as found:
-        yield found
 
 
 def check(done: subprocess.CompletedProcess[str], message: str) -> None:
@@ -148,17 +142,20 @@ def test_srun_by_hand_without_data(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message", "status"),
+    ("change", "messages", "status"),
     [
-        ("cat /dev/zero > {disk}/zeros", "the disk is full; free space", 2),
-        ("mount -o remount,ro {disk}", "the disk is read-only; choose another folder", 1),
-        ("mount -o remount,ro {disk}", "could not start it; can it write the run folder?", 1),
+        ("cat /dev/zero > {disk}/zeros", ["the disk is full; free space"], 2),
+        (
+            "mount -o remount,ro {disk}",
+            ["the disk is read-only; choose another folder", "could not start it; can it write the run folder?"],
+            1,
+        ),
     ],
-    ids=["full", "read-only", "read-only, told by SLURM"],
+    ids=["full", "read-only"],
 )
 @pytest.mark.skipif(os.getuid() != 0, reason="NOT TESTED: only root can give a cluster a disk of its own")
 def test_the_disk_of_a_submitted_run(
-    tmp_path_factory: pytest.TempPathFactory, cache: Path, change: str, message: str, status: int
+    tmp_path_factory: pytest.TempPathFactory, cache: Path, change: str, messages: list[str], status: int
 ) -> None:
     base = tmp_path_factory.mktemp("disk")  # a short path, for SLURM's sockets
     (base / "runs").mkdir()
@@ -175,7 +172,8 @@ def test_the_disk_of_a_submitted_run(
         began = time.monotonic()
         done = site.call("slurm.status", "logs", str(folder.path), "--follow=1", status=None)
         assert time.monotonic() - began < SECONDS
-        check_job(site, done, folder, message, status)
+        for message in messages:
+            check_job(site, done, folder, message, status)
         again = site.submit("ddp_multinode", "")
         check(again, f"cannot write {base}/runs/ddp_multinode-")
         assert again.returncode == 2
@@ -184,29 +182,27 @@ def test_the_disk_of_a_submitted_run(
 # ---- the controller, names and paths
 
 
-@pytest.mark.parametrize("signal", ["TERM", "STOP"])
-def test_a_controller_that_is_down_or_silent(
-    tmp_path_factory: pytest.TempPathFactory, cache: Path, signal: str
-) -> None:
+def test_a_controller_that_is_silent_and_then_down(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> None:
     with up(Site(tmp_path_factory.mktemp("down"), cache)) as site:
         submitted = site.submit("mnist_pipeline", "before", "epochs=500")
         assert submitted.returncode == 0, submitted.stderr
         (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")
-        site.inside("kill", f"-{signal}", pid_file.read_text().strip())
-        began = time.monotonic()
-        done = site.submit("mnist_pipeline", "after")
-        assert time.monotonic() - began < SECONDS
-        assert done.returncode == 2, done.stdout
-        check(done, "the local cluster: the controller does not answer (Slurmctld(primary) at ctl is DOWN); try later")
-        assert not (site.runs / "after").exists()
-        began = time.monotonic()
-        shown = site.call("slurm.status", "status", str(site.run_of("before").path))
-        assert "  UNKNOWN  " in shown.stdout and time.monotonic() - began < SECONDS
+        for signals in (["STOP"], ["CONT", "TERM"]):
+            for signal in signals:
+                site.inside("kill", f"-{signal}", pid_file.read_text().strip())
+            began = time.monotonic()
+            done = site.submit("mnist_pipeline", "after")
+            assert time.monotonic() - began < SECONDS
+            assert done.returncode == 2, done.stdout
+            down = "the local cluster: the controller does not answer (Slurmctld(primary) at ctl is DOWN); try later"
+            check(done, down)
+            assert not (site.runs / "after").exists()
+            began = time.monotonic()
+            shown = site.call("slurm.status", "status", str(site.run_of("before").path))
+            assert "  UNKNOWN  " in shown.stdout and time.monotonic() - began < SECONDS
 
 
-@pytest.mark.parametrize(
-    "path", ["it's", 'a"b', "a\nb", "$(touch pwned)", "`touch pwned`", "a;touch pwned", "a&touch pwned", "%j", "a\\b"]
-)
+@pytest.mark.parametrize("path", ["a\nb", "$(touch pwned)", "%j"], ids=["two lines", "a command", "a job number"])
 def test_a_path_that_a_script_cannot_hold(site: Site, path: str) -> None:
     runs = site.runs / "hostile" / path
     done = site.submit("mnist_pipeline", "", shlex.quote(f"runs={runs}"), "steps=5")
@@ -224,9 +220,7 @@ def test_a_path_with_spaces_works(site: Site) -> None:
     assert site.run_of("two words").result["state"] == "finished"
 
 
-@pytest.mark.parametrize(
-    "name", ["$(touch pwned)", "`touch pwned`", "a;touch pwned", "a\n#SBATCH --uid=0", "../x", "a b"]
-)
+@pytest.mark.parametrize("name", ["$(touch pwned)", "a\n#SBATCH --uid=0"], ids=["a command", "two lines"])
 def test_a_name_that_is_no_experiment(site: Site, name: str) -> None:
     done = site.submit(name, "named")
     check(done, f"no experiment {name!r}")

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import processes_of, run
+from tests.harness.processes import run
 from tests.harness.registry import EXPERIMENTS, Entry
-from tests.harness.site import Site, until, up
+from tests.harness.site import Site, until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 SECRET = "0123456789abcdef" * 2 + "01234567"  # in one piece it would stand in the snapshot of this file
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
-    with up(Site(tmp_path_factory.mktemp("site"), cache)) as found:
-        yield found
 
 
 @every
@@ -150,32 +142,6 @@ def test_torchrun_inside_an_allocation_goes_first(site: Site) -> None:
     assert world["launched_by"] == "torchrun" and world["processes"] == 2
 
 
-def test_killed_rank_ends_the_job_that_must_not_be_queued_again(site: Site) -> None:
-    assert site.submit("mnist_pipeline", "killed", "epochs=500", "cluster.requeue=false").returncode == 0
-    folder = site.run_of("killed")
-    site.wait(folder, "RUNNING")
-    deadline = time.monotonic() + 60
-    while not folder.metrics():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    start = time.monotonic()
-    found = site.inside("bash", "-c", f"pgrep -f 'submitit.core._submit {folder.path}'").stdout.split()
-    assert found
-    os.kill(min(int(pid) for pid in processes_of(str(folder.path)) if is_rank(pid)), 9)
-    shown = site.wait(folder, "FAILED", seconds=30)
-    assert time.monotonic() - start < 30 and "cluster.requeue=false" in shown
-    site.gone(folder)
-
-
-def is_rank(pid: int) -> bool:
-    """Whether a process is a rank of a job, seen from outside the cluster."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"submitit.core._submit" in words and b"srun" not in words[0]
-
-
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
@@ -209,8 +175,3 @@ def test_secrets_stay_in_the_environment(site: Site) -> None:
     assert SECRET not in done.stdout + done.stderr
     for path in site.run_of("secret").path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
-
-
-def test_the_doctor_sees_both_hosts(site: Site) -> None:
-    done = site.call("slurm.doctor", "--nodes=2")
-    assert "node1" in done.stdout and "node2" in done.stdout and "all is sound" in done.stdout

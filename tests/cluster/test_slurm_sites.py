@@ -16,7 +16,7 @@ import pytest
 from slurm import cluster_conf
 from tests.harness.site import Site, folder, own_mounts, up
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 

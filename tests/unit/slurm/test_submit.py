@@ -21,7 +21,7 @@ from configs import resnet_modelparallel
 from configs.profile import Profile
 from slurm import sbatch, scheduler, status
 from slurm.cluster_net import Process
-from slurm.submit import prepared_folder
+from slurm.submit import checked_name, prepared_folder
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
 from tests.harness.made_runs import Made
@@ -104,10 +104,16 @@ def test_every_profile_is_valid(name: str) -> None:
     assert sbatch.load_profile(name, []).per_node >= 1
 
 
-@pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b"])
+@pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b", "/a;b", "/a&b"])
 def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
     with pytest.raises(UserError, match="a job script cannot hold the path"):
         sbatch.executor(Folder(Path(path)), None, {})
+
+
+@pytest.mark.parametrize("name", ["$(id)", "`id`", "a;id", "a\n#SBATCH --uid=0", "../x", "a b"])
+def test_hostile_names_are_no_experiments(name: str) -> None:
+    with pytest.raises(UserError, match="no experiment"):
+        checked_name(name)
 
 
 def test_jobs_inherit_no_leftovers() -> None:

@@ -1,0 +1,66 @@
+"""Clusters that the tests of one pytest process share, and what all processes share."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.prepare import prepare_digits
+from tests.cluster import faults
+from tests.cluster.lab import Lab, laboratory, locked
+from tests.harness.site import Site, up
+
+SEED = "FAULT_SEED"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the seed before there are worker processes, which inherit it."""
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
+
+
+def pytest_report_header() -> str:
+    return f"{SEED}={os.environ[SEED]} repeats the steps at which faults strike"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What each fault cost."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    lines = [str(value) for report in reports for name, value in report.user_properties if name == "fault"]
+    if lines:
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]}\n{faults.table(lines)}")
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this test run see."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(shared: Path) -> Path:
+    """A folder with the digits set, prepared once for all processes."""
+    path = shared / "cache"
+    with locked(shared / "cache.lock"):
+        prepare_digits(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
+    """A cluster of two hosts, and a checkout on it."""
+    with up(Site(tmp_path_factory.mktemp("site"), cache)) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def lab(shared: Path) -> Iterator[Lab]:
+    """A cluster for faults."""
+    with laboratory(shared) as found:
+        yield found

@@ -1,0 +1,334 @@
+"""The kinds of faults that runs on a cluster suffer, and how each is made."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common import snapshots
+from common.folder import Folder, read_json
+from common.snapshots import Snapshot
+from slurm import cluster_boot as boot
+from slurm.cluster_conf import CONTROLLER
+from tests.cluster.lab import CRAWLING, EVERY, SLOW, Lab, Running, last_step
+from tests.harness.processes import ROOT
+from tests.harness.site import until
+
+Mend = Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One way to disturb a run. `strike` returns what mends it once the run goes on, if anything has to be."""
+
+    name: str
+    strike: Callable[[Running, random.Random], Mend | None]
+    notice: bool = False
+    """Whether the run is told beforehand: then no step is lost."""
+    starts: int = 2
+    """How often the run is started at least; with 1 it goes on and is not started again."""
+    intervals: int | None = 1
+    """Checkpoint intervals that may be lost; None loses all that was done."""
+    useless: int = 0
+    """The newest checkpoints that are of no use: at least so many intervals are lost."""
+    only: str = ""
+    """The one experiment that can suffer it."""
+    small_disk: bool = False
+    """Whether the run folder lies on a small disk, which only root can give it."""
+    words: tuple[str, ...] = ()
+    """More settings."""
+    conf: tuple[str, ...] = ()
+    """More lines of slurm.conf."""
+    environ: Callable[[Lab], dict[str, str]] = lambda lab: {}
+
+
+# ---- SLURM takes the hosts away
+
+
+def signal_job(running: Running, chance: random.Random) -> None:
+    running.lab.slurm("scancel", "--signal=USR2", running.job)
+
+
+def requeue(running: Running, chance: random.Random) -> None:
+    running.lab.tool("requeue", running.job)
+
+
+def preempt(running: Running, chance: random.Random) -> None:
+    running.lab.tool("preempt", running.job)
+
+
+def reach_time_limit(running: Running, chance: random.Random) -> None:
+    """The limit is a minute, and the run would be over before: it is slowed until SLURM tells it of the limit.
+
+    The next start gets more, as a busy machine may need it.
+    """
+    running.lab.limit_cables(CRAWLING)
+    until("the job is told of its limit", lambda: running.state() != "RUNNING", 120)
+    running.lab.slurm("scontrol", "update", f"jobid={running.job}", "timelimit=10")
+
+
+# ---- processes end, or stand still
+
+
+def kill(rank: int) -> Callable[[Running, random.Random], None]:
+    def strike(running: Running, chance: random.Random) -> None:
+        os.kill(running.ranks()[rank], signal.SIGKILL)
+
+    return strike
+
+
+def kill_any(running: Running, chance: random.Random) -> None:
+    kill(chance.randrange(2))(running, chance)
+
+
+def kill_twice(running: Running, chance: random.Random) -> None:
+    """The next start has trained a step or two when it is struck, too."""
+    starts = len(running.folder.attempts())
+    kill_any(running, chance)
+    running.wait_for_start(starts + 1)
+    kill_any(running, chance)
+
+
+def kill_resuming(running: Running, chance: random.Random) -> None:
+    """The next start has its place in the run folder, and has not yet said what it continues."""
+    starts = len(running.folder.attempts())
+    kill_any(running, chance)
+    running.wait_until_queued()
+    ranks = until("both ranks of the next start", lambda: len(found := running.ranks()) == 2 and found, 120, 0.02)
+    until("it begins", lambda: len(running.folder.attempts()) > starts, 120, 0.001)
+    os.kill(chance.choice(ranks), signal.SIGKILL)
+
+
+def kill_worker(running: Running, chance: random.Random) -> None:
+    """Between two epochs there are none for a moment."""
+    workers = until("there are data workers", lambda: running.workers(chance.randrange(2)), pause=0.01)
+    os.kill(chance.choice(workers), signal.SIGKILL)
+
+
+def stop_for_ever(running: Running, chance: random.Random) -> None:
+    os.kill(running.ranks()[chance.randrange(2)], signal.SIGSTOP)
+
+
+# ---- hosts, cables and daemons
+
+
+def power_off(*which: int) -> Callable[[Running, random.Random], Mend]:
+    """The hosts come back once the run goes on elsewhere; two of three come back at once, as one is too few."""
+
+    def strike(running: Running, chance: random.Random) -> Mend:
+        hosts = [running.hosts()[number] for number in which]
+        for host in hosts:
+            running.lab.tool("power-off", host)
+
+        def mend() -> None:
+            for host in hosts:
+                bring_back(running.lab, "power-on", host)
+
+        if len(hosts) == 1:
+            return mend
+        mend()
+        return lambda: None
+
+    return strike
+
+
+def cut(which: int) -> Callable[[Running, random.Random], Mend]:
+    def strike(running: Running, chance: random.Random) -> Mend:
+        host = running.hosts()[which]
+        running.lab.tool("cut", host)
+        return lambda: bring_back(running.lab, "join", host)
+
+    return strike
+
+
+def cut_briefly(running: Running, chance: random.Random) -> None:
+    """Shorter than anybody waits: what was on its way is sent again."""
+    plan, number = running.lab.cluster.plan, int(chance.choice(running.hosts()).removeprefix("node"))
+
+    def blink() -> None:
+        boot.cut(plan, number)
+        time.sleep(4)
+        boot.join(plan, number)
+
+    running.lab.as_root(blink)
+
+
+def bring_back(lab: Lab, verb: str, host: str) -> None:
+    """Bring a host back, and let SLURM use it again at once."""
+    lab.tool(verb, host)
+    with contextlib.suppress(Exception):  # it may be up already
+        lab.slurm("scontrol", "update", f"nodename={host}", "state=resume")
+
+
+def kill_slurmd(running: Running, chance: random.Random) -> Mend:
+    """Training goes on, slowly enough not to be over when SLURM misses the host."""
+    lab, host = running.lab, chance.choice(running.hosts())
+    lab.limit_cables(SLOW)
+    lab.on_host(host, "kill", "-KILL", lab.daemon(f"slurmd-{host}"))
+    return lambda: lab.on_host(host, "slurmd", "-N", host)
+
+
+def kill_slurmctld(running: Running, chance: random.Random) -> None:
+    """Training goes on, slowly enough not to be over before SLURM is back."""
+    lab = running.lab
+    lab.limit_cables(SLOW)
+    lab.slurm("kill", "-KILL", lab.daemon("slurmctld"))
+    time.sleep(5)
+    lab.slurm("slurmctld")
+    until("the controller is back", lambda: running.state() == "RUNNING")
+
+
+# ---- files
+
+
+def damage(harm: Callable[[Folder], object]) -> Callable[[Running, random.Random], None]:
+    """Kill a rank, and while nothing runs do something to what its start has left."""
+
+    def strike(running: Running, chance: random.Random) -> None:
+        kill_any(running, chance)
+        running.wait_until_queued()
+        harm(running.newest())
+
+    return strike
+
+
+def newest(attempt: Folder) -> Snapshot:
+    return snapshots.of_attempt(attempt)[-1]
+
+
+def halve(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_bit(file: Path) -> None:
+    """A bit of a tensor: torch.load would not notice."""
+    middle = file.stat().st_size // 2
+    with open(file, "r+b") as opened:
+        opened.seek(middle)
+        byte = opened.read(1)[0]
+        opened.seek(middle)
+        opened.write(bytes([byte ^ 1]))
+
+
+def dangle(attempt: Folder) -> None:
+    newest(attempt).path.with_name("latest").write_text("step-99999999\n")
+
+
+def half_write(attempt: Folder) -> None:
+    last = newest(attempt)
+    left = last.path.with_name(f".{Snapshot(attempt, last.step + EVERY).name}.new")
+    shutil.copytree(last.path, left)
+    (left / snapshots.MANIFEST).unlink()
+    os.truncate(left / "rank-0.pt", 1000)
+
+
+def lose_checkpoints(attempt: Folder) -> None:
+    for one in attempt.attempts():
+        shutil.rmtree(snapshots.room(one))
+
+
+def tear_line(attempt: Folder) -> None:
+    """What a writer leaves that ends in the middle of a line."""
+    last = attempt.metrics_file.read_text().splitlines()[-1]
+    with open(attempt.metrics_file, "a") as file:
+        file.write(last[: len(last) // 2])
+
+
+def fill_disk(running: Running, chance: random.Random) -> None:
+    """Training goes on slowly, so that checkpoints fall due meanwhile, and no step is lost."""
+    running.lab.limit_cables(SLOW)
+    zeros, attempt = running.lab.disk / "zeros", running.newest()
+    with contextlib.suppress(OSError), open(zeros, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    due = newest(attempt).step + EVERY
+    time.sleep(12)
+    zeros.unlink()
+    until("the metrics come after all", lambda: last_step(attempt) >= due)
+    if Snapshot(attempt, due).path.exists():
+        raise RuntimeError(f"step {due} was saved: the disk was not full when it fell due")
+
+
+# ---- W&B
+
+
+def start_wandb(lab: Lab) -> dict[str, str]:
+    """A W&B host in the cluster's network, and what makes a run use it."""
+    argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER]
+    lab.wandb = subprocess.Popen(lab.cluster.command(argv, cwd=ROOT), env=lab.env, stdout=subprocess.PIPE, text=True)
+    assert lab.wandb.stdout
+    return {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": lab.wandb.stdout.readline().strip()}
+
+
+def end_wandb(running: Running, chance: random.Random) -> None:
+    """The host ends in the middle of an online run, which is slow until W&B has taken it."""
+    status, host = running.folder.path / "wandb" / "status.json", running.lab.wandb
+    assert host
+    running.lab.limit_cables(SLOW)
+    mode = until("W&B has taken the run", lambda: read_json(status).get("mode"))
+    host.kill()
+    host.wait()
+    if mode != "online":
+        raise RuntimeError(f"it was tracked {read_json(status)}")
+
+
+FAULTS = (
+    Fault("USR2", signal_job, notice=True),
+    Fault("scontrol requeue", requeue, notice=True),
+    Fault("preemption: TERM", preempt, notice=True),
+    Fault(
+        "time limit",
+        reach_time_limit,
+        notice=True,
+        words=("cluster.time=1", "cluster.signal_seconds=10", "launch.step_timeout=8"),
+    ),
+    Fault("kill -9 of rank 0", kill(0)),
+    Fault("kill -9 of rank 1", kill(1)),
+    Fault("kill -9 of a data worker", kill_worker, only="ddp_multinode"),
+    Fault("kill -9, and again right after", kill_twice, starts=3, intervals=2),
+    Fault("kill -9 while the run resumes", kill_resuming, starts=3),
+    Fault("a rank stopped for ever", stop_for_ever),
+    Fault("power-off of the batch host", power_off(0)),
+    Fault("power-off of the other host", power_off(1)),
+    Fault("both hosts off and on", power_off(0, 1)),
+    Fault("cable of the batch host cut", cut(0)),
+    Fault("cable of the other host cut", cut(1)),
+    Fault("a cable cut for 4 s", cut_briefly, starts=1, words=("launch.step_timeout=30",)),
+    Fault("slurmd killed", kill_slurmd),
+    Fault("slurmctld killed, back after 5 s", kill_slurmctld, starts=1),
+    Fault("newest checkpoint truncated", damage(lambda a: halve(newest(a).path / "rank-1.pt")), intervals=2, useless=1),
+    Fault(
+        "newest checkpoint: a bit flipped",
+        damage(lambda a: flip_bit(newest(a).path / "rank-0.pt")),
+        intervals=2,
+        useless=1,
+    ),
+    Fault(
+        "newest checkpoint: no manifest",
+        damage(lambda a: (newest(a).path / snapshots.MANIFEST).unlink()),
+        intervals=2,
+        useless=1,
+    ),
+    Fault("all checkpoints lost", damage(lose_checkpoints), intervals=None),
+    Fault("latest dangling", damage(dangle)),
+    Fault("half-written checkpoint left", damage(half_write)),
+    Fault("torn last line of metrics.jsonl", damage(tear_line)),
+    Fault("torn meta.json", damage(lambda a: halve(a.path / "meta.json"))),
+    Fault("disk full for 12 s", fill_disk, starts=1, small_disk=True),
+    Fault("W&B host gone", end_wandb, starts=1, environ=start_wandb),
+    Fault(
+        "preemption: USR2, then TERM",
+        preempt,
+        notice=True,
+        conf=("SlurmctldParameters=preempt_send_user_signal", "GraceTime=20"),
+    ),
+)

@@ -1,0 +1,252 @@
+"""A fault laboratory: a cluster of three hosts of which runs use two, and runs on it, watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from common.folder import Folder, read_json
+from slurm import cluster_net as net
+from slurm.cluster import Cluster, folder_of
+from slurm.cluster_conf import Plan, search_path
+from tests.harness.processes import ROOT, environment, processes_of
+from tests.harness.site import until
+
+STEPS, EVERY = 240, 20  # of a run; between two checkpoints
+TIMEOUT = 10  # seconds for a message, and until SLURM misses a host
+# Models and batches are small, and the cables slow: runs wait rather than compute, so that one is struck in its
+# middle on any machine, and several can go on beside each other.
+EXPERIMENTS = {
+    "ddp_multinode": (
+        *("data.name=imagefolder", "data.image_size=8", "data.block=1", "data.workers=2"),
+        *("batch=16", "optim.base_batch=16", "epochs=6"),
+    ),
+    "mnist_pipeline": ("data.name=digits", "data.train_limit=3200", "data.test_limit=500", "width=384", "epochs=5"),
+}
+USUAL, SLOW, CRAWLING = "50mbit", "4mbit", "2mbit"  # of a cable: a step takes about 0.03, 0.4 and 0.8 s
+DISK = 32  # MiB of the small disk
+
+
+class Lab:
+    """A cluster of its own with what the runs need. Labs may share a folder with data and undisturbed runs."""
+
+    def __init__(self, base: Path, shared: Path) -> None:
+        self.base, self.shared = base, shared
+        self.env = environment(CLUSTER_DIR=str(base), PYTHONPATH=str(ROOT), WANDB_MODE="offline", HOME=str(base))
+        self.conf: tuple[str, ...] | None = None
+        self.count = 0
+        self.wandb: subprocess.Popen[str] | None = None
+        self.disk = base / "disk"
+        with locked(shared / "images.lock"):
+            if not (shared / "images").exists():
+                make_images(shared / "images.new")
+                (shared / "images.new").rename(shared / "images")
+
+    def tool(self, *words: str, module: str = "slurm.cluster", env: dict[str, str] | None = None) -> str:
+        """One of the project's commands; its output. Raises RuntimeError with its complaint."""
+        command = [sys.executable, "-m", module, *words]
+        env = self.env | (env or {})
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def up(self, conf: tuple[str, ...] = ()) -> None:
+        """A cluster with these lines of slurm.conf, its cables as fast as usual."""
+        if self.conf != conf:
+            self.down()
+            self.tool("up", "--nodes=3", *(f"--conf={line}" for line in (f"SlurmdTimeout={TIMEOUT}", *conf)))
+            self.conf = conf
+        self.limit_cables(USUAL)
+
+    def down(self) -> None:
+        if self.conf is not None:
+            self.tool("down")
+            self.conf = None
+
+    @property
+    def cluster(self) -> Cluster:
+        folder = folder_of("local", self.env)
+        process = net.Process.load(folder / "holder")
+        assert process, "the cluster is gone"
+        return Cluster(Plan.load(folder), process)
+
+    def limit_cables(self, rate: str) -> None:
+        """Let every cable at the switch carry so many bits a second to its host."""
+
+        def limit() -> None:
+            for name in net.cables():
+                words = ["tc", "qdisc", "replace", "dev", name, "root", "tbf", "rate", rate]
+                subprocess.run([*words, "burst", "16kb", "latency", "300ms"], check=True)
+
+        self.as_root(limit)
+
+    def as_root(self, function: Callable[[], object]) -> None:
+        """Run a function in a process on the controller that may change the network."""
+
+        def run() -> None:
+            os.environ["PATH"] = search_path()  # ip and tc are administrators' programs
+            function()
+
+        self.cluster.as_root(run)
+
+    def slurm(self, *words: str) -> str:
+        """A program on the controller; its output."""
+        return self.cluster.run(*words)
+
+    def on_host(self, host: str, *words: str) -> None:
+        """Run a program on a host."""
+        number = int(host.removeprefix("node"))
+        subprocess.run(self.cluster.command(words, node=number), check=True, stdin=subprocess.DEVNULL)
+
+    def daemon(self, name: str) -> str:
+        """The pid of slurmctld, or of slurmd-HOST, as its own host counts."""
+        return (self.cluster.plan.folder / "run" / f"{name}.pid").read_text().strip()
+
+    def submit(self, experiment: str, *more: str, small_disk: bool = False, **env: str) -> Running:
+        """Submit a run on two hosts."""
+        self.count += 1
+        runs = (self.disk if small_disk else self.base) / f"runs-{self.count}"
+        words = [*EXPERIMENTS[experiment], f"steps={STEPS}", f"runs={runs}", f"data.cache={self.shared / 'cache'}"]
+        words += [f"data.root={self.shared / 'images'}", "log.seconds=0.1", "checkpoint.every_seconds=0"]
+        words += [f"checkpoint.every_steps={EVERY}", f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *more]
+        self.tool("--nodes=2", f"--args={' '.join(words)}", "--", experiment, module="slurm.submit", env=env)
+        (path,) = runs.iterdir()
+        return Running(self, Folder(path))
+
+    def reference(self, experiment: str) -> Folder:
+        """The undisturbed run, of which all labs that share a folder make one."""
+        place = self.shared / f"undisturbed-{experiment}"
+        with locked(self.shared / f"{experiment}.lock"):
+            if not place.exists():
+                running = self.submit(experiment)
+                running.finish()
+                assert running.folder.result.get("state") == "finished", running.folder.result
+                shutil.move(running.folder.path, place)
+        return Folder(place)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Keep other processes out meanwhile."""
+    with file.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+
+def make_images(root: Path) -> None:
+    """A folder of small images, each class with a colour of its own under noise; PNG and JPEG."""
+    random_ = np.random.default_rng(0)
+    for part, count in (("train", 160), ("val", 16)):
+        for number, colour in enumerate(([90, 60, 60], [60, 90, 60], [60, 60, 90], [80, 80, 40])):
+            place = root / part / f"class{number}"
+            place.mkdir(parents=True)
+            for i in range(count):
+                pixels = random_.integers(0, 140, (8, 8, 3)) + np.array(colour)
+                ending = "png" if i % 2 else "jpg"
+                Image.fromarray(pixels.astype(np.uint8)).save(place / f"{i:03d}.{ending}")
+
+
+class Running:
+    """A submitted run, watched from outside the cluster."""
+
+    def __init__(self, lab: Lab, folder: Folder) -> None:
+        self.lab, self.folder = lab, folder
+        self.job = read_json(folder.path / "meta.json")["job"]["id"]
+
+    def state(self) -> str:
+        """What SLURM says of the job."""
+        return self.lab.slurm("squeue", "-h", "--states=all", "-j", self.job, "-o", "%T")
+
+    def hosts(self) -> list[str]:
+        """The hosts of the job, the one of its script first."""
+        batch, names = self.lab.slurm("squeue", "-h", "-j", self.job, "-o", "%B %N").split()
+        return sorted(self.lab.slurm("scontrol", "show", "hostnames", names).split(), key=lambda name: name != batch)
+
+    def newest(self) -> Folder:
+        return self.folder.attempts()[-1]
+
+    def step(self) -> int:
+        """The last step that is written down."""
+        attempts = self.folder.attempts()
+        return last_step(attempts[-1]) if attempts else 0
+
+    def wait_for_step(self, step: int) -> None:
+        until(f"step {step} of {self.folder.path}", lambda: self.step() >= step, 120, 0.05)
+
+    def wait_for_start(self, number: int) -> None:
+        """Wait until so many starts were made and the newest trains."""
+        until(f"start {number}", lambda: len(self.folder.attempts()) >= number and self.step() > 0, 120, 0.05)
+
+    def wait_until_queued(self) -> None:
+        """Wait until SLURM has queued the job again and nothing of it runs."""
+        until("the job has left its hosts", lambda: self.state() == "PENDING" and not self.ranks(), 120, 0.05)
+
+    def ranks(self) -> list[int]:
+        """The pids of the ranks, in their order."""
+        return [pid for _, pid in sorted((number, pid) for pid, number in self._processes().items())]
+
+    def workers(self, rank: int) -> list[int]:
+        """The data workers of a rank: they look like it, as they are forked."""
+        return [pid for pid, number in self._processes(of_a_rank=True).items() if number == rank]
+
+    def _processes(self, of_a_rank: bool = False) -> dict[int, int]:
+        """Rank by pid, of the ranks or of the processes that they forked."""
+        found, parents = {}, {}
+        for pid in processes_of(str(self.folder.path)):
+            with contextlib.suppress(OSError, StopIteration):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if b"submitit.core._submit" in words and not words[0].endswith(b"srun"):
+                    found[pid] = int(next(line[13:] for line in environ if line.startswith(b"SLURM_PROCID=")))
+                    parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return {pid: rank for pid, rank in found.items() if (parents[pid] in found) == of_a_rank}
+
+    def finish(self, seconds: float = 200) -> None:
+        """Wait until the run has ended, and all its processes."""
+        until(f"{self.folder.path} ends", lambda: self.folder.result, seconds, 0.2)
+        until("no process is left", lambda: not processes_of(str(self.folder.path)), 120, 0.2)
+
+
+def last_step(attempt: Folder) -> int:
+    return max((row["global_step"] for row in attempt.own_metrics()), default=0)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[None]:
+    """A disk that is soon full, seen by this process and what it starts. Root is needed.
+
+    This process keeps mounts of its own, so that nothing stays mounted however it ends.
+    """
+    net.unshare("mnt")
+    net.mount("none", "/", None, net.RECURSIVE | net.PRIVATE)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}M", "tmpfs", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@contextlib.contextmanager
+def laboratory(shared: Path | None = None) -> Iterator[Lab]:
+    """A lab in a folder of its own, which stays if something went wrong."""
+    base = Path(tempfile.mkdtemp(prefix="faults-", dir="/tmp"))
+    lab = Lab(base, shared or base)
+    lab.disk.mkdir()
+    with small_disk(lab.disk) if os.getuid() == 0 else contextlib.nullcontext():
+        try:
+            yield lab
+        finally:
+            lab.down()
+            until("no process of the lab is left", lambda: not processes_of(str(base)), 20)
+    shutil.rmtree(base)
