@@ -22,6 +22,7 @@ import yaml
 from slurm import compare, prune, submit, upload
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake
+from tests.harness.making import handed_over
 from tests.harness.processes import ROOT, Done, environment, processes_of, script
 
 HOSTILE = [
@@ -112,7 +113,6 @@ def settings_of(target: str) -> list[str]:
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
 def test_every_text_reaches_the_commands_as_it_was_written(place: Path, text: str) -> None:
-    script(place / ".venv/bin/python", "printf '%s\\0' \"$@\" > words")
     for target, variable, word in (
         ("exp", "NAME", "{}"),
         ("exp", "ARGS", "--args={}"),
@@ -123,12 +123,21 @@ def test_every_text_reaches_the_commands_as_it_was_written(place: Path, text: st
         ("sync", "SWEEP", "--sweep={}"),
         ("prune-runs", "LAST", "--last={}"),
     ):
-        done = make(place, target, f"{variable}={text}")
-        assert done.status == 0, done.err
-        words = (place / "words").read_bytes().decode(errors="surrogateescape").split("\0")
+        words = handed_over(place, target, f"{variable}={text}")
         assert word.format(text) in words, (target, variable, words)
-        (place / "words").unlink()
     assert {path.name for path in place.iterdir()} == {"Makefile", "requirements.txt", ".venv"}
+
+
+@pytest.mark.parametrize("target", KNOWN)
+def test_every_setting_of_a_target_reaches_its_command(place: Path, target: str) -> None:
+    variables = settings_of(target)
+    words = handed_over(place, target, *(f"{variable}=value-of-{variable}" for variable in variables))
+    assert words[0] == "-m"
+    for variable in variables:
+        told = [word for word in words if f"value-of-{variable}" in re.split("[= ]", word)]
+        assert len(told) == 1, (variable, words)
+        option = told[0].partition("=")[0].removeprefix("--").replace("-", "_").upper()
+        assert not told[0].startswith("--") or option in (variable, {"RUNS": "PICK"}.get(variable)), told
 
 
 @pytest.mark.parametrize("target", KNOWN)
@@ -255,7 +264,7 @@ def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, .
     fake.conf.unlink()
     env = fake.environment()
     settings = f"ARGS={' '.join(digits)} steps=3 batch=16"
-    done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", settings, **env)
+    done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "FOLLOW=1", settings, **env)
     assert done.status == 0, done
     assert "no SLURM is used: 2 nodes are laid out as processes on this machine" in done.out
     assert not fake.calls.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import making, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment, run
 
@@ -19,72 +19,79 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = sorted(
     {shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""}
 )
-ON_RUNS = {"compare", "sync", "dashboard", "prune-runs"}  # these need runs, and get some of their own
-BY_CI = {"make lint", "make test", "make test-slurm"}  # .ci/run calls them as they are
+REAL = {"make compare", "make status"}  # all the way through make and an interpreter
+BY_CI = {
+    "make exp NAME=mnist_pipeline",
+    "make lint",
+    "make test-all",
+    "make test-slurm",
+}  # .ci/run calls them as they are
 ELSEWHERE = {
     "make requirements": "needs the package index",
     "make bench": "takes minutes",
-    "make leet": "tests/commands/test_upload.py",
+    "make test": "a part of make test-all",
+    "make leet": "tests/complete/test_wandb_host.py",
+    "make dashboard PROJECT=distributed-experiments DRY_RUN=1": "tests/commands/test_upload.py",
     "make tour": "tests/complete/test_tour.py",
+    "make exp NAME=mnist_pipeline NODES=2": "tests/commands/test_make.py",
+    "make exp NAME=mnist_pipeline NODES=2 FOLLOW=1": "tests/commands/test_make.py",
     "make exp 'RESUME=<id>'": "tests/recovery/test_resume.py",
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/recovery/test_resume.py",
-    "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "takes a minute; tests/commands/test_sweep.py",
+    "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "tests/commands/test_sweep.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/commands/test_sweep.py",
+    "make doctor NODES=2": "tests/commands/test_doctor.py",
+    "make doctor NODES=2 JSON=1": "tests/commands/test_doctor.py",
     "make doctor 'RUN=<id>'": "tests/commands/test_doctor.py",
     "make rerun 'RUN=<id>'": "tests/commands/test_rerun.py",
-    "make rerun 'RUN=<id>' ARGS=seed=1": "tests/commands/test_rerun.py",
+    "make rerun 'RUN=<id>' ARGS=seed=1": "tests/complete/test_rerun_through_make.py",
     "make cluster-up NODES=2": "tests/cluster/test_cluster.py",
     "make cluster-status": "tests/cluster/test_cluster.py",
     "make cluster-down": "tests/cluster/test_cluster.py",
 }
 
 
-def quick(words: list[str], cache: Path, runs: Path) -> list[str]:
-    """A command with settings that make it short, kept out of the checkout."""
-    settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
-    if words[1] in ("sweep", "status"):
-        return words
-    if words[0] == "python":
-        return [sys.executable, *words[1:], *(settings if words[1].startswith("experiments/") else [])]
-    args = next((w.removeprefix("ARGS=") for w in words if w.startswith("ARGS=")), "")
-    kept = [w for w in words if not w.startswith("ARGS=")]
-    return [*kept, f"ARGS={shlex.join(settings)} {args}"]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs for the commands that are about some, in the folder of which they are runs/."""
+    place = tmp_path_factory.mktemp("readme")
+    for number, name in enumerate(("mnist_pipeline", "ddp_multinode") * 2):
+        Made(name, number, 60).write(place / "runs")
+    return place
 
 
-def on_runs(words: list[str], place: Path) -> None:
-    """A command about runs, where there are some."""
-    folders = [Made(name, i, 60).write(place / "runs") for i in (0, 2) for name in ("mnist_pipeline", "ddp_multinode")]
-    ids = iter(folder.path.name for folder in folders)
+def by_make(words: list[str], place: Path, runs: Path) -> subprocess.CompletedProcess[str]:
+    """Let make hand over the words to the command, and call that where there are runs and the project's files."""
+    (place / "runs").symlink_to(runs / "runs")
+    (place / "configs").symlink_to(ROOT / "configs")
+    ids = iter(sorted(path.name for path in (runs / "runs").glob("*-*")))
     words = [re.sub("<id>", lambda _: next(ids), word) for word in words]
-    done = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    if shlex.join(words) in REAL:
+        return subprocess.run(
+            words, cwd=place, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        )
+    return making.call(place, *words[1:])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Path) -> None:
+def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Path, runs: Path) -> None:
     words = shlex.split(command)
     target = words[1] if words[0] == "make" else ""
-    if target in ON_RUNS:
-        on_runs(words, place)
+    if command in BY_CI:
+        lines = (ROOT / ".ci" / "run").read_text().splitlines()
+        assert command in [line.removeprefix("timed ") for line in lines]
         return
     if command in ELSEWHERE or (target == "test" and len(words) > 2):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        told = ELSEWHERE.get(command, words[-1].removeprefix("TESTS="))
+        assert not told.startswith("tests/") or (ROOT / told).is_file()
         return
-    if command in BY_CI:
-        assert command in (ROOT / ".ci" / "run").read_text().splitlines()
-        return
-    if target and not (ROOT / ".venv" / ".ready").exists():
-        pytest.skip("no .venv here: make would set one up")
-    done = subprocess.run(
-        quick(words, cache, tmp_path),
-        cwd=ROOT,
-        env=environment() | {"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    if target:
+        done = by_make(words, place, runs)
+    else:
+        settings = ["data.name=digits", f"data.cache={cache}", f"runs={tmp_path}", "steps=20", "data.test_limit=100"]
+        more = settings if words[1].startswith("experiments/") else []
+        script = [str(ROOT / words[1])] if more else words[1:2]
+        done = warm.execute([sys.executable, *script, *words[2:], *more], env=environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 from common import config
-from tests.harness.processes import ROOT, environment
+from tests.harness import warm
+from tests.harness.processes import environment
 
 
 def tour(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.tour", *words]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280, check=False
-    )
+    return warm.execute([sys.executable, "-m", "tests.tour", *words], env=environment(), timeout=280)
 
 
 def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
