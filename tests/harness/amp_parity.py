@@ -1,25 +1,34 @@
-"""Train many cases of amp_accum of one world size in one launch, for test_amp.py and test_pitfalls.py to compare.
+"""Train many cases of amp_accum of one world size in one launch, for test_amp.py and test_pitfalls_amp.py to compare.
 
     python -m tests.harness.amp_parity OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
 
-A case may begin with one of MISTAKES, which is then made in the script itself; or with one of PLANTS, something
-infinite on the last process; or with `count`, which counts what ddp really exchanges.
+A case may begin with one of MISTAKES, which the experiment then makes; or with one of PLANTS, something infinite on
+the last process; or with `count`, which counts what ddp really exchanges.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import itertools
 import sys
-import types
+import unittest.mock
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from common import config, data, optim, scaling
+from common import config, data, models, optim, scaling
 from common.folder import Folder
 from common.footprint import Footprint
 from common.launch import World
@@ -28,13 +37,14 @@ from common.run import Run
 from common.training import Training
 from configs.amp_accum import Config
 from experiments import amp_accum
-from tests.harness.ddp_parity import in_processes, whole
-from tests.harness.processes import ROOT
+from tests.harness import reference
+from tests.harness.ddp_parity import in_processes, prepared_for, whole
 
 CASE = {
     "data.name": "digits",
     "data.train_limit": "500",  # 83 microbatches of 6: twenty windows of 4 in an epoch, and one of 3
     "data.test_limit": "101",
+    "model": "mlp",
     "precision": "fp32",
     "dtype": "float64",
     "launch.threads": "1",
@@ -49,43 +59,117 @@ CASE = {
     "steps": "30",
     "seed": "7",
 }
-QUICK = CASE | {"model": "mlp", "dtype": "float32", "data.train_limit": "2000", "batch": "32", "optim.base_batch": "32"}
-QUICK |= {"optim.lr": "0.02", "clip": "0.5", "epochs": "10", "steps": "200"}
-
-CLEAN = """\
-        with model.no_sync() if waits and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
-            with autocast(cfg, x.device):
-                loss = F.cross_entropy(model(laid_out(cfg, x)), y)
-"""
-OUTSIDE = """\
-        with autocast(cfg, x.device):
-            loss = F.cross_entropy(model(laid_out(cfg, x)), y)
-        with model.no_sync() if waits and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
-"""
-# each as the text of the script, and what a mistake makes of it
-MISTAKES = {
-    "no_divisor": ("loss = loss / len(window)", "loss = loss / 1"),
-    "same_divisor": ("loss = loss / len(window)", "loss = loss / cfg.accumulate"),
-    "last_window_dropped": ("batches(windows)", "batches(w for w in windows if len(w) == cfg.accumulate)"),
-    "clip_before_unscale": ("    scaler.unscale_(optimizer)", "    pass"),
-    "forward_outside": (CLEAN, OUTSIDE),
-    "scaler_for_bf16": ('fp16 = cfg.precision == "fp16"', "fp16 = cfg.precision in HALF"),
-    "old_spelling": ("GradScaler(device.type, cfg.init_scale,", "torch.cuda.amp.GradScaler(cfg.init_scale,"),
-}
+QUICK = CASE | {"dtype": "float32", "data.train_limit": "2000", "batch": "32", "optim.base_batch": "32"}
+QUICK |= {"optim.lr": "0.1", "clip": "0.5"}
 PLANTS = ("inf_gradient", "nan_loss")
 AT = 10  # the microbatch that is spoilt: the second of step 3
 
 
-def script(mistake: str) -> Any:
-    """The experiment, with a mistake in it if one is named."""
-    if mistake not in MISTAKES:
-        return amp_accum
-    text = (ROOT / "experiments" / "amp_accum.py").read_text()
-    right, wrong = MISTAKES[mistake]
-    assert text.count(right) == 1, f"{mistake}: the script has changed"
-    module = types.ModuleType("mistaken")
-    exec(compile(text.replace(right, wrong), f"amp_accum with {mistake}", "exec"), module.__dict__)
-    return module
+# ---- mistakes: each is called in place of a function of the experiment, with the right one before its arguments
+
+
+@contextlib.contextmanager
+def losses_times(factor: float) -> Iterator[None]:
+    """Let the experiment's loss be so many times as large."""
+
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return factor * F.cross_entropy(logits, targets)
+
+    with unittest.mock.patch.object(amp_accum, "F", SimpleNamespace(cross_entropy=cross_entropy)):
+        yield
+
+
+def add_up_the_sum(right: Any, cfg: Config, model: nn.Module, scaler: Any, window: Any, *rest: Any) -> Any:
+    """Not the mean over the window's microbatches."""
+    with losses_times(len(window)):
+        return right(cfg, model, scaler, window, *rest)
+
+
+def add_up_with_one_divisor(right: Any, cfg: Config, model: nn.Module, scaler: Any, window: Any, *rest: Any) -> Any:
+    """An epoch's last window may be shorter, and is divided as a full one."""
+    with losses_times(len(window) / cfg.accumulate):
+        return right(cfg, model, scaler, window, *rest)
+
+
+def train_on_full_windows(
+    right: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: Any, windows: Any, *rest: Any
+) -> Any:
+    full = (window for window in windows if len(window) == cfg.accumulate)
+    return right(cfg, model, optimizer, scaler, full, *rest)
+
+
+class Reluctant:
+    """A scaler that unscales when it takes the step, not when it is told to."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self.scaler = scaler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.scaler, name)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        pass
+
+
+def update_clipping_first(right: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> Any:
+    return right(cfg, model, optimizer, Reluctant(scaler))
+
+
+def wrap_with_forwards_outside(right: Any, *given: Any) -> nn.Module:
+    """Every forward is as outside no_sync, which only the backward is inside of."""
+    model: nn.Module = right(*given)
+    inside: list[bool] = []
+
+    def leave(ddp: Any, _: Any) -> None:
+        inside.append(ddp.require_backward_grad_sync)  # what no_sync sets
+        ddp.require_backward_grad_sync = True
+
+    def enter(ddp: Any, *_: Any) -> None:
+        ddp.require_backward_grad_sync = inside.pop()
+
+    model.register_forward_pre_hook(leave)
+    model.register_forward_hook(enter)
+    return model
+
+
+def make_scaler_for_bf16(right: Any, cfg: Config, device: torch.device) -> Any:
+    return right(dataclasses.replace(cfg, precision="fp16") if cfg.precision == "bf16" else cfg, device)
+
+
+def make_scaler_of_old(right: Any, cfg: Config, device: torch.device) -> Any:
+    """With the class that torch.amp.GradScaler replaces."""
+
+    def old(kind: str, *sizes: Any, **options: Any) -> Any:
+        return torch.cuda.amp.GradScaler(*sizes, **options)
+
+    with unittest.mock.patch.object(amp_accum, "GradScaler", old):
+        return right(cfg, device)
+
+
+# the name of the experiment's function, and what stands in for it
+MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "no_divisor": ("add_up", add_up_the_sum),
+    "same_divisor": ("add_up", add_up_with_one_divisor),
+    "last_window_dropped": ("train_epoch", train_on_full_windows),
+    "clip_before_unscale": ("update", update_clipping_first),
+    "forward_outside": ("wrap", wrap_with_forwards_outside),
+    "scaler_for_bf16": ("make_scaler", make_scaler_for_bf16),
+    "old_spelling": ("make_scaler", make_scaler_of_old),
+}
+
+
+@contextlib.contextmanager
+def made(mistake: str) -> Iterator[None]:
+    """Let the experiment make a mistake, if one is named."""
+    with contextlib.ExitStack() as stack:
+        if mistake in MISTAKES:
+            name, wrong = MISTAKES[mistake]
+            wrong = functools.partial(wrong, getattr(amp_accum, name))
+            stack.enter_context(unittest.mock.patch.object(amp_accum, name, wrong))
+        yield
+
+
+# ---- cases
 
 
 def settings(text: str) -> tuple[Config, str]:
@@ -94,7 +178,18 @@ def settings(text: str) -> tuple[Config, str]:
     special = words.pop(0) if "=" not in words[0] else ""
     assert special in ("", "count", *MISTAKES, *PLANTS)
     chosen = dict(word.split("=") for word in words)
-    return config.resolve(Config, [(QUICK if chosen.get("model") == "mlp" else CASE) | chosen]), special
+    return config.resolve(Config, [(QUICK if "precision" in chosen else CASE) | chosen]), special
+
+
+@functools.cache
+def expected(cache: Path, case: str) -> dict[str, Any]:
+    """One process that takes each window as one batch; an epoch's last batch holds the full microbatches that are
+    left."""
+    cfg, _ = settings(case)
+    prepared = prepared_for(cfg, str(cache))
+    torch.manual_seed(1234)
+    model = models.SimpleNN() if cfg.model == "mlp" else models.ConvNet((28, 28), 10)
+    return reference.trained(cfg, model.double(), prepared, grain=cfg.microbatch)
 
 
 def plant(special: str, model: nn.Module, world: World) -> None:
@@ -127,12 +222,16 @@ def counted(model: nn.Module, sent: list[int]) -> None:
 
 def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
     """One case on this process; on rank 0 its columns, full state and scores."""
+    with made(special):
+        return train_as_made(cfg, special, world, prepared, folder)
+
+
+def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
     torch.manual_seed(1234)
-    it = script(special)
     train_set, test_set = data.load(prepared, cfg.data)
-    model = it.wrap(cfg, it.build(cfg, train_set, world), world)
+    model = amp_accum.wrap(cfg, amp_accum.build(cfg, train_set, world), world)
     optimizer = optim.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
-    scaler = it.make_scaler(cfg, world.device)
+    scaler = amp_accum.make_scaler(cfg, world.device)
     dtype = getattr(torch, cfg.dtype)
     share = (world.rank, world.size)
     windows = data.Windows(
@@ -146,13 +245,13 @@ def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: F
         plant(special, model, world)
     if special in ("count", "forward_outside"):
         counted(model, sent)
-    step, stop, times = 0, cfg.steps, scaling.StepTimes(model, world.device)
+    step, stop, footprint, times = 0, cfg.steps, Footprint(world.device), scaling.StepTimes(model, world.device)
     while step < cfg.steps:
         stop = step + 1 if special in PLANTS else cfg.steps  # step by step, to see what each changes
-        step = it.train_epoch(cfg, model, optimizer, scaler, windows, run, Footprint(world.device), times, step, stop)
+        step = amp_accum.train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, times, step, stop)
         states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     run.flush()
-    scores = it.evaluate(cfg, model, test_set, world)
+    scores = amp_accum.evaluate(cfg, model, test_set, world)
     state = whole(model)
     equal = torch.tensor([float(sum(v.double().sum() for v in state.values()))], dtype=torch.float64)
     sums = [torch.zeros_like(equal) for _ in range(world.size)]

@@ -1,4 +1,4 @@
-"""Train many data-parallel cases of one world size in one launch, for test_ddp_parity.py to compare.
+"""Train many data-parallel cases of one world size in one launch, for the parity tests to compare.
 
     python -m tests.harness.ddp_parity OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
 
@@ -7,6 +7,7 @@ A case may begin with one of MISTAKES: it then makes that mistake.
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 import time
@@ -19,48 +20,53 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import config, data, launch, optim, prepare, processes, scaling
+from common import config, data, launch, models, optim, prepare, processes, scaling
 from common.config import to_yaml
 from common.folder import Folder
 from common.launch import Place, World
 from common.prepare import Prepared
 from common.run import Run
 from configs.ddp_multinode import Config
+from configs.shared import Experiment
 from experiments import ddp_multinode
-from tests.harness.parity import differences
+from tests.harness import reference, warm
+from tests.harness.processes import environment
+from tests.harness.reference import differences
 
 # glibc keeps what is freed: otherwise a third of ResNet's time goes into page faults
 KEEP: dict[str, Any] = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 CONVNET = {
-    "data.name": "digits",
-    "data.train_limit": "500",
+    "data.name": "generated",
+    "data.samples": "505",
+    "data.image_size": "12",
+    "data.train_limit": "100",  # 4 batches an epoch, and 4 samples left out
     "data.test_limit": "101",  # no multiple of 2 or 4
     "dtype": "float64",
-    "batch": "24",  # 20 batches an epoch, and 20 samples left out
+    "launch.threads": "1",
+    "batch": "24",
     "eval_batch": "16",
-    "optim.lr": "0.05",  # SGD: Adam would not notice a wrong factor
+    "optim.lr": "0.15",  # SGD: Adam would not notice a wrong factor
     "optim.base_batch": "24",
     "optim.warmup": "5",
     "optim.decay": "cosine",
     "clip": "2",
-    "bucket_mb": "1",
-    "epochs": "2",
+    "bucket_mb": "0.25",
+    "epochs": "8",
     "steps": "30",
     "seed": "7",
 }
 RESNET = CONVNET | {
     "model": "resnet18",
-    "data.name": "generated",
-    "data.samples": "50",
-    "data.image_size": "12",  # 2x2 in the last layers: BatchNorm needs some values to be well conditioned
     "data.train_limit": "20",
     "data.test_limit": "9",
     "batch": "4",
+    "optim.lr": "0.05",
     "optim.base_batch": "4",
     "eval_batch": "4",
     "epochs": "6",
 }
+WIDTH = 8
 MISTAKES = ("sums_losses", "no_communication", "same_share", "slow_rank")
 
 
@@ -74,9 +80,18 @@ def settings(text: str) -> tuple[Config, str]:
     return config.resolve(Config, [base | chosen]), mistake
 
 
-def prepared_for(cfg: Config, cache: str) -> Prepared:
+def prepared_for(cfg: Experiment, cache: str) -> Prepared:
     cfg.data.cache = cache
     return prepare.prepare(cfg.data)
+
+
+def unsplit(cfg: Config) -> nn.Module:
+    """The model in float64; a ResNet has few channels. At 12 pixels its last layers see 2x2: BatchNorm needs some
+    values to be well conditioned."""
+    shape = (3, cfg.data.image_size, cfg.data.image_size)
+    if cfg.model == "resnet18":
+        return models.ResNet("resnet18", shape, 10, width=WIDTH, large=False).double()
+    return models.ConvNet(shape, 10).double()
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -90,7 +105,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     """One case on this process; on rank 0 its losses, full state and scores."""
     torch.manual_seed(1234)
     train_set, test_set = data.load(prepared, cfg.data)
-    model = ddp_multinode.wrap(cfg, ddp_multinode.build(cfg, train_set, world), world)
+    model = ddp_multinode.wrap(cfg, unsplit(cfg), world)
     optimizer = optim.make(model.parameters(), cfg.optim)
     share = (0 if mistake == "same_share" else world.rank, world.size)
     loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, share=share)
@@ -108,10 +123,10 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     step = 0
     while step < cfg.steps:
         step = ddp_multinode.train_epoch(cfg, model, optimizer, loader, run, times, step, cfg.steps)
+        before = whole(model)
+        scores = ddp_multinode.evaluate(cfg, model, test_set, world)
     run.flush()
     ranks = world.gather(times.summary())
-    before = whole(model)
-    scores = ddp_multinode.evaluate(cfg, model, test_set, world)
     state = whole(model)
     equal = torch.tensor([float(sum(v.double().sum() for v in state.values()))], dtype=torch.float64)
     sums = [torch.zeros_like(equal) for _ in range(world.size)]
@@ -122,6 +137,15 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     return {"losses": losses, "state": state, "scores": scores, "sums": [float(s) for s in sums], "before": before} | {
         "straggler": scaling.straggler(ranks) if mistake == "slow_rank" else None
     }
+
+
+@functools.cache
+def expected(cache: Path, case: str, shares: int = 1) -> dict[str, Any]:
+    """One process that trains the unsplit model by the bare loop; shares have BatchNorm buffers of their own."""
+    cfg, _ = settings(case)
+    prepared = prepared_for(cfg, str(cache))
+    torch.manual_seed(1234)
+    return reference.trained(cfg, unsplit(cfg), prepared, shares=shares)
 
 
 def in_processes(
@@ -135,7 +159,7 @@ def in_processes(
     """Train every case in the same `count` processes, one after the other, and save rank 0's results; exit status."""
     chosen = {case: settings(f"{case},processes_per_node={count}") for case in cases}
     sets = {case: prepared_for(cfg, cache) for case, (cfg, _) in chosen.items()}
-    runs = Path(tempfile.mkdtemp())
+    runs = Path(tempfile.mkdtemp(dir=Path(out).parent))
 
     def body(place: Place) -> None:
         with launch.group(place, chosen[cases[0]][0].launch) as world:
@@ -147,6 +171,15 @@ def in_processes(
                 torch.save(results, out)
 
     return processes.fork_all(body, int(count), 1, lambda: None)
+
+
+def results(module: str, folder: Path, cache: Path, count: int, cases: list[str]) -> dict[str, Any]:
+    """What a module of this package saved of cases with one number of processes, trained in one launch."""
+    out = folder / f"results-{count}.pt"
+    words = [sys.executable, "-m", f"tests.harness.{module}", str(out), str(cache), str(count), *cases]
+    done = warm.execute(words, env=environment(), timeout=250)
+    assert done.returncode == 0, done.stderr
+    return dict(torch.load(out, weights_only=True))
 
 
 def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,8 @@ from common.sparsity import Masks
 from configs.ddp_multinode import Config
 from configs.shared import Launch
 from experiments import ddp_multinode
-from tests.harness.processes import ROOT, environment
+from tests.harness import warm
+from tests.harness.processes import environment
 
 SECONDS = 2.0
 
@@ -143,7 +143,7 @@ def masks_per_rank() -> Any:
 def made(*names: str) -> dict[str, Any]:
     """What two processes find when they make mistakes of tests/harness/ddp_pitfalls.py."""
     words = [sys.executable, "-m", "tests.harness.ddp_pitfalls", *names]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = warm.execute(words, env=environment(), timeout=250)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -1,23 +1,23 @@
 """Every mode, schedule and engine equals the unsplit ResNet-18 fed the same microbatches, in float64, to 1e-9:
-losses, parameters, BatchNorm's statistics and counters, evaluation; trained and evaluated in turns."""
+losses, parameters, BatchNorm's statistics and counters, evaluation; trained and evaluated in turns.
+
+The ResNet has 8 channels and images of 16 pixels, but for one case of each kind with all 64 channels.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-from common import data, prepare
-from common.models import ResNet
-from tests.harness import parity
-from tests.harness.parity import differences, normalised, scored, train_in_processes
+from tests.harness.parity import expected, train_in_processes
+from tests.harness.reference import differences
 
 NAME = "resnet_modelparallel"
 CUTS = {2: "[layer3_0]", 3: "[layer2_0,layer3_1]", 4: "[layer2_0,layer3_0,layer4_0]"}
 TORCH = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+WIDE = "width=64,data.image_size=32,data.samples=13,batch=4,steps=3"  # an epoch of three steps
+SIZES = {2: "mode=single,split_size=2", 8: "mode=single,split_size=8"}
 
 
 def cut(stages: int) -> str:
@@ -41,53 +41,32 @@ def cases(processes: int) -> dict[str, list[str]]:
     return {"own": own, "library": library, "others": others}
 
 
-def reference_of(cache: Path, size: int) -> dict[str, Any]:
-    """The unsplit model in a bare loop: microbatches of `size`, one after the other, whose gradients add up."""
-    cfg, _ = parity.settings(NAME, "mode=single", **{"data.cache": str(cache)})
-    prepared = prepare.prepare(cfg.data)
-    images, labels = normalised(prepared, "train")
-    torch.manual_seed(1234)
-    model = ResNet("resnet18", (3, 32, 32), 10).double().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.optim.lr, momentum=cfg.optim.momentum, nesterov=True)
-    losses: list[float] = []
-    for step in range(cfg.steps):
-        epoch, position = divmod(step, len(images) // cfg.batch)
-        rows = torch.from_numpy(data.order(len(images), cfg.seed, epoch))[position * cfg.batch :][: cfg.batch]
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.optim.lr * (1 - step / cfg.steps)
-        optimizer.zero_grad()
-        total = 0.0
-        for piece in rows.split(size):
-            loss = F.cross_entropy(model(images[piece]), labels[piece]) * size / cfg.batch
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    scores = scored(model, *normalised(prepared, "test"))
-    return {"losses": losses, "state": model.state_dict(), "scores": scores}
-
-
-@pytest.fixture(scope="module")
-def references(cache: Path) -> dict[int, dict[str, Any]]:
-    return {size: reference_of(cache, size) for size in (2, 8)}
-
-
 @pytest.mark.parametrize(("processes", "kind"), [(n, kind) for n in (1, 2, 3) for kind in cases(n)])
-def test_every_mode_equals_the_unsplit_model_fed_the_same_microbatches(
-    processes: int, kind: str, tmp_path: Path, cache: Path, references: dict[int, dict[str, Any]]
+def test_every_mode_equals_the_unsplit_resnet_fed_the_same_microbatches(
+    processes: int, kind: str, tmp_path: Path, cache: Path
 ) -> None:
     wanted = cases(processes)[kind]
     trained = train_in_processes(tmp_path, cache, processes, wanted, NAME)
     wrong = {
-        name: differences(result, references[8 if "split_size=8" in name else 2]) for name, result in trained.items()
+        name: differences(result, expected(cache, NAME, SIZES[8 if "split_size=8" in name else 2]))
+        for name, result in trained.items()
     }
     assert not {name: found for name, found in wrong.items() if found}
     assert list(trained) == wanted
 
 
-def test_microbatches_are_another_training_and_the_check_sees_it(references: dict[int, dict[str, Any]]) -> None:
+def test_a_resnet_of_full_width_equals_the_unsplit_one(tmp_path: Path, cache: Path) -> None:
+    kinds = ["mode=naive", "schedule=gpipe", "engine=torch,schedule=1f1b"]
+    trained = train_in_processes(tmp_path, cache, 2, [f"{WIDE},{kind},{cut(2)}" for kind in kinds], NAME)
+    right = expected(cache, NAME, f"{WIDE},{SIZES[2]}")
+    assert right["state"]["fc.weight"].shape == (10, 512) and len(right["losses"]) == 3
+    wrong = {name: differences(result, right) for name, result in trained.items()}
+    assert len(wrong) == 3 and not {name: found for name, found in wrong.items() if found}
+
+
+def test_microbatches_are_another_training_of_a_resnet_and_the_check_sees_it(cache: Path) -> None:
     """BatchNorm's statistics are a microbatch's; counters count microbatches."""
-    two, eight = references[2], references[8]
+    two, eight = (expected(cache, NAME, SIZES[size]) for size in (2, 8))
     assert two["state"]["bn1.num_batches_tracked"] == 40 and eight["state"]["bn1.num_batches_tracked"] == 10
     wrong = differences(two, eight)
     assert any("losses" in words for words in wrong) and any("running_var" in words for words in wrong)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-from common import data, prepare
-from common.models import SimpleNN
 from tests.harness import parity
-from tests.harness.parity import TOLERANCE, differences, normalised, scored, train_in_processes
+from tests.harness.parity import expected, train_in_processes
 from tests.harness.processes import run
+from tests.harness.reference import TOLERANCE, differences
 
-OWN = [("own", name) for name in ("naive", "gpipe", "1f1b")]
-LIBRARY = [("torch", name) for name in ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")]
-MISTAKES = ("lose_relu", "lose_microbatch")
+NAME = "mnist_pipeline"
+ENGINES = {
+    "own": ("naive", "gpipe", "1f1b"),
+    "torch": ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"),
+}
 
 
 def case(engine: str, schedule: str, processes: int, each: int) -> str:
@@ -27,58 +25,34 @@ def case(engine: str, schedule: str, processes: int, each: int) -> str:
     return f"engine={engine},schedule={schedule},{stages},microbatches={4 if processes == 4 else 6}"
 
 
-def cases(processes: int) -> list[str]:
-    network = [f"{case('own', s, processes, 2)},transport=network" for s in ("gpipe", "1f1b")]
-    return network + [case(e, s, processes, each) for (e, s), each in itertools.product(OWN + LIBRARY, (1, 2))]
-
-
-@pytest.fixture(scope="module")
-def reference(cache: Path) -> dict[str, Any]:
-    """The unsplit model trained by a bare loop that shares nothing with the pipeline but data order and model."""
-    cfg, _ = parity.settings("mnist_pipeline", "stages=1")
-    prepared = prepare.prepare_digits(cache)
-    images, labels = normalised(prepared, "train", cfg.data.train_limit)
-    torch.manual_seed(1234)
-    model = SimpleNN(cfg.width, cfg.depth).double()
-    parity.widen(model.parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=cfg.optim.lr, momentum=cfg.optim.momentum, nesterov=True)
-    losses: list[float] = []
-    for step in range(cfg.steps):
-        epoch, position = divmod(step, len(images) // cfg.batch)
-        rows = data.order(len(images), cfg.seed, epoch)[position * cfg.batch : (position + 1) * cfg.batch]
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.optim.lr * (1 - step / cfg.steps)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images[rows]), labels[rows])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    scores = scored(model, *normalised(prepared, "test", cfg.data.test_limit))
-    return {"losses": losses, "state": model.state_dict(), "scores": scores}
-
-
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("processes", [2, 3, 4])
-def test_pipelines_equal_the_unsplit_model(
-    processes: int, tmp_path: Path, cache: Path, reference: dict[str, Any]
-) -> None:
-    trained = train_in_processes(tmp_path, cache, processes, cases(processes))
-    wrong = {name: differences(result, reference) for name, result in trained.items()}
+def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path: Path, cache: Path) -> None:
+    wanted = [case(engine, name, processes, each) for name, each in itertools.product(ENGINES[engine], (1, 2))]
+    if engine == "own":
+        wanted += [f"{case('own', name, processes, 2)},transport=network" for name in ("gpipe", "1f1b")]
+    trained = train_in_processes(tmp_path, cache, processes, wanted)
+    right = expected(cache, NAME, "stages=1")
+    wrong = {name: differences(result, right) for name, result in trained.items()}
     assert not {name: found for name, found in wrong.items() if found}
-    assert len(trained) == 18 and len(reference["losses"]) == 30
-    assert reference["losses"][-1] < 0.9 * reference["losses"][0], "a model that learns nothing proves nothing"
+    assert list(trained) == wanted and len(right["losses"]) == 30
+    assert right["losses"][-1] < 0.9 * right["losses"][0], "a model that learns nothing proves nothing"
 
 
-def test_the_check_sees_mistakes(tmp_path: Path, cache: Path, reference: dict[str, Any]) -> None:
-    wanted = [f"{mistake},{case('own', 'gpipe', 2, 1)}" for mistake in MISTAKES]
-    for name, result in train_in_processes(tmp_path, cache, 2, wanted).items():
-        assert any("losses" in difference for difference in differences(result, reference)), name
+def test_the_check_sees_mistakes_of_pipelines(tmp_path: Path, cache: Path) -> None:
+    wanted = [f"{mistake},{case('own', 'gpipe', 2, 1)}" for mistake in parity.MISTAKES]
+    trained = train_in_processes(tmp_path, cache, 2, wanted)
+    assert list(trained) == wanted
+    for name, result in trained.items():
+        wrong = differences(result, expected(cache, NAME, "stages=1"))
+        assert any("losses" in difference for difference in wrong), name
 
 
 def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
     settings = [f"{name}={value}" for name, value in parity.PIPELINE.items()]
     settings.append(f"data.cache={cache}")
-    split = run("mnist_pipeline", *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
-    whole = run("mnist_pipeline", *settings, "stages=1", "microbatches=1", runs=tmp_path / "whole")
+    split = run(NAME, *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
+    whole = run(NAME, *settings, "stages=1", "microbatches=1", runs=tmp_path / "whole")
     assert split.status == whole.status == 0, split.err + whole.err
     assert len(split.losses) == 30
     assert split.losses == pytest.approx(whole.losses, abs=TOLERANCE, rel=0)

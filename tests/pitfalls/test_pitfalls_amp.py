@@ -1,12 +1,11 @@
 """The mistakes of accumulation and mixed precision: what they really do, and what stands here instead.
 
-The mistakes are made in the script itself, by tests/harness/amp_parity.py.
+The mistakes stand in for functions of the experiment: tests/harness/amp_parity.py. A forward outside no_sync needs two
+processes: tests/experiments/test_amp.py.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,32 +22,33 @@ from common.prepare import prepare_digits
 from configs.amp_accum import Config as AmpConfig
 from configs.shared import Optim
 from experiments import amp_accum
-from tests.harness.amp_parity import script
-from tests.harness.processes import ROOT, environment
+from tests.harness.amp_parity import made
 
 
 def a_window(batches: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(n, 28, 28), torch.randint(10, (n,))) for n in batches]
 
 
-def gradients(it: Any, cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None) -> torch.Tensor:
+def gradients(cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None) -> torch.Tensor:
     """The gradient after a window, in one piece."""
-    off = it.make_scaler(AmpConfig(precision="fp32"), torch.device("cpu"))
+    off = amp_accum.make_scaler(AmpConfig(precision="fp32"), torch.device("cpu"))
     model.zero_grad()
     cpu = torch.device("cpu")
-    it.add_up(cfg, model, scaler or off, window, Footprint(cpu), scaling.StepTimes(model, cpu))
+    amp_accum.add_up(cfg, model, scaler or off, window, Footprint(cpu), scaling.StepTimes(model, cpu))
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def test_without_the_divisor_steps_are_as_many_times_too_long() -> None:
     cfg, model, window = AmpConfig(precision="fp32"), SimpleNN().double(), a_window([4] * 4)
     window = [(x.double(), y) for x, y in window]
-    whole = gradients(amp_accum, cfg, model, [tuple(torch.cat(part) for part in zip(*window, strict=True))])
-    assert torch.allclose(gradients(amp_accum, cfg, model, window), whole, atol=1e-12)
-    assert torch.allclose(gradients(script("no_divisor"), cfg, model, window), 4 * whole, atol=1e-12)
+    whole = gradients(cfg, model, [tuple(torch.cat(part) for part in zip(*window, strict=True))])
+    assert torch.allclose(gradients(cfg, model, window), whole, atol=1e-12)
+    with made("no_divisor"):
+        assert torch.allclose(gradients(cfg, model, window), 4 * whole, atol=1e-12)
     # and with the usual divisor, a last window of three is three quarters of a step
-    short = gradients(amp_accum, cfg, model, window[:3])
-    assert torch.allclose(gradients(script("same_divisor"), cfg, model, window[:3]), 0.75 * short, atol=1e-12)
+    short = gradients(cfg, model, window[:3])
+    with made("same_divisor"):
+        assert torch.allclose(gradients(cfg, model, window[:3]), 0.75 * short, atol=1e-12)
 
 
 def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache: Path) -> None:
@@ -71,27 +71,19 @@ def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache:
 def test_clipping_before_unscaling_clips_the_scale() -> None:
     cfg = AmpConfig(precision="fp16", clip=0.01)
 
-    def moved(it: Any) -> float:
+    def moved() -> float:
         """The length of a plain step with rate 1."""
         torch.manual_seed(0)
         model = SimpleNN()
         before = torch.cat([p.detach().flatten() for p in model.parameters()])
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1), it.make_scaler(cfg, torch.device("cpu"))
-        gradients(it, cfg, model, a_window([8]), scaler)
-        it.update(cfg, model, optimizer, scaler)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1), amp_accum.make_scaler(cfg, torch.device("cpu"))
+        gradients(cfg, model, a_window([8]), scaler)
+        amp_accum.update(cfg, model, optimizer, scaler)
         return float((torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm())
 
-    assert moved(amp_accum) == pytest.approx(0.01, rel=1e-3)
-    assert moved(script("clip_before_unscale")) < 1e-6
-
-
-def test_a_forward_outside_no_sync_exchanges_gradients_all_the_same(tmp_path: Path, cache: Path) -> None:
-    cases = [f"{word},model=mlp,accumulate=4,steps=3" for word in ("count", "forward_outside")]
-    words = [sys.executable, "-m", "tests.harness.amp_parity", str(tmp_path / "out.pt"), str(cache), "2", *cases]
-    subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True)
-    inside, outside = torch.load(tmp_path / "out.pt", weights_only=True).values()
-    assert outside["exchanged"] == 4 * inside["exchanged"] > 0
-    assert outside["losses"] == pytest.approx(inside["losses"], rel=1e-5), "the result is right: nothing tells"
+    assert moved() == pytest.approx(0.01, rel=1e-3)
+    with made("clip_before_unscale"):
+        assert moved() < 1e-6
 
 
 def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
@@ -99,19 +91,20 @@ def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
     assert torch.tensor(1e-8).half() == 0 and torch.tensor(1e5).half().isinf(), "fp16 needs one"
     cfg = AmpConfig(precision="bf16", growth_interval=1)
 
-    def lost(it: Any) -> int:
+    def lost() -> int:
         """Steps of 200 that are left out."""
         torch.manual_seed(0)
         model, window = SimpleNN(), [(100 * x, y) for x, y in a_window([8])]
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0), it.make_scaler(cfg, torch.device("cpu"))
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0), amp_accum.make_scaler(cfg, torch.device("cpu"))
         count = 0
         for _ in range(200):
-            gradients(it, cfg, model, window, scaler)
-            count += it.update(cfg, model, optimizer, scaler)
+            gradients(cfg, model, window, scaler)
+            count += amp_accum.update(cfg, model, optimizer, scaler)
         return count
 
-    assert lost(amp_accum) == 0
-    assert lost(script("scaler_for_bf16")) > 10, "the scale grows until it is too large even for float32"
+    assert lost() == 0
+    with made("scaler_for_bf16"):
+        assert lost() > 10, "the scale grows until it is too large even for float32"
 
 
 def test_the_old_spelling_switches_itself_off_without_a_gpu() -> None:
@@ -122,8 +115,8 @@ def test_the_old_spelling_switches_itself_off_without_a_gpu() -> None:
         with amp_accum.autocast(cfg, cpu):
             assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float16
     assert right.is_enabled() and not told
-    with pytest.warns(FutureWarning, match=r"torch\.amp\.GradScaler"):
-        old = script("old_spelling").make_scaler(cfg, cpu)
+    with made("old_spelling"), pytest.warns(FutureWarning, match=r"torch\.amp\.GradScaler"):
+        old = amp_accum.make_scaler(cfg, cpu)
     with pytest.warns(FutureWarning, match=r"torch\.amp\.autocast"), torch.cuda.amp.autocast():
         found = nn.Linear(2, 2)(torch.ones(1, 2)).dtype
     if not torch.cuda.is_available():

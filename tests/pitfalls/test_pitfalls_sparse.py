@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -19,7 +16,7 @@ from common import compact, sparsity
 from common.models import SimpleNN
 from common.sparsity import Masks
 from experiments.sparse_prune import shrink
-from tests.harness.processes import ROOT, environment
+from tests.harness.ddp_pitfalls import made
 
 
 def pruned(share: float = 0.9) -> tuple[nn.Sequential, Masks]:
@@ -80,9 +77,7 @@ def test_the_sign_of_a_magnitude_moves_all_weights_the_same_way() -> None:
 
 
 def test_masks_computed_per_rank_differ() -> None:
-    words = [sys.executable, "-m", "tests.harness.ddp_pitfalls", "masks_per_rank"]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=True)
-    one, other = json.loads(done.stdout)["masks_per_rank"]
+    one, other = made("masks_per_rank")["masks_per_rank"]
     assert one[0] != other[0], "the models drift apart, and rank 0's checkpoint is not what the others train"
     assert "masks of ranks [1] differ from rank 0's" in one[1]["error"] == other[1]["error"]
     assert one[2] == other[2] == one[3] == other[3]

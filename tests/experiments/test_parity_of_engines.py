@@ -1,0 +1,44 @@
+"""One case of each engine equals the unsplit model in one process, in float64, to 1e-9.
+
+tests/parity has all the others; those of accumulation are in test_amp.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.harness import ddp_parity, parity
+from tests.harness.ddp_parity import wrong
+from tests.harness.reference import differences
+
+GPIPE = "engine=own,schedule=gpipe,stages=2,microbatches=6"
+LIBRARY = "engine=torch,schedule=1f1b,stages=2,microbatches=6"
+RESNET = "schedule=gpipe,stages=2,split=[layer3_0]"
+DDP, FSDP, SYNCED = "strategy=ddp,steps=15", "strategy=fsdp,steps=15", "model=resnet18,sync_batchnorm=true,steps=6"
+
+
+def test_both_pipeline_engines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
+    mistaken = f"lose_microbatch,{GPIPE}"
+    trained = parity.train_in_processes(tmp_path, cache, 2, [GPIPE, LIBRARY, mistaken])
+    right = parity.expected(cache, "mnist_pipeline", "stages=1")
+    assert right["losses"][-1] < 0.9 * right["losses"][0], "a model that learns nothing proves nothing"
+    assert differences(trained[GPIPE], right) == []
+    assert differences(trained[LIBRARY], right) == []
+    assert any("losses" in difference for difference in differences(trained[mistaken], right))
+
+
+def test_a_pipelined_resnet_equals_the_unsplit_one_fed_the_same_microbatches(tmp_path: Path, cache: Path) -> None:
+    mistaken = f"lose_microbatch,{RESNET}"
+    trained = parity.train_in_processes(tmp_path, cache, 2, [RESNET, mistaken], "resnet_modelparallel")
+    right = parity.expected(cache, "resnet_modelparallel", "mode=single,split_size=2")
+    assert differences(trained[RESNET], right) == []
+    assert any("losses" in difference for difference in differences(trained[mistaken], right))
+
+
+def test_ddp_fsdp_and_synchronised_norms_equal_one_process(tmp_path: Path, cache: Path) -> None:
+    mistaken = f"sums_losses,{DDP},clip=0"
+    trained = ddp_parity.results("ddp_parity", tmp_path, cache, 2, [DDP, FSDP, SYNCED, mistaken])
+    for case in (DDP, FSDP, SYNCED):
+        assert wrong(trained[case], ddp_parity.expected(cache, case)) == [], case
+    found = wrong(trained[mistaken], ddp_parity.expected(cache, f"{DDP},clip=0"))
+    assert any("losses" in difference for difference in found)

@@ -1,0 +1,108 @@
+"""Replicas of a pipeline: which process is what, the settings that fit, BatchNorm's own statistics; and the model that
+is too large for one process and trains in two."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from common import config, data, prepare
+from common.checkpoint import Loaded
+from common.config import UserError
+from common.launch import World
+from common.training import Training
+from configs.resnet_modelparallel import Config
+from configs.shared import Data
+from experiments.resnet_modelparallel import Team
+from tests.harness.processes import run
+
+
+def test_stages_share_a_host_and_replicas_have_one_each() -> None:
+    cfg = config.load(Config, ["replicas=2", "stages=3", "launch.nodes=2"], {})
+
+    class Somewhere(SimpleNamespace):
+        """A process of six, with the host of each."""
+
+        def part(self, members: Sequence[int]) -> Any:
+            return SimpleNamespace(members=[*members], hosts=[self.hosts[member] for member in members])
+
+    blocks = [Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb"))) for rank in range(6)]
+    assert [cast(Any, team.pipeline).members for team in blocks] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+    assert [cast(Any, team.peers).members for team in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
+    for rank, hosts in itertools.product(range(6), ("ababab", "aaaabb")):  # all say it: none waits for the others
+        with pytest.raises(UserError, match="replicas=2: a replica's stages are on a and b; start a multiple of 3"):
+            Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts=hosts)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "peers", "means"),
+    [
+        (["first", "second"], 2, [1.0, 2.0]),  # as it was saved: what this process has seen itself
+        (["first", "second"], 1, [30.0, 30.0]),  # two stages without a replica, in place of one with
+        (["first", "second"], 0, [30.0, 30.0]),
+        (["first"], 2, [30.0]),  # other stages, replicas as well
+        (["second", "third"], 2, [30.0, 30.0]),
+        (["third"], 0, [30.0]),
+    ],
+)
+def test_own_statistics_come_back_only_where_the_layout_is_the_same(
+    layers: list[str], peers: int, means: list[float], cache: Path
+) -> None:
+    settings = Data(name="digits", cache=str(cache))
+    images, _ = data.load(prepare.prepare(settings), settings)
+    cpu = torch.device("cpu")
+
+    def training(names: list[str], size: int) -> Training:
+        part = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(1)) for name in names))
+        many = World(0, size, 0, size, 0, 1, "local", ("here",) * size, cpu, "gloo", 1) if size else None
+        loader = data.Loader(images, 8, 0, cpu, torch.float32)
+        return Training([part], torch.optim.SGD(part.parameters()), loader, cast(World, None), peers=many)
+
+    saved = training(["first", "second"], 1)
+    for number, (_, buffer) in enumerate(pair for pair in saved.buffers if pair[0].endswith("mean")):
+        buffer.fill_(number + 1)
+    whole = training(["first", "second", "third"], 0).state().model
+    averaged = {name: torch.full_like(value, 30) if name.endswith("mean") else value for name, value in whole.items()}
+    common, local = saved.state().common, saved.state().local
+    resumed = training(layers, peers)
+    resumed.load(Loaded(5, 1, 4, averaged, {}, common, local))
+    assert [buffer.item() for name, buffer in resumed.buffers if name.endswith("mean")] == means
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["replicas=3"], ["batch=64", "replicas=3", "1, 2, 4"]),
+        (["replicas=2", "launch.nodes=4"], ["replicas=2", "launch.nodes=4", "multiple of the nodes"]),
+        (["replicas=2", "split_size=64"], ["split_size=64", "batch=32"]),
+        (["replicas=2", "devices=[cpu,cpu]"], ["belong to one process"]),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load(Config, words, {})
+    assert all(part in str(caught.value) for part in parts), caught.value
+    assert config.load(Config, ["replicas=4", "launch.nodes=2"], {}).processes == 8
+
+
+def test_what_does_not_fit_into_one_process_trains_in_two(tmp_path: Path) -> None:
+    """11 million parameters with gradients and Adam's memory take 180 MB, and a step some more; half of them fit."""
+    small = ("data.name=generated", "data.samples=50", "data.image_size=16", "batch=4", "steps=3", "plot=false")
+    tight = (f"data.cache={tmp_path}", "optim.name=adam", "balance=parameters", "memory_cap=210", "launch.threads=1")
+    whole = run("resnet_modelparallel", *small, *tight, "mode=single", runs=tmp_path / "one")
+    assert whole.status == 2 and "Traceback" not in whole.err
+    (line,) = [line for line in whole.err.splitlines() if "error" in line]
+    assert "memory_cap=210" in line and "does not fit into 210 MB" in line and "stages=" in line
+    split = run("resnet_modelparallel", *small, *tight, "mode=pipelined", "stages=2", runs=tmp_path / "two")
+    assert split.status == 0, split.err
+    assert len(split.losses) == 3
+    free = run("resnet_modelparallel", *small, *tight[:-2], "mode=single", "memory_cap=0", runs=tmp_path / "free")
+    assert free.status == 0, "the limit was what was in the way"
