@@ -69,7 +69,7 @@ def overlap(timeline: list[dict[str, Any]]) -> float:
 def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digits: tuple[str, ...]) -> None:
     def measured(schedule: str, attempt: int) -> float:
         """The share of all computing in which both processes compute."""
-        wide = (*digits, "width=512", "batch=256", f"schedule={schedule}")
+        wide = (*digits, "width=512", "batch=256", "steps=12", f"schedule={schedule}")
         done = run("mnist_pipeline", *wide, runs=tmp_path / f"{schedule}-{attempt}")
         assert done.status == 0, done.err
         timeline = done.folder.result["timeline"]

@@ -1,6 +1,7 @@
 """The mistakes of accumulation and mixed precision: what they really do, and what stands here instead.
 
-The mistakes stand in for functions of the experiment: tests/harness/amp_parity.py.
+The mistakes stand in for functions of the experiment: tests/harness/amp_parity.py. A forward outside no_sync needs two
+processes: tests/experiments/test_amp.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from configs.amp_accum import Config as AmpConfig
 from configs.shared import Optim
 from experiments import amp_accum
 from tests.harness.amp_parity import made
-from tests.harness.ddp_parity import results
 
 
 def a_window(batches: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -84,13 +84,6 @@ def test_clipping_before_unscaling_clips_the_scale() -> None:
     assert moved() == pytest.approx(0.01, rel=1e-3)
     with made("clip_before_unscale"):
         assert moved() < 1e-6
-
-
-def test_a_forward_outside_no_sync_exchanges_gradients_all_the_same(tmp_path: Path, cache: Path) -> None:
-    cases = [f"{word},accumulate=4,steps=3" for word in ("count", "forward_outside")]
-    inside, outside = results("amp_parity", tmp_path, cache, 2, cases).values()
-    assert outside["exchanged"] == 4 * inside["exchanged"] > 0
-    assert outside["losses"] == pytest.approx(inside["losses"], rel=1e-5), "the result is right: nothing tells"
 
 
 def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:

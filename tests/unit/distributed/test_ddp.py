@@ -97,8 +97,9 @@ def test_resnet_is_torchvisions_with_another_stem() -> None:
 
 def test_torchs_own_synchronised_norm_refuses_the_cpu() -> None:
     assert all("GPU" in answer["error"] for answer in made("torchs_norm")["torchs_norm"])
-    ours = norm.synchronised(models.ResNet18((3, 32, 32), 10), torch.device("cpu"))
-    assert ours.state_dict().keys() == models.ResNet18((3, 32, 32), 10).state_dict().keys()
+    plain, ours = (models.ResNet("resnet18", (3, 32, 32), 10, width=8) for _ in range(2))
+    ours = norm.synchronised(ours, torch.device("cpu"))
+    assert ours.state_dict().keys() == plain.state_dict().keys()
     assert sum(isinstance(module, norm.SyncBatchNorm2d) for module in ours.modules()) == 20
 
 
