@@ -61,12 +61,12 @@ def test_four_small_microbatches_equal_one_large_batch(processes: int, trained: 
 
 
 @pytest.mark.parametrize("case", DIVISORS)
-def test_the_check_sees_wrong_windows(case: str, trained: Any, cache: Path) -> None:
+def test_the_comparison_sees_wrong_windows(case: str, trained: Any, cache: Path) -> None:
     found = wrong(trained[1][case], expected(cache, "accumulate=4,clip=0"))
     assert any("losses" in difference for difference in found) and any("weight" in difference for difference in found)
 
 
-def test_samples_are_counted_as_they_are(trained: Any) -> None:
+def test_samples_of_a_short_window_are_counted_as_they_are(trained: Any) -> None:
     found = trained[2]["accumulate=4"]["samples"]
     assert found[19:22] == [480, 498, 522], "the last window of the first epoch has three microbatches of 6"
 
@@ -135,7 +135,7 @@ def test_a_first_step_that_is_left_out_leaves_nothing_behind(name: Any) -> None:
         (["precision=int8"], ["fp32", "tf32", "bf16", "fp16"]),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+def test_settings_of_accumulation_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         config.load(Config, words)
     assert all(part in str(caught.value) for part in parts), caught.value
@@ -174,7 +174,7 @@ def test_channels_last_lays_images_and_filters_so(cache: Path) -> None:
             assert tensor.is_contiguous(memory_format=torch.channels_last) == wanted
 
 
-def test_the_sweep_sets_costs_and_distances_side_by_side(tmp_path: Path, cache: Path) -> None:
+def test_the_sweep_of_precisions_sets_costs_and_distances_side_by_side(tmp_path: Path, cache: Path) -> None:
     quick = ("data.name=digits", f"data.cache={cache}", "model=mlp", "data.test_limit=100", "steps=3", "repeats=1")
     done = run("amp_accum", *quick, "sweep=true", "accumulate=2", "launch.threads=1", runs=tmp_path, timeout=240)
     assert done.status == 0, done.err

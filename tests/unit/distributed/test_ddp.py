@@ -65,13 +65,13 @@ def test_shares_of_a_batch_are_the_batch(cache: Path) -> None:
         (["data.name=cifar10", "batch=50002"], ["exceeds the 50000 training samples"]),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+def test_settings_of_data_parallelism_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         config.load(Config, words, {})
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_processes_follow_from_the_nodes() -> None:
+def test_data_parallel_processes_follow_from_the_nodes() -> None:
     assert config.load(Config, [], {}).processes == 2
     assert config.load(Config, ["launch.nodes=4"], {}).processes == 4
     assert config.load(Config, ["launch.nodes=2", "processes_per_node=8"], {}).processes == 16
@@ -84,6 +84,7 @@ def test_the_pipeline_takes_only_its_own_images() -> None:
 
 def test_resnet_is_torchvisions_with_another_stem() -> None:
     torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
     theirs = torchvision.models.resnet18(num_classes=10)
     theirs.conv1, theirs.maxpool = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False), torch.nn.Identity()
     ours = models.ResNet18((3, 32, 32), 10)
@@ -97,8 +98,8 @@ def test_resnet_is_torchvisions_with_another_stem() -> None:
 
 def test_torchs_own_synchronised_norm_refuses_the_cpu() -> None:
     assert all("GPU" in answer["error"] for answer in made("torchs_norm")["torchs_norm"])
-    plain, ours = (models.ResNet("resnet18", (3, 32, 32), 10, width=8) for _ in range(2))
-    ours = norm.synchronised(ours, torch.device("cpu"))
+    plain, other = (models.ResNet("resnet18", (3, 32, 32), 10, width=8) for _ in range(2))
+    ours = norm.synchronised(other, torch.device("cpu"))
     assert ours.state_dict().keys() == plain.state_dict().keys()
     assert sum(isinstance(module, norm.SyncBatchNorm2d) for module in ours.modules()) == 20
 
@@ -125,7 +126,7 @@ def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
     assert times.recent() is not None
 
 
-def test_compare_reports_the_efficiency(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_ddp_multinode_reports_its_efficiency_if_asked(tmp_path: Path, digits: tuple[str, ...]) -> None:
     done = run("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
     assert done.status == 0, done.err
     result = done.folder.result
@@ -272,17 +273,20 @@ def many(tmp_path: Path) -> Data:
 
 
 def test_an_image_folder_need_not_fit_into_memory(many: Data) -> None:
+    few = Path(many.root) / "few"
+    for part in ("train", "val"):
+        (few / part / "noise").mkdir(parents=True)
+        for number in range(8):
+            (few / part / "noise" / f"{number}.jpg").hardlink_to(Path(many.root) / "train" / "noise" / "0.jpg")
     program = f"""
-import os, resource
+import dataclasses, os, resource
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # some images a core are decoded ahead
 from common import prepare
 from configs.shared import Data
 def peak(whose): return resource.getrusage(whose).ru_maxrss * 1024
 settings = {many!r}
-settings.image_size, whole = 8, settings.image_size
-prepare.prepare(settings)
+prepare.prepare(dataclasses.replace(settings, root={str(few)!r}, image_size=8))
 before = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
-settings.image_size = whole
 prepare.prepare(settings)
 print(peak(resource.RUSAGE_SELF) - before[0], peak(resource.RUSAGE_CHILDREN) - before[1])
 """
