@@ -1,0 +1,14 @@
+"""Disks that are full or read-only, at every stage of a run: one clear message, the right status, nothing left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.bad_input import DISKS, ESSENTIAL, Case, check
+
+
+@pytest.mark.parametrize("case", [case for case in DISKS if case.name not in ESSENTIAL], ids=lambda case: case.name)
+def test_a_run_meets_a_disk_without_room(case: Case, tmp_path: Path, cache: Path) -> None:
+    check(case, tmp_path, cache)

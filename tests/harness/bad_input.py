@@ -1,0 +1,189 @@
+"""Mistakes and misfortunes: a command in a folder of its own, and what its answer must hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.harness import warm
+from tests.harness.processes import ROOT, Done, environment, processes_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """In `words` and `parts`, {place} is the case's folder."""
+
+    name: str
+    words: tuple[str, ...]
+    parts: tuple[str, ...]
+    """What the error message holds; of a run that goes on, what its output holds."""
+    status: int = 2
+    setup: Callable[[Path, Path], None] = lambda place, cache: None
+    """Lays out the folder; also gets the prepared digits."""
+    disk: str = ""
+    """Shell lines around `run`, with a disk of this case's own at ./disk: full, read-only."""
+    env: tuple[tuple[str, str], ...] = ()
+    fast: bool = True
+    """Train on the digits that are prepared already."""
+    experiment: str = "mnist_pipeline"
+
+
+def file(name: str, text: str) -> Callable[[Path, Path], None]:
+    def setup(place: Path, cache: Path) -> None:
+        (place / name).write_text(text)
+
+    return setup
+
+
+# ---- disks
+
+
+ESSENTIAL = ("disk: full while starting", "disk: full for a while")  # make test has these, make test-all the others
+
+
+def images(place: Path, cache: Path) -> None:
+    """An image folder of four images."""
+    for part in ("train", "val"):
+        for colour in ("red", "blue"):
+            (place / "images" / part / colour).mkdir(parents=True)
+            Image.new("RGB", (9, 9), colour).save(place / "images" / part / colour / "0.png")
+
+
+MOUNT = "mount -t tmpfs -o size={size} tmpfs disk"
+FILL = "head -c 32M /dev/zero > disk/zeros 2> /dev/null"
+LONG = ("width=1024", "batch=512", "epochs=1000", "steps=60", "log.seconds=0.1", "wandb.mode=disabled")
+BEGUN = ("run > said & started=$!", "until cat disk/*/attempts/0001/metrics.jsonl; do sleep 0.1; done > /dev/null 2>&1")
+LEFT = "find disk -mindepth 1 | sed 's/^/left /'"
+
+
+def disk(name: str, *words: str, parts: tuple[str, ...], shell: tuple[str, ...]) -> Case:
+    return Case(name, words, parts, disk="\n".join(shell))
+
+
+DISKS = [
+    Case("runs: under a file", ("runs={place}/taken/x",), ("taken/x", "is a file"), setup=file("taken", "")),
+    disk(
+        "disk: full",
+        "runs=disk/runs",
+        parts=("cannot write disk/runs", "disk is full"),
+        shell=(MOUNT.format(size="64k"), FILL, "run", "rm disk/zeros", f"{LEFT} | grep -v 'runs$'"),
+    ),
+    disk(
+        "disk: full while starting",
+        "runs=disk",
+        parts=("cannot write disk/mnist_pipeline-", "disk is full"),
+        shell=(MOUNT.format(size="64k"), "run", LEFT),
+    ),
+    disk(
+        "disk: full from the middle of training on",
+        "runs=disk",
+        *LONG,
+        parts=("metrics.jsonl", "disk is full"),
+        shell=(MOUNT.format(size="16M"), *BEGUN, FILL, "wait $started; status=$?"),
+    ),
+    dataclasses.replace(
+        disk(
+            "disk: full for a while",
+            "runs=disk",
+            *LONG,
+            parts=("the metrics wait in memory", "rows 60"),
+            shell=(
+                MOUNT.format(size="16M"),
+                *BEGUN,
+                FILL,
+                "until grep -q WARNING disk/*/attempts/0001/metrics.jsonl said; do sleep 0.1; done 2> /dev/null",
+                "rm disk/zeros",
+                "wait $started; status=$?; cat said; mkdir -p runs; cp -r disk/* runs",
+                "echo rows $(grep -c '\"loss\"' disk/*/attempts/0001/metrics.jsonl)",
+            ),
+        ),
+        status=0,
+    ),
+    disk(
+        "disk: full while preparing",
+        "data.cache=disk/cache",
+        parts=("cannot write disk/cache", "free space"),
+        shell=(MOUNT.format(size="1M"), "run", f"{LEFT} | grep -v -e 'cache$' -e 'lock$'"),
+    ),
+    dataclasses.replace(
+        disk(
+            "disk: too small for an image folder",
+            *("data.name=imagefolder", "data.root=images", "data.cache=disk/cache", "data.image_size=1024"),
+            parts=(
+                "4 images of images take 13 MB in disk/cache",
+                "1 MB are free; lower data.image_size",
+                "data.cache",
+            ),
+            shell=(MOUNT.format(size="1M"), "run", f"{LEFT} | grep -v -e 'cache$' -e 'lock$'"),
+        ),
+        setup=images,
+        experiment="ddp_multinode",
+    ),
+    disk(
+        "disk: read-only",
+        "runs=disk/runs",
+        parts=("cannot write disk/runs", "disk is read-only"),
+        shell=(MOUNT.format(size="64k") + " -o ro", "run"),
+    ),
+]
+
+
+@functools.cache
+def namespace() -> tuple[list[str], str]:
+    """How to start a process with mounts of its own, and why that cannot be done."""
+    refusals = []
+    for command in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        try:
+            trial = [*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+            done = subprocess.run(trial, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return [], str(error)
+        if done.returncode == 0:
+            return command, ""
+        refusals.append(done.stderr.strip())
+    return [], "; ".join(refusals)
+
+
+def perform(case: Case, place: Path, cache: Path) -> Done:
+    """Lay out a case and run it to its end."""
+    case.setup(place, cache)
+    (place / "disk").mkdir()
+    words = [f"runs={place}/runs", "data.test_limit=1000", "epochs=1", "steps=5"]
+    words += [f"data.cache={cache}", "data.name=digits"] if case.fast else []
+    words += [word.replace("{place}", str(place)) for word in case.words]
+    command = [sys.executable, str(ROOT / "experiments" / f"{case.experiment}.py"), *words]
+    env = environment(HOME=str(place / "home"), **dict(case.env))
+    if case.disk:
+        text = f"run() {{ {shlex.join(command)}; status=$?; return $status; }}\n{case.disk}\nexit $status\n"
+        done = warm.execute([*namespace()[0], "sh", "-c", text], cwd=place, env=env, timeout=200)
+    else:
+        done = warm.execute(command, env=env, timeout=200)
+    return Done(done.returncode, done.stdout, done.stderr, place / "runs")
+
+
+def check(case: Case, place: Path, cache: Path) -> None:
+    """Run a case: one clear message, the right status, and nothing left."""
+    if case.disk and namespace()[1]:
+        pytest.skip(f"NOT TESTED, no mount namespace can be had here: {namespace()[1]}")
+    done = perform(case, place, cache)
+    said = done.out + done.err
+    assert "Traceback" not in said, said
+    assert done.status == case.status, said
+    assert not processes_of(str(place))
+    parts = [part.replace("{place}", str(place)) for part in case.parts]
+    if case.status:
+        (message,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+        assert all(part in message for part in parts), message
+        assert "left" not in said
+        assert not list(done.runs.glob("*"))
+    else:
+        assert all(part in said for part in parts), said
+        assert done.folder.result["state"] == "finished"
