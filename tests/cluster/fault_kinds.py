@@ -19,7 +19,7 @@ from common.folder import Folder, read_json
 from common.snapshots import Snapshot
 from slurm import cluster_boot as boot
 from slurm.cluster_conf import CONTROLLER
-from tests.cluster.lab import CRAWLING, EVERY, SLOW, Lab, Running, last_step
+from tests.cluster.lab import CRAWLING, DISK, EVERY, SLOW, Lab, Running, last_step
 from tests.harness.processes import ROOT
 from tests.harness.site import until
 
@@ -42,8 +42,8 @@ class Fault:
     """The newest checkpoints that are of no use: at least so many intervals are lost."""
     only: str = ""
     """The one experiment that can suffer it."""
-    small_disk: bool = False
-    """Whether the run folder lies on a small disk, which only root can give it."""
+    own_disk: bool = False
+    """Whether the run folder lies on the lab's own disk, which only root can mount."""
     words: tuple[str, ...] = ()
     """More settings."""
     conf: tuple[str, ...] = ()
@@ -245,13 +245,17 @@ def tear_line(attempt: Folder) -> None:
 
 def fill_disk(running: Running, chance: random.Random) -> None:
     """Training goes on slowly, so that checkpoints fall due meanwhile, and no step is lost."""
-    running.lab.limit_cables(SLOW)
-    zeros, attempt = running.lab.disk / "zeros", running.newest()
+    lab, attempt = running.lab, running.newest()
+    lab.limit_cables(SLOW)
+    wait_for_wandb(running)
+    zeros = lab.disk / "zeros"
+    lab.resize_disk(shutil.disk_usage(lab.disk).used + (1 << 20))
     with contextlib.suppress(OSError), open(zeros, "wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
     due = newest(attempt).step + EVERY
     time.sleep(12)
+    lab.resize_disk(DISK)
     zeros.unlink()
     until("the metrics come after all", lambda: last_step(attempt) >= due)
     if Snapshot(attempt, due).path.exists():
@@ -271,14 +275,20 @@ def start_wandb(lab: Lab) -> dict[str, str]:
 
 def end_wandb(running: Running, chance: random.Random) -> None:
     """The host ends in the middle of an online run, which is slow until W&B has taken it."""
-    status, host = running.folder.path / "wandb" / "status.json", running.lab.wandb
+    host = running.lab.wandb
     assert host
     running.lab.limit_cables(SLOW)
-    mode = until("W&B has taken the run", lambda: read_json(status).get("mode"))
+    mode = wait_for_wandb(running)
     host.kill()
     host.wait()
     if mode != "online":
-        raise RuntimeError(f"it was tracked {read_json(status)}")
+        raise RuntimeError(f"it was tracked {mode}")
+
+
+def wait_for_wandb(running: Running) -> str:
+    """Wait until W&B has taken the run; online or offline."""
+    status = running.folder.path / "wandb" / "status.json"
+    return str(until("W&B has taken the run", lambda: read_json(status).get("mode")))
 
 
 FAULTS = (
@@ -323,7 +333,7 @@ FAULTS = (
     Fault("half-written checkpoint left", damage(half_write)),
     Fault("torn last line of metrics.jsonl", damage(tear_line)),
     Fault("torn meta.json", damage(lambda a: halve(a.path / "meta.json"))),
-    Fault("disk full for 12 s", fill_disk, starts=1, small_disk=True),
+    Fault("disk full for 12 s", fill_disk, starts=1, own_disk=True),
     Fault("W&B host gone", end_wandb, starts=1, environ=start_wandb),
     Fault(
         "preemption: USR2, then TERM",

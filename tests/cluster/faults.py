@@ -34,7 +34,7 @@ from tests.harness.site import until
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 GOING_ON = ("RUNNING", "COMPLETING")
-NO_DISK = "only root can give a run a small disk of its own"
+NO_DISK = "only root can give a run a disk of its own"
 
 
 # ---- one case
@@ -68,7 +68,7 @@ def suffer(lab: Lab, fault: Fault, experiment: str, seed: str) -> Row:
     lab.up(fault.conf)
     reference = lab.reference(experiment)
     row = Row(fault.name, experiment, chance.randint(STEPS // 5, STEPS // 2))
-    running = lab.submit(experiment, *fault.words, small_disk=fault.small_disk, **fault.environ(lab))
+    running = lab.submit(experiment, *fault.words, own_disk=fault.own_disk, **fault.environ(lab))
     row.folder = str(running.folder.path)
     try:
         running.wait_for_step(row.step)
@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
     rows: list[Row] = []
     with contextlib.suppress(AssertionError), laboratory() as lab:
         for number, fault, experiment in plan(given.rounds, given.only)[given.skip :]:
-            if fault.small_disk and os.getuid():
+            if fault.own_disk and os.getuid():
                 print(f"NOT TESTED: {fault.name}: {NO_DISK}", flush=True)
                 continue
             rows.append(suffer(lab, fault, experiment, f"{given.seed} {number}"))

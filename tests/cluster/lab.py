@@ -34,7 +34,7 @@ EXPERIMENTS = {
     "mnist_pipeline": ("data.name=digits", "data.train_limit=3200", "data.test_limit=500", "width=384", "epochs=5"),
 }
 USUAL, SLOW, CRAWLING = "50mbit", "4mbit", "2mbit"  # of a cable: a step takes about 0.03, 0.4 and 0.8 s
-DISK = 32  # MiB of the small disk
+DISK = 2 << 30  # bytes of a disk that can be made full: a run refuses to begin with less than 1 GB
 
 
 class Lab:
@@ -73,6 +73,10 @@ class Lab:
         if self.conf is not None:
             self.tool("down")
             self.conf = None
+
+    def resize_disk(self, size: int) -> None:
+        """Give the disk of the lab so many bytes."""
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(self.disk)], check=True)
 
     @property
     def cluster(self) -> Cluster:
@@ -113,10 +117,10 @@ class Lab:
         """The pid of slurmctld, or of slurmd-HOST, as its own host counts."""
         return (self.cluster.plan.folder / "run" / f"{name}.pid").read_text().strip()
 
-    def submit(self, experiment: str, *more: str, small_disk: bool = False, **env: str) -> Running:
+    def submit(self, experiment: str, *more: str, own_disk: bool = False, **env: str) -> Running:
         """Submit a run on two hosts."""
         self.count += 1
-        runs = (self.disk if small_disk else self.base) / f"runs-{self.count}"
+        runs = (self.disk if own_disk else self.base) / f"runs-{self.count}"
         words = [*EXPERIMENTS[experiment], f"steps={STEPS}", f"runs={runs}", f"data.cache={self.shared / 'cache'}"]
         words += [f"data.root={self.shared / 'images'}", "log.seconds=0.1", "checkpoint.every_seconds=0"]
         words += [f"checkpoint.every_steps={EVERY}", f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *more]
@@ -223,14 +227,14 @@ def last_step(attempt: Folder) -> int:
 
 
 @contextlib.contextmanager
-def small_disk(place: Path) -> Iterator[None]:
-    """A disk that is soon full, seen by this process and what it starts. Root is needed.
+def own_disk(place: Path) -> Iterator[None]:
+    """A disk in memory whose size can change, seen by this process and what it starts. Root is needed.
 
     This process keeps mounts of its own, so that nothing stays mounted however it ends.
     """
     net.unshare("mnt")
     net.mount("none", "/", None, net.RECURSIVE | net.PRIVATE)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}M", "tmpfs", str(place)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(place)], check=True)
     try:
         yield
     finally:
@@ -243,7 +247,7 @@ def laboratory(shared: Path | None = None) -> Iterator[Lab]:
     base = Path(tempfile.mkdtemp(prefix="faults-", dir="/tmp"))
     lab = Lab(base, shared or base)
     lab.disk.mkdir()
-    with small_disk(lab.disk) if os.getuid() == 0 else contextlib.nullcontext():
+    with own_disk(lab.disk) if os.getuid() == 0 else contextlib.nullcontext():
         try:
             yield lab
         finally:

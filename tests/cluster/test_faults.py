@@ -29,7 +29,7 @@ SMALL = ("epochs=400", "steps=0", "width=64", "data.train_limit=6400")  # minute
 def test_a_disturbed_run_ends_equal_to_the_bit(
     lab: Lab, record_property: Callable[[str, object], None], number: int, fault: Fault, experiment: str
 ) -> None:
-    if fault.small_disk and os.getuid():
+    if fault.own_disk and os.getuid():
         pytest.skip(f"NOT TESTED: {faults.NO_DISK}")
     seed = os.environ["FAULT_SEED"]
     row = faults.suffer(lab, fault, experiment, f"{seed} {number}")

@@ -19,26 +19,26 @@ def started(site: Site) -> list[Folder]:
     return [Folder(path.parent) for path in site.runs.glob("swept/*/config.yaml")]
 
 
-def test_four_points_with_a_host_powered_off_in_the_middle(site: Site) -> None:
+def test_six_points_with_a_host_powered_off_in_the_middle(site: Site) -> None:
     file = site.folder / "widths.yaml"
     words = site.settings("swept", f"steps={STEPS}", "stages=1", "checkpoint.every_steps=50").split("=", 1)[1].split()
     tree: dict[str, Any] = {"experiment": "mnist_pipeline", "parallel": "3"}
-    tree["grid"] = {"width": ["8", "16"], "optim.lr": ["0.01", "0.02"]}
+    tree["grid"] = {"width": ["8", "16"], "optim.lr": ["0.01", "0.02", "0.03"]}
     file.write_text(yaml.safe_dump(tree | {"settings": dict(word.split("=", 1) for word in words)}))
     done = site.call("slurm.sweep", "--", str(file))
-    assert "4 points of mnist_pipeline (4 missing); 4 to run now" in done.stdout
-    assert "an array of 4, at most 3 at once" in done.stdout
+    assert "6 points of mnist_pipeline (6 missing); 6 to run now" in done.stdout
+    assert "an array of 6, at most 3 at once" in done.stdout
     assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "an array, as a person expects it"
     assert "0 to run now" in site.call("slurm.sweep", "--", str(file)).stdout, "all are submitted"
     on_2 = until("a task on node2", lambda: [f for f in started(site) if hosts(f) == ["node2"] and f.metrics()])
     site.call("slurm.cluster", "power-off", "2")
     try:
         assert not on_2[0].result, "it was still running"
-        until("all points", lambda: sum(bool(f.result) for f in started(site)) == 4, 240)
+        until("all points", lambda: sum(bool(f.result) for f in started(site)) == 6, 240)
     finally:
         site.call("slurm.cluster", "power-on", "2")
     folders = started(site)
-    assert [f.result["state"] for f in folders] == ["finished"] * 4
+    assert [f.result["state"] for f in folders] == ["finished"] * 6
     assert len(on_2[0].attempts()) > 1
     for folder in folders:
         steps = [row["global_step"] for row in folder.metrics() if "loss" in row]
@@ -46,12 +46,12 @@ def test_four_points_with_a_host_powered_off_in_the_middle(site: Site) -> None:
     cells = read_json(site.runs / "swept" / "sweeps" / "widths" / "sweep.json")["cells"]
     assert sorted(cell["run"] for cell in cells) == sorted(folder.path.name for folder in folders)
     again = site.call("slurm.sweep", "--follow=1", "--", str(file))
-    assert "(4 finished); 0 to run now" in again.stdout
+    assert "(6 finished); 0 to run now" in again.stdout
     log = site.call("slurm.status", "logs", str(folders[0].path)).stdout
     assert "test accuracy" in log
     repeated = site.call("slurm.rerun", "--", str(on_2[0].path))
     assert f"equal to the bit in {STEPS} steps" in repeated.stdout
-    assert len(started(site)) == 5
+    assert len(started(site)) == 7
     idle = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")
     until("node2 is of use again", lambda: site.inside(*idle).stdout.strip() == "idle", 90)
 
