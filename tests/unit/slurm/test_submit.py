@@ -334,7 +334,7 @@ def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake) -> 
 
 @pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", "x"]])
 def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
-    done = inside.call(status.main, *words, **fake.environment())
+    done = inside.call(status.main, *words, **fake.environment())  # type: ignore[arg-type]
     assert done.returncode == 2 and "no such run folder" in done.stderr
 
 
