@@ -10,11 +10,14 @@ import pytest
 from tests.harness.processes import run
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("g++"), reason="NOT TESTED: there is no C++ compiler (apt-get install g++)")
 def test_a_compiled_model_computes_the_same(tmp_path: Path, digits: tuple[str, ...]) -> None:
     quick = (*digits, "model=mlp", "steps=3", "optim.warmup=0", "processes_per_node=1", "precision=fp32")
     made = tmp_path / "made"
-    done = run("amp_accum", *quick, "compile=true", runs=tmp_path / "fast", TORCHINDUCTOR_CACHE_DIR=str(made))
+    done = run(
+        "amp_accum", *quick, "compile=true", runs=tmp_path / "fast", timeout=500, TORCHINDUCTOR_CACHE_DIR=str(made)
+    )
     assert done.status == 0, done.err
     assert list(made.rglob("*.so")), "something was compiled"
     assert done.losses == pytest.approx(run("amp_accum", *quick, runs=tmp_path / "plain").losses, rel=1e-4)

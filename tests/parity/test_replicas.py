@@ -70,8 +70,8 @@ def found(done: Done) -> dict[str, Any]:
     ids=" ".join,
 )
 def test_two_replicas_of_two_stages_equal_one_process(words: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
-    saved = f"checkpoint.every_steps={STEPS}"
-    done = run("resnet_modelparallel", *PARITY, *STAGES, saved, f"data.cache={cache}", *words, runs=tmp_path)
+    common = (*PARITY, *STAGES, f"checkpoint.every_steps={STEPS}", f"data.cache={cache}")
+    done = run("resnet_modelparallel", *common, *words, runs=tmp_path, timeout=250)
     assert differences(found(done), expected(cache)) == []
     assert len(list(done.folder.attempts()[0].attempt.glob("heartbeat-*.json"))) == 4
 
