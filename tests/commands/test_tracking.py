@@ -7,67 +7,26 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from common.folder import Folder, read_json
+from common.folder import Folder, read_json, write_json
 from common.tracking import Tracker
 from configs.mnist_pipeline import Config
-from tests.harness.processes import ROOT, Done, command, environment, processes_of, run
+from tests.harness import warm
+from tests.harness.live_runs import ranks_of, running
+from tests.harness.made_runs import Made
+from tests.harness.processes import Done, command, environment, processes_of, run
+from tests.harness.shared import make_once
+from tests.harness.tracked_runs import SECRET, exit_code, history, inspect, of_type, records, status, track, until
 
-SECRET = "5ec" + "0" * 36 + "7"  # as long as a key of W&B
-LONG = ("epochs=1000", "steps=0", "log.seconds=0.1")
-BOUND = 30.0  # seconds; the waits under test take up to 4, without their bounds 20 and more
-
-
-def inspect(folder: Folder, *options: str) -> str:
-    """What W&B wrote about a run, read back with its own tool."""
-    words = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", *options, status(folder)["dir"]]
-    env = environment(HOME=str(folder.path.parent))
-    return subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def records(folder: Folder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in inspect(folder).splitlines()]
-
-
-def of_type(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [row[kind] for row in rows if row["type"] == kind]
-
-
-def status(folder: Folder) -> dict[str, Any]:
-    return read_json(folder.path / "wandb" / "status.json")
-
-
-def history(folder: Folder) -> list[dict[str, Any]]:
-    """The rows of W&B without its own columns."""
-    items = [record["item"] for record in of_type(records(folder), "history")]
-    return [{name: value for name, value in item.items() if not name.startswith("_")} for item in items]
-
-
-def exit_code(folder: Folder) -> int:
-    (record,) = of_type(records(folder), "exit")
-    return record.get("exit_code", 0)
-
-
-def until(condition: Any, seconds: float = 60.0) -> float:
-    """Wait until it holds; returns how long that took."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "waited in vain"
-        time.sleep(0.05)
-    return time.monotonic() - start
+LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
+BOUND = 15.0  # seconds; the ends under test take up to 4, without their bounds 20 and more
 
 
 def arguments() -> bytes:
@@ -87,23 +46,35 @@ class Offline:
     done: Done
     seen: bytes
     """Argument lists of all processes while it ran."""
+    records: list[dict[str, Any]]
+    """What W&B wrote."""
 
 
 @pytest.fixture(scope="module")
 def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
     """A short run with a key in its environment."""
-    place = tmp_path_factory.mktemp("offline")
-    words = ["data.name=digits", f"data.cache={cache}", "data.test_limit=1000", "epochs=1", "steps=30"]
-    full = command("mnist_pipeline", *words, "wandb.tags=[mine]", runs=place / "my runs")
-    env = environment(WANDB_MODE="offline", WANDB_API_KEY=SECRET, HOME=str(place / "home"))
-    with open(place / "out", "w+") as out:
-        process = subprocess.Popen(full, cwd=ROOT, env=env, stdout=out, stderr=out)
-        seen = b""
+
+    def make(place: Path) -> None:
+        words = ["data.name=digits", f"data.cache={cache}", "data.test_limit=1000", "epochs=1", "steps=30"]
+        full = command(
+            "mnist_pipeline", *words, "wandb.tags=[mine]", "wandb.finish_timeout=200", runs=place / "run" / "my runs"
+        )
+        env = environment(WANDB_MODE="offline", WANDB_API_KEY=SECRET, HOME=str(place / "run" / "home"))
+        process, seen = warm.Command(full, env=env), b""
         while process.poll() is None:
             seen += arguments()
-            time.sleep(0.02)
-        out.seek(0)
-        return Offline(Done(process.returncode, out.read(), "", place / "my runs"), seen)
+            time.sleep(0.05)
+        (place / "seen").write_bytes(seen)
+        said = {"status": process.returncode, "out": process.out + process.err}
+        write_json(place / "done.json", said)
+        assert process.returncode == 0, said
+        (path,) = (place / "run" / "my runs").iterdir()
+        write_json(place / "records.json", {"records": records(Folder(path))})
+
+    place = make_once(tmp_path_factory, "offline", make)
+    said = read_json(place / "done.json")
+    done = Done(said["status"], said["out"], "", place / "run" / "my runs")
+    return Offline(done, (place / "seen").read_bytes(), read_json(place / "records.json")["records"])
 
 
 def test_offline_run_says_how_to_upload(offline: Offline) -> None:
@@ -117,11 +88,11 @@ def test_offline_run_says_how_to_upload(offline: Offline) -> None:
 def test_every_row_of_metrics_is_in_the_history(offline: Offline) -> None:
     rows = offline.done.folder.metrics()
     assert len(rows) > 30
-    assert history(offline.done.folder) == rows
+    assert history(offline.records) == rows
 
 
 def test_steps_are_the_axis_of_every_metric(offline: Offline) -> None:
-    metrics = of_type(records(offline.done.folder), "metric")
+    metrics = of_type(offline.records, "metric")
     assert {"name": "global_step"}.items() <= metrics[0].items()
     assert [m["step_metric"] for m in metrics if m.get("glob_name") == "*"] == ["global_step"]
 
@@ -155,6 +126,13 @@ def test_key_is_written_nowhere(offline: Offline) -> None:
     assert SECRET.encode() not in offline.seen
 
 
+def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
+    first = status(offline.done.folder)["id"]
+    folder, _ = track(offline.done.folder, tmp_path, own=first)
+    assert status(folder)["id"] == first
+    assert history(records(folder)) == folder.metrics()
+
+
 # ---- switched off
 
 
@@ -171,151 +149,42 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: tuple[str, ...], mode:
 # ---- violence
 
 
-@contextlib.contextmanager
-def long_run(place: Path, digits: tuple[str, ...]) -> Iterator[tuple[subprocess.Popen[str], Folder]]:
-    """A run that trains and is tracked, and would go on for minutes."""
-    runs = place / "runs"
-    env = environment(WANDB_MODE="offline", HOME=str(place))
-    words = command("mnist_pipeline", *digits, *LONG, runs=runs)
-    process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        until(lambda: list(runs.glob("*/wandb/status.json")))
-        (path,) = runs.iterdir()
-        yield process, Folder(path, 1)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def ranks(launcher: int) -> list[int]:
-    """The pids of a run's processes, in the order of their ranks."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return sorted(int(pid) for pid in children if b"common.tracking" not in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, digits: tuple[str, ...], rank: int) -> None:
-    with long_run(tmp_path, digits) as (process, folder):
-        pid = ranks(process.pid)[rank]
+def test_a_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    env = {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    with running("mnist_pipeline", *digits, *LONG, runs=tmp_path / "runs", **env) as (process, folder):
+        until(lambda: status(folder))
+        pid = ranks_of(process.pid)[1]
         os.kill(pid, signal.SIGKILL)
-        assert until(lambda: process.poll() is not None and not processes_of(str(tmp_path))) < 5
-        assert process.stdout is not None
-        said = process.stdout.read()
+        assert until(lambda: process.poll() is not None and not processes_of(str(tmp_path))) < BOUND
+        said = process.out + process.err
     assert process.returncode == 128 + signal.SIGKILL
-    assert f"error: rank {rank} (pid {pid}) was killed by SIGKILL" in said
+    assert f"error: rank 1 (pid {pid}) was killed by SIGKILL" in said
     assert "Traceback" not in said
     assert f"wandb sync {status(folder)['dir']}" in said
     assert folder.result["state"] == "failed"
     assert len(folder.metrics()) > 1
-    assert history(folder) == folder.metrics()
-    assert exit_code(folder) == process.returncode
+    found = records(folder)
+    assert history(found) == folder.metrics()
+    assert exit_code(found) == process.returncode
 
 
-def test_nothing_outlives_a_killed_launcher(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    with long_run(tmp_path, digits) as (process, folder):
-        assert len(processes_of(str(tmp_path))) >= 4  # launcher, two ranks, tracker
-        process.kill()
-        assert until(lambda: process.poll() is not None and not processes_of(str(tmp_path))) < 5
-    assert len(folder.metrics()) > 1
-    assert history(folder) == folder.metrics()
-    assert exit_code(folder) == 1
-
-
-def test_tracker_that_breaks_does_not_fail_the_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "fake" / "wandb" / "__init__.py"
     fake.parent.mkdir(parents=True)
     fake.write_text("raise OSError(28, 'No space left on device')\n")
-    paths = os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")])
-    done = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
-    assert done.status == 0, done.err
-    assert done.folder.result["state"] == "finished"
-    assert "W&B: nothing was tracked; see" in done.out
-    assert "No space left" in (done.folder.path / "attempts/0001/logs/tracker.log").read_text()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    folder = Made("mnist_pipeline", steps=10, settings={"wandb.mode": "offline"}).write(tmp_path / "runs").attempts()[0]
+    (folder.attempt / "logs").mkdir(exist_ok=True)
+    settings = Config()
+    settings.wandb.mode = "offline"
+    tracker = Tracker.start(settings, folder)
+    assert tracker is not None
+    assert tracker.finish(20).startswith("W&B: nothing was tracked; see ")
+    assert "No space left" in (folder.attempt / "logs" / "tracker.log").read_text()
 
 
 def test_tracker_without_room_does_not_fail_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "wandb").touch()
     assert Tracker.start(Config(), Folder(tmp_path, 1)) is None
     assert "W&B: nothing is tracked" in capsys.readouterr().out
-
-
-# ---- hosts that fail late
-
-
-class Host(BaseHTTPRequestHandler):
-    """A W&B host that knows the account; `server.late` is what it does with everything else."""
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        viewer = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
-        if b"query Viewer" in body:
-            self.answer(200, {"data": {"viewer": viewer}})
-        elif self.path == "/graphql" and self.server.late == "refuse":  # type: ignore[attr-defined]
-            self.answer(403, {})
-        else:
-            time.sleep(600)
-
-    def do_GET(self) -> None:
-        self.answer(200, {})
-
-    def answer(self, code: int, value: dict[str, Any]) -> None:
-        text = json.dumps(value).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def host(late: str) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Host)
-    server.late = late  # type: ignore[attr-defined]
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-
-
-def track(source: Folder, place: Path, url: str = "", **changes: Any) -> tuple[Folder, float]:
-    """Track a finished run anew, with its owner gone already; returns its folder and the seconds it took."""
-    folder = Folder(place / source.path.name, 1)
-    if not folder.path.exists():
-        shutil.copytree(source.path, folder.path, ignore=shutil.ignore_patterns("wandb", "code"))
-        (folder.path / "wandb").mkdir()
-    settings = yaml.safe_load((folder.path / "config.yaml").read_text())
-    settings["wandb"] |= changes
-    (folder.path / "config.yaml").write_text(yaml.safe_dump(settings))
-    online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": SECRET} if url else {}
-    env = environment(HOME=str(place), WANDB_ERROR_REPORTING="false", **online)
-    del env["WANDB_MODE"]
-    words = [sys.executable, "-m", "common.tracking", str(folder.path), "1", "auto" if url else "offline", ""]
-    start = time.monotonic()
-    subprocess.run(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=100)
-    until(lambda: not processes_of(str(place)))
-    return folder, time.monotonic() - start
-
-
-def test_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
-    folder, _ = track(offline.done.folder, tmp_path)
-    first = status(folder)
-    folder, _ = track(offline.done.folder, tmp_path)
-    assert status(folder)["id"] == first["id"]
-    assert history(folder) == folder.metrics()
-
-
-def test_host_that_refuses_the_run_leaves_an_offline_one(offline: Offline, tmp_path: Path) -> None:
-    with host("refuse") as url:
-        folder, seconds = track(offline.done.folder, tmp_path, url)
-    assert seconds < BOUND
-    assert status(folder)["mode"] == "offline"
-    assert "W&B refused the run: " in status(folder)["reason"]
-    assert history(folder) == folder.metrics()
-
-
-def test_host_that_falls_silent_is_waited_for_no_longer_than_asked(offline: Offline, tmp_path: Path) -> None:
-    with host("silent") as url:
-        _, seconds = track(offline.done.folder, tmp_path, url, finish_timeout=4)
-    assert seconds < BOUND

@@ -1,0 +1,322 @@
+"""A W&B host that keeps what it is sent, hosts that fail, and W&B's viewer: make sync, dashboard and leet for real."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.folder import Folder
+from tests.harness import warm
+from tests.harness.live_runs import ranks_of, running
+from tests.harness.made_runs import Made
+from tests.harness.processes import ROOT, environment, processes_of, run
+from tests.harness.tracked_runs import SECRET, exit_code, history, records, status, track, until
+
+BOUND = 30.0  # seconds; the waits under test take up to 4, without their bounds 20 and more
+LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
+KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+class Host:
+    """The W&B host of a test, with its account."""
+
+    def __init__(self, room: Path) -> None:
+        self.record, self.room = room / "record", room
+        words = [sys.executable, "-m", "tests.harness.wandb_host", "127.0.0.1", str(self.record)]
+        self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        own = {"HOME": str(self.room), "WANDB_BASE_URL": self.url, "WANDB_API_KEY": SECRET}
+        return environment(WANDB_ERROR_REPORTING="false", **own) | {"WANDB_MODE": "offline"}  # it is about runs
+
+    def sent(self, part: str) -> list[Any]:
+        """What was sent to addresses that hold `part`."""
+        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        return [one["sent"] for one in map(json.loads, lines) if part in one["path"]]
+
+    def history(self) -> list[tuple[int, dict[str, Any]]]:
+        """The rows of metrics that were sent, each with the place that it was sent for."""
+        files = [sent.get("files") or {} for sent in self.sent("file_stream")]
+        parts = [each["wandb-history.jsonl"] for each in files if "wandb-history.jsonl" in each]
+        return [(p["offset"] + i, json.loads(row)) for p in parts for i, row in enumerate(p["content"])]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    found = Host(tmp_path)
+    yield found
+    found.process.terminate()
+    found.process.wait()
+
+
+def call(module: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return warm.execute([sys.executable, "-m", module, *words], env=env, timeout=120)
+
+
+def tracked(folder: Folder, env: dict[str, str]) -> Folder:
+    """Track every start of a run offline, as the run itself would have."""
+    (folder.path / "wandb").mkdir()
+    for attempt in folder.attempts():
+        done = call("common.tracking", str(folder.path), str(attempt.number), "offline", "", env=env)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    idle = {"idle_share": [0.1, 0.3]}
+    twice = tracked(Made("mnist_pipeline", 0, 40, attempts=2, result=idle).write(runs), host.environment)
+    tracked(Made("ddp_multinode", 1, 20, state="running").write(runs), host.environment)
+    only_this = f"{twice.path}/wandb/offline-run"
+    words = ("sync", f"--runs={runs}")
+
+    shown = call("slurm.upload", *words, "--dry-run=1", env=host.environment)
+    assert shown.stdout.count(only_this) == 2
+    assert not host.record.exists()
+
+    done = call("slurm.upload", *words, env=host.environment)
+    assert done.returncode == 0, done.stderr
+    assert "sent 2 of 2" in done.stdout
+    history = host.history()
+    first, second = (attempt.own_metrics() for attempt in twice.attempts())
+    # the second goes on where the first ended
+    assert [place for place, _ in history] == list(range(len(first) + len(second)))
+    assert [row["_step"] for _, row in history] == list(range(len(history)))  # steps that go back would be dropped
+    assert [row["global_step"] for _, row in history] == [row["global_step"] for row in (*first, *second)]
+    names = {s["variables"]["name"] for s in host.sent("graphql") if "UpsertBucket" in str(s.get("operationName"))}
+    assert names == {json.loads((twice.path / "wandb" / "id.json").read_text())["id"]}
+    *_, last = [sent["files"] for sent in host.sent("file_stream") if "complete" in sent]
+    summary = json.loads(last["wandb-summary.json"]["content"][-1])
+    assert (summary["restarts"], summary["waiting"], summary["test_accuracy"]) == (1, 0.2, 0.96)
+
+    again = call("slurm.upload", *words, env=host.environment)
+    assert again.returncode == 0
+    assert "nothing to send" in again.stdout and "is not over yet" in again.stdout
+    assert len(host.history()) == len(history)
+
+
+def test_without_an_account_nothing_is_sent(host: Host, tmp_path: Path) -> None:
+    env = host.environment
+    tracked(Made("mnist_pipeline", 0, 10).write(tmp_path / "runs"), env)
+    for words in (["slurm.upload", "sync", f"--runs={tmp_path}/runs"], ["slurm.dashboard"]):
+        done = call(*words, env={k: v for k, v in env.items() if k != "WANDB_API_KEY"})
+        assert done.returncode == 2
+        assert "no W&B account is configured" in done.stderr and "wandb login" in done.stderr
+    assert not host.record.exists()
+
+
+def test_the_dashboard_is_saved(host: Host) -> None:
+    done = call("slurm.dashboard", "--project=mine", env=host.environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"workspace: {host.url}/e/mine?nw=")
+    (saved,) = (s["variables"] for s in host.sent("graphql") if "upsertView" in s["query"])
+    assert (saved["entityName"], saved["projectName"], saved["type"]) == ("e", "mine", "project-view")
+    shown = call("slurm.dashboard", "--project=e/mine", "--dry-run=1", env=host.environment)
+    sections, sent = (
+        [[panel["config"] for panel in section["panels"]] for section in spec["section"]["panelBankConfig"]["sections"]]
+        for spec in (json.loads(shown.stdout)["spec"], json.loads(saved["spec"]))
+    )
+    assert sections == sent  # what test_upload.py looks at
+    (runset,) = json.loads(saved["spec"])["section"]["runSets"]
+    assert [key["name"] for key in runset["grouping"]] == ["experiment.value", "world_size.value"]
+
+
+def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    tracked(Made("mnist_pipeline", 0, 10).write(runs), host.environment)
+
+    words = [sys.executable, "-m", "slurm.upload", "leet", f"--runs={runs}"]
+    pid, screen = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(words[0], words, host.environment | {"TERM": "xterm-256color"})
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+    seen, deadline = b"", time.monotonic() + 60
+    while b"test_accuracy" not in seen and time.monotonic() < deadline:
+        if select.select([screen], [], [], 0.2)[0]:
+            seen += os.read(screen, 65_536)
+    assert b"test_accuracy" in seen, seen[-2000:]
+    os.write(screen, b"q")
+    while time.monotonic() < deadline:
+        if select.select([screen], [], [], 0.2)[0]:
+            try:
+                os.read(screen, 65_536)
+            except OSError:  # it has closed its terminal
+                break
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+# ---- hosts that fail
+
+
+class Late(BaseHTTPRequestHandler):
+    """A W&B host that knows the account; `server.late` is what it does with everything else."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        viewer = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
+        if b"query Viewer" in body:
+            self.answer(200, {"data": {"viewer": viewer}})
+        elif self.path == "/graphql" and self.server.late == "refuse":  # type: ignore[attr-defined]
+            self.answer(403, {})
+        else:
+            time.sleep(600)
+
+    def do_GET(self) -> None:
+        self.answer(200, {})
+
+    def answer(self, code: int, value: dict[str, Any]) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def served(handler: type[BaseHTTPRequestHandler], late: str = "") -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.late = late  # type: ignore[attr-defined]
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+def test_host_that_refuses_the_run_leaves_an_offline_one(tmp_path: Path) -> None:
+    source = Made("mnist_pipeline", 0, 30).write(tmp_path / "runs")
+    with served(Late, "refuse") as url:
+        folder, seconds = track(source, tmp_path / "tracked", url)
+    assert seconds < BOUND
+    assert status(folder)["mode"] == "offline"
+    assert "W&B refused the run: " in status(folder)["reason"]
+    assert history(records(folder)) == folder.metrics()
+
+
+def test_host_that_falls_silent_is_waited_for_no_longer_than_asked(tmp_path: Path) -> None:
+    source = Made("mnist_pipeline", 0, 30).write(tmp_path / "runs")
+    with served(Late, "silent") as url:
+        _, seconds = track(source, tmp_path / "tracked", url, finish_timeout=4)
+    assert seconds < BOUND
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A W&B host that knows nobody."""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(401)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[str, str]]:
+    """W&B hosts on loopback: one refuses every key, one takes connections and says nothing, one is not there."""
+    with served(Refusing) as refusing, socket.create_server(("127.0.0.1", 0)) as silent:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            closed = gone.getsockname()[1]
+        yield {
+            "REFUSING": refusing,
+            "SILENT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "CLOSED": f"http://127.0.0.1:{closed}",
+        }
+
+
+@pytest.mark.parametrize(
+    ("key", "where", "parts"),
+    [
+        ("nonsense", "", ("W&B: offline (W&B does not accept the account:",)),
+        (KEY, "REFUSING", ("W&B: offline (", "error 401")),
+        (KEY, "CLOSED", ("W&B: offline (", "refused")),
+        (KEY, "SILENT", ("W&B: offline (", "does not answer")),
+    ],
+    ids=["malformed key", "refused key", "nobody there", "silent host"],
+)
+def test_a_run_goes_on_without_the_account(
+    hosts: dict[str, str], tmp_path: Path, digits: tuple[str, ...], key: str, where: str, parts: tuple[str, ...]
+) -> None:
+    env: dict[str, Any] = {"WANDB_MODE": "", "WANDB_API_KEY": key, "HOME": str(tmp_path / "home")}
+    env |= {"WANDB_BASE_URL": hosts[where]} if where else {}
+    done = run(
+        "mnist_pipeline", *digits, "steps=5", "wandb.finish_timeout=200", runs=tmp_path / "runs", timeout=250, **env
+    )
+    said = done.out + done.err
+    assert done.status == 0 and "Traceback" not in said, said
+    assert all(part in said for part in parts), said
+    assert done.folder.result["state"] == "finished"
+    assert not processes_of(str(tmp_path))
+    written = [path for path in done.folder.path.rglob("*") if path.is_file()]
+    assert not [path for path in written if KEY.encode() in path.read_bytes()]
+
+
+# ---- violence
+
+
+def test_a_killed_first_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    env = {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    with running("mnist_pipeline", *digits, *LONG, runs=tmp_path / "runs", **env) as (process, folder):
+        until(lambda: status(folder))
+        pid = ranks_of(process.pid)[0]
+        os.kill(pid, signal.SIGKILL)
+        assert until(lambda: process.poll() is not None and not processes_of(str(tmp_path))) < BOUND
+    assert process.returncode == 128 + signal.SIGKILL
+    assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.out + process.err
+    assert folder.result["state"] == "failed" and len(folder.metrics()) > 1
+    found = records(folder)
+    assert history(found) == folder.metrics() and exit_code(found) == process.returncode
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    env = {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    with running("mnist_pipeline", *digits, *LONG, runs=tmp_path / "runs", **env) as (process, folder):
+        until(lambda: status(folder))
+        assert len(processes_of(str(tmp_path))) >= 4  # launcher, two ranks, tracker
+        process.kill()
+        assert until(lambda: process.poll() is not None and not processes_of(str(tmp_path))) < BOUND
+    found = records(folder)
+    assert len(folder.metrics()) > 1
+    assert history(found) == folder.metrics()
+    assert exit_code(found) == 1
+
+
+def test_tracker_that_breaks_does_not_fail_the_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    fake = tmp_path / "fake" / "wandb" / "__init__.py"
+    fake.parent.mkdir(parents=True)
+    fake.write_text("raise OSError(28, 'No space left on device')\n")
+    paths = os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")])
+    done = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
+    assert done.status == 0, done.err
+    assert done.folder.result["state"] == "finished"
+    assert "W&B: nothing was tracked; see" in done.out
+    assert "No space left" in (done.folder.path / "attempts/0001/logs/tracker.log").read_text()

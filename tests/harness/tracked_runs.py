@@ -1,0 +1,81 @@
+"""Runs that W&B's client follows, and what it wrote about them, read back with its own tool."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.folder import Folder, read_json
+from tests.harness import warm
+from tests.harness.processes import environment, processes_of
+
+SECRET = "5ec" + "0" * 36 + "7"  # as long as a key of W&B
+
+
+def inspect(folder: Folder, *options: str) -> str:
+    """What W&B wrote about a run, read back with its own tool."""
+    words = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", *options, status(folder)["dir"]]
+    env = environment(HOME=str(folder.path.parent))
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def records(folder: Folder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in inspect(folder).splitlines()]
+
+
+def of_type(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [row[kind] for row in rows if row["type"] == kind]
+
+
+def status(folder: Folder) -> dict[str, Any]:
+    return read_json(folder.path / "wandb" / "status.json")
+
+
+def history(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of metrics among W&B's records, without its own columns."""
+    items = [record["item"] for record in of_type(rows, "history")]
+    return [{name: value for name, value in item.items() if not name.startswith("_")} for item in items]
+
+
+def exit_code(rows: list[dict[str, Any]]) -> int:
+    (record,) = of_type(rows, "exit")
+    return int(record.get("exit_code", 0))
+
+
+def until(condition: Any, seconds: float = 200.0) -> float:
+    """Wait until it holds; returns how long that took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "waited in vain"
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def track(source: Folder, place: Path, url: str = "", own: str = "", **changes: Any) -> tuple[Folder, float]:
+    """Track a copy of a finished run, with its owner gone already; returns its folder and the seconds it took.
+
+    With a W&B id of its `own`, it is one that was tracked before.
+    """
+    folder = Folder(place / source.path.name, 1)
+    shutil.copytree(source.path, folder.path, ignore=shutil.ignore_patterns("wandb", "code"))
+    (folder.path / "wandb").mkdir()
+    if own:
+        (folder.path / "wandb" / "id.json").write_text(json.dumps({"id": own}))
+    settings = yaml.safe_load((folder.path / "config.yaml").read_text())
+    settings["wandb"] |= changes
+    (folder.path / "config.yaml").write_text(yaml.safe_dump(settings))
+    online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": SECRET} if url else {}
+    env = environment(HOME=str(place), WANDB_ERROR_REPORTING="false", **online)
+    del env["WANDB_MODE"]
+    words = [sys.executable, "-m", "common.tracking", str(folder.path), "1", "auto" if url else "offline", ""]
+    start = time.monotonic()
+    warm.execute(words, env=env, timeout=100)
+    until(lambda: not processes_of(str(place)))
+    return folder, time.monotonic() - start
