@@ -17,7 +17,7 @@ from PIL import Image
 
 from common.folder import Folder
 from slurm import cluster, cluster_boot, cluster_net
-from tests.harness.site import Site, own_mounts, up
+from tests.harness.site import FIRST, Site, own_mounts, up
 
 pytestmark = pytest.mark.timeout(300)
 SECONDS = 15 + 5  # fifteen, and what a busy machine needs to tell
@@ -161,7 +161,7 @@ def test_the_disk_of_a_submitted_run(
     (base / "runs").mkdir()
     with (
         own_mounts(f"mount -t tmpfs -o size=16M tmpfs {base}/runs") as prefix,
-        up(Site(base, cache, prefix)) as site,
+        up(Site(base, cache, (*FIRST, *prefix))) as site,
     ):
         with site.busy():
             submitted = site.submit("ddp_multinode", "", "steps=10")
@@ -183,7 +183,7 @@ def test_the_disk_of_a_submitted_run(
 
 
 def test_a_controller_that_is_silent_and_then_down(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> None:
-    with up(Site(tmp_path_factory.mktemp("down"), cache)) as site:
+    with up(Site(tmp_path_factory.mktemp("down"), cache, FIRST)) as site:
         submitted = site.submit("mnist_pipeline", "before", "epochs=500")
         assert submitted.returncode == 0, submitted.stderr
         (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")

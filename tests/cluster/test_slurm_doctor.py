@@ -20,14 +20,13 @@ import pytest
 from slurm.cluster import Cluster, folder_of
 from slurm.cluster_conf import Plan
 from slurm.cluster_net import Process
-from tests.harness.site import Site, until
+from tests.harness.site import FIRST, Site, until
 
 pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(os.getuid() != 0, reason="NOT TESTED: only root can change what one host sees"),
 ]
 NODES = 3
-FIRST = ("nice", "--adjustment=-15")  # the doctor measures the hosts: other tests must not slow one of them
 PATIENCE = 8  # seconds for a message
 # what a processor quota does: of each tenth of a second, the processes of this host get a quarter
 QUOTA = """
