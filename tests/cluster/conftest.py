@@ -12,7 +12,7 @@ import pytest
 from common.prepare import prepare_digits
 from tests.cluster import faults
 from tests.cluster.lab import Lab, laboratory, locked
-from tests.harness.site import Site, up
+from tests.harness.site import FIRST, Site, up
 
 SEED = "FAULT_SEED"
 
@@ -55,7 +55,7 @@ def cache(shared: Path) -> Path:
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
     """A cluster of two hosts, and a checkout on it."""
-    with up(Site(tmp_path_factory.mktemp("site"), cache)) as found:
+    with up(Site(tmp_path_factory.mktemp("site"), cache, FIRST)) as found:
         yield found
 
 

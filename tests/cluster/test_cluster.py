@@ -124,7 +124,7 @@ def machine() -> tuple[str, list[str], str]:
     return Path("/proc/self/mountinfo").read_text(), links, os.uname().nodename
 
 
-def test_hosts_are_idle_at_once_and_nothing_is_left_behind() -> None:
+def test_a_started_cluster_is_idle_at_once_and_leaves_nothing_behind() -> None:
     before, mine = machine(), namespaces("self")
     with folder() as base:
         tool = Tool(base)
@@ -154,7 +154,7 @@ def test_hosts_are_idle_at_once_and_nothing_is_left_behind() -> None:
         assert [path.name for path in base.iterdir()] == [f"cluster-{os.getuid()}-local"]
 
 
-def test_one_kill_ends_everything_and_the_next_start_is_clean() -> None:
+def test_one_kill_ends_a_cluster_and_its_next_start_is_clean() -> None:
     with laboratory("--nodes", "1") as tool:
         job = tool.submit("sleep 1000")
         until("the job runs", lambda: tool.job(job) == "RUNNING")
@@ -183,7 +183,7 @@ assert time.monotonic() - began < 2, "waits for DNS"
 """
 
 
-def test_a_cluster_ends_with_its_folder() -> None:
+def test_a_cluster_ends_when_its_folder_is_deleted() -> None:
     with folder() as base:
         tool = Tool(base)
         tool("up", "--nodes", "1")
@@ -192,7 +192,7 @@ def test_a_cluster_ends_with_its_folder() -> None:
         until("no process left", lambda: not members(spaces), 10)
 
 
-def test_mounts_stay_inside_where_the_machine_shares_them() -> None:
+def test_a_clusters_mounts_stay_inside_where_the_machine_shares_mounts() -> None:
     if os.getuid():
         pytest.skip("an ordinary user's mounts cannot reach the machine")
     with folder() as base:
@@ -340,7 +340,7 @@ def test_two_clusters_do_not_see_each_other(tool: Tool) -> None:
     assert len(tool.out("exec", "srun", "--nodes=2", "hostname").split()) == 2
 
 
-def test_a_mistake_in_conf_is_told_and_nothing_stays() -> None:
+def test_a_mistake_in_slurm_conf_is_told_and_no_process_stays() -> None:
     with folder() as base:
         tool = Tool(base)
         done = tool("up", "--conf", "NoSuchKey=1", status=2)
@@ -348,14 +348,14 @@ def test_a_mistake_in_conf_is_told_and_nothing_stays() -> None:
         assert not list(base.glob("*/holder"))
 
 
-def test_munge_where_slurm_needs_it() -> None:
+def test_jobs_run_under_munge() -> None:
     if not shutil.which("munged", path=f"{os.environ['PATH']}:/usr/sbin"):
         pytest.skip("NOT TESTED: munge is not installed (apt-get install munge)")
     with laboratory("--auth", "munge") as tool:
         assert len(tool.out("exec", "srun", "--nodes=2", "hostname").split()) == 2
 
 
-def test_accounting_in_a_private_database() -> None:
+def test_sacct_tells_from_a_private_database() -> None:
     path = f"{os.environ['PATH']}:/usr/sbin"
     if not all(shutil.which(name, path=path) for name in ("mariadbd", "slurmdbd")):
         pytest.skip("NOT TESTED: MariaDB is not installed (apt-get install mariadb-server slurmdbd)")
@@ -368,7 +368,7 @@ def test_accounting_in_a_private_database() -> None:
         assert tool.out("node", "1", *asked) == f"{job}|FAILED|3:0"
 
 
-def test_an_ordinary_user_needs_no_root() -> None:
+def test_an_ordinary_user_starts_a_cluster_without_root() -> None:
     python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
     if os.getuid():
         pytest.skip("the other tests ran as an ordinary user already")

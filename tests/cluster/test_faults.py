@@ -44,7 +44,7 @@ def small(lab: Lab) -> Lab:
     return lab
 
 
-def test_a_notice_while_it_starts_costs_a_start(small: Lab) -> None:
+def test_a_notice_to_a_starting_run_queues_it_again(small: Lab) -> None:
     running = small.submit("mnist_pipeline")
     until("two ranks", lambda: len(running.ranks()) == 2, 30, 0.02)
     small.slurm("scancel", "--signal=USR2", running.job)
@@ -83,7 +83,7 @@ def test_a_loss_that_is_no_number_is_not_tried_again(small: Lab) -> None:
     assert "the loss of step" in result["reason"] and "positions" in result["reason"]
 
 
-def test_a_crash_loop_ends(small: Lab) -> None:
+def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
     """Two starts in a row may fail in vain, the third is one too many."""
     running = small.submit("mnist_pipeline", *SMALL, "checkpoint.every_steps=0", "checkpoint.max_restarts=2")
     for number in (1, 2, 3):
@@ -95,7 +95,7 @@ def test_a_crash_loop_ends(small: Lab) -> None:
     assert "3 starts in a row ended without a new checkpoint" in running.folder.result["reason"]
 
 
-def test_a_restart_is_shown_and_followed_to_the_end(small: Lab) -> None:
+def test_a_restart_is_shown_by_status_and_followed_by_logs_to_the_end(small: Lab) -> None:
     running = small.submit("mnist_pipeline")
     argv = [sys.executable, "-m", "slurm.status", "logs", str(running.folder.path), "--follow=1"]
     with subprocess.Popen(argv, cwd=ROOT, env=small.env, stdout=subprocess.PIPE, text=True) as follower:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from common.folder import Folder
 from slurm import cluster, cluster_boot, cluster_net
-from tests.harness.site import Site, own_mounts, up
+from tests.harness.site import FIRST, Site, own_mounts, up
 
 pytestmark = pytest.mark.timeout(300)
 SECONDS = 15 + 5  # fifteen, and what a busy machine needs to tell
@@ -89,7 +89,7 @@ def host_knows(site: Site, number: int, names: str) -> Iterator[None]:
     ],
     ids=["the other host", "loopback"],
 )
-def test_the_master_has_no_name_to_be_found_by(site: Site, number: int, names: str, message: str) -> None:
+def test_a_master_whose_name_leads_nowhere_is_told_in_time(site: Site, number: int, names: str, message: str) -> None:
     runs = f"name-{number}-{len(names)}"
     with host_knows(site, number, names):
         done = follow(site, runs)
@@ -97,7 +97,7 @@ def test_the_master_has_no_name_to_be_found_by(site: Site, number: int, names: s
     check_in_time(site, site.run_of(runs))
 
 
-def test_an_interface_that_is_not_there(site: Site) -> None:
+def test_an_interface_that_is_not_there_is_told_in_time(site: Site) -> None:
     done = follow(site, "interface", "launch.interface=eth9")
     check_job(site, done, site.run_of("interface"), "launch.interface=eth9 does not exist on node")
     check_in_time(site, site.run_of("interface"))
@@ -107,7 +107,7 @@ def test_an_interface_that_is_not_there(site: Site) -> None:
 # ---- data
 
 
-def test_data_that_vanish_between_submission_and_start(site: Site) -> None:
+def test_data_that_vanish_between_submission_and_start_are_told_in_time(site: Site) -> None:
     images, prepared = site.folder / "images", site.folder / "prepared"
     for part in ("train", "val"):
         for label, colour in enumerate(("red", "blue")):
@@ -126,7 +126,7 @@ def test_data_that_vanish_between_submission_and_start(site: Site) -> None:
     check_in_time(site, folder)
 
 
-def test_srun_by_hand_without_data(site: Site) -> None:
+def test_srun_by_hand_without_data_is_refused_in_time(site: Site) -> None:
     words = [*site.settings("by-hand").removeprefix("--args=").split(), "data.name=mnist", "data.fallback=none"]
     words += ["launch.nodes=2", f"data.root={site.folder}/none", "data.download_timeout=0"]
     script = [sys.executable, "experiments/ddp_multinode.py", *words]
@@ -154,14 +154,14 @@ def test_srun_by_hand_without_data(site: Site) -> None:
     ids=["full", "read-only"],
 )
 @pytest.mark.skipif(os.getuid() != 0, reason="NOT TESTED: only root can give a cluster a disk of its own")
-def test_the_disk_of_a_submitted_run(
+def test_a_bad_disk_of_a_submitted_run_is_told_in_time(
     tmp_path_factory: pytest.TempPathFactory, cache: Path, change: str, messages: list[str], status: int
 ) -> None:
     base = tmp_path_factory.mktemp("disk")  # a short path, for SLURM's sockets
     (base / "runs").mkdir()
     with (
         own_mounts(f"mount -t tmpfs -o size=16M tmpfs {base}/runs") as prefix,
-        up(Site(base, cache, prefix)) as site,
+        up(Site(base, cache, (*FIRST, *prefix))) as site,
     ):
         with site.busy():
             submitted = site.submit("ddp_multinode", "", "steps=10")
@@ -182,8 +182,10 @@ def test_the_disk_of_a_submitted_run(
 # ---- the controller, names and paths
 
 
-def test_a_controller_that_is_silent_and_then_down(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> None:
-    with up(Site(tmp_path_factory.mktemp("down"), cache)) as site:
+def test_a_controller_that_is_silent_or_down_is_told_in_time(
+    tmp_path_factory: pytest.TempPathFactory, cache: Path
+) -> None:
+    with up(Site(tmp_path_factory.mktemp("down"), cache, FIRST)) as site:
         submitted = site.submit("mnist_pipeline", "before", "epochs=500")
         assert submitted.returncode == 0, submitted.stderr
         (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")
@@ -203,7 +205,7 @@ def test_a_controller_that_is_silent_and_then_down(tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.parametrize("path", ["a\nb", "$(touch pwned)", "%j"], ids=["two lines", "a command", "a job number"])
-def test_a_path_that_a_script_cannot_hold(site: Site, path: str) -> None:
+def test_a_path_that_a_job_script_cannot_hold_is_refused(site: Site, path: str) -> None:
     runs = site.runs / "hostile" / path
     done = site.submit("mnist_pipeline", "", shlex.quote(f"runs={runs}"), "steps=5")
     check(done, "control characters" if "\n" in path else "a job script cannot hold the path")
@@ -211,7 +213,7 @@ def test_a_path_that_a_script_cannot_hold(site: Site, path: str) -> None:
     assert not list(site.folder.rglob("pwned"))
 
 
-def test_a_path_with_spaces_works(site: Site) -> None:
+def test_a_run_in_a_folder_with_spaces_finishes(site: Site) -> None:
     runs = site.runs / "two words"
     done = site.submit(
         "mnist_pipeline", "", shlex.quote(f"runs={runs}"), "steps=5", options=("--nodes=2", "--follow=1")
@@ -221,7 +223,7 @@ def test_a_path_with_spaces_works(site: Site) -> None:
 
 
 @pytest.mark.parametrize("name", ["$(touch pwned)", "a\n#SBATCH --uid=0"], ids=["a command", "two lines"])
-def test_a_name_that_is_no_experiment(site: Site, name: str) -> None:
+def test_a_name_that_is_no_experiment_is_refused(site: Site, name: str) -> None:
     done = site.submit(name, "named")
     check(done, f"no experiment {name!r}")
     assert done.returncode == 2 and not (site.runs / "named").exists()

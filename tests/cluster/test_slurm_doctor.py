@@ -20,14 +20,13 @@ import pytest
 from slurm.cluster import Cluster, folder_of
 from slurm.cluster_conf import Plan
 from slurm.cluster_net import Process
-from tests.harness.site import Site, until
+from tests.harness.site import FIRST, Site, until
 
 pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(os.getuid() != 0, reason="NOT TESTED: only root can change what one host sees"),
 ]
 NODES = 3
-FIRST = ("nice", "--adjustment=-15")  # the doctor measures the hosts: other tests must not slow one of them
 PATIENCE = 8  # seconds for a message
 # what a processor quota does: of each tenth of a second, the processes of this host get a quarter
 QUOTA = """
@@ -96,7 +95,7 @@ def only(found: dict[str, Any], host: str, *words: str) -> None:
     assert host in problem and all(word in problem for word in words), problem
 
 
-def test_silent_on_a_sound_cluster(site: Site) -> None:
+def test_the_doctor_is_silent_on_a_sound_cluster(site: Site) -> None:
     found = doctor(site)
     assert found["problems"] == [] and found["sound"]
     assert sorted(host["host"] for host in found["hosts"]) == ["node1", "node2", "node3"]
@@ -105,7 +104,7 @@ def test_silent_on_a_sound_cluster(site: Site) -> None:
     assert not list(site.runs.iterdir()), "nothing is left behind"
 
 
-def test_a_host_with_another_package_version(site: Site) -> None:
+def test_the_doctor_names_a_host_with_another_package_version(site: Site) -> None:
     info = next(
         Path(str(file.locate()))
         for file in importlib.metadata.files("numpy") or []
@@ -128,26 +127,26 @@ mount --bind {folder} /etc"""
     return on_host(site, number, begin, "umount /etc")
 
 
-def test_a_host_whose_clock_was_moved(site: Site) -> None:
+def test_the_doctor_names_a_host_whose_clock_was_moved(site: Site) -> None:
     with other_clock(site, 3, "+90s"):
         only(doctor(site), "node3 (rank 2)", "its clock is +90.", "set up NTP")
     assert doctor(site)["sound"]
 
 
-def test_one_of_two_clocks_was_moved_however_many_processes_a_host_has(site: Site) -> None:
+def test_the_doctor_names_one_of_two_clocks_however_many_processes_a_host_has(site: Site) -> None:
     with other_clock(site, 2, "+1.8s"):
         found = doctor(site, 2, "cluster.processes=2")
     assert [host["host"] for host in found["hosts"]] == ["node1", "node1", "node2", "node2"]
     only(found, "node2 (rank 2) and node1 (rank 0): their clocks are +1.8 s apart; set up NTP")
 
 
-def test_a_host_whose_disk_is_full(site: Site) -> None:
+def test_the_doctor_names_a_host_whose_disk_is_full(site: Site) -> None:
     begin = f"mount -t tmpfs -o size=8M tmpfs {site.runs}; cat /dev/zero > {site.runs}/zeros || true"
     with on_host(site, 2, begin, f"umount {site.runs}"):
         only(doctor(site), "node2 (rank 1)", f"cannot write {site.runs}: the disk is full; free space")
 
 
-def test_a_wrong_data_file_on_one_host(site: Site) -> None:
+def test_the_doctor_names_a_wrong_data_file_on_one_host(site: Site) -> None:
     (file,) = site.cache.glob("*/train_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[1000] ^= 1
@@ -156,7 +155,7 @@ def test_a_wrong_data_file_on_one_host(site: Site) -> None:
         only(doctor(site), "node1 (rank 0)", f"{file} is damaged (checksum differs)")
 
 
-def test_a_slow_host(site: Site) -> None:
+def test_the_doctor_names_a_slow_host(site: Site) -> None:
     flag = site.folder / "throttled"
     flag.touch()
     command = cluster(site).command([sys.executable, "-c", QUOTA, str(flag)], node=2)
@@ -172,7 +171,7 @@ def test_a_slow_host(site: Site) -> None:
     ("signal", "cause"),
     [("KILL", "rank 1 on node2 ended without a word"), ("STOP", f"rank 1 on node2 did not answer within {PATIENCE} s")],
 )
-def test_a_run_whose_rank_is_gone(site: Site, signal: str, cause: str) -> None:
+def test_the_doctor_names_the_rank_that_a_run_failed_of(site: Site, signal: str, cause: str) -> None:
     words = ("steps=100000", "epochs=500", "cluster.requeue=false", "width=16", f"launch.step_timeout={PATIENCE}")
     done = site.submit("mnist_pipeline", signal, *words)
     assert done.returncode == 0, done.stderr
@@ -191,7 +190,7 @@ def test_a_run_whose_rank_is_gone(site: Site, signal: str, cause: str) -> None:
     assert ("stood at " in found) == (signal == "STOP"), found
 
 
-def test_a_host_whose_cable_is_cut(site: Site) -> None:
+def test_the_doctor_names_a_host_whose_cable_is_cut(site: Site) -> None:
     site.call("slurm.cluster", "cut", "3")
     try:
         found = doctor(site)

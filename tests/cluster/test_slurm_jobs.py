@@ -20,9 +20,7 @@ SECRET = "0123456789abcdef" * 2 + "01234567"  # in one piece it would stand in t
 
 
 @every
-def test_both_hosts_take_part_and_the_numbers_are_those_of_a_local_run(
-    site: Site, entry: Entry, tmp_path: Path
-) -> None:
+def test_a_job_on_two_hosts_has_the_numbers_of_a_local_run(site: Site, entry: Entry, tmp_path: Path) -> None:
     words = (*entry.smallest, "steps=30", "epochs=1")
     done = site.submit(entry.name, f"two-{entry.name}", *words, options=("--nodes=2", "--follow=1"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,7 +54,7 @@ def test_replicas_go_across_the_hosts_and_stages_do_not(site: Site, tmp_path: Pa
     assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
 
 
-def test_two_jobs_at_once_and_cancel(site: Site) -> None:
+def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:
     for name in ("first", "second"):
         done = site.submit("mnist_pipeline", name, "epochs=500", options=("--nodes=1",))
         assert done.returncode == 0, done.stderr
@@ -91,7 +89,7 @@ def test_what_was_submitted_runs_whatever_is_edited_later(site: Site) -> None:
     assert folder.result.get("state") == "finished"
 
 
-def test_submission_from_inside_an_allocation(site: Site) -> None:
+def test_a_run_is_submitted_from_inside_an_allocation(site: Site) -> None:
     words = [sys.executable, "-m", "slurm.submit", site.settings("inside", "steps=10"), "--nodes=2", "--follow=1"]
     done = site.inside("salloc", "--nodes=1", "--ntasks=1", *words, "--", "mnist_pipeline")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -103,7 +101,7 @@ def settings_words(site: Site, runs: str) -> list[str]:
 
 
 @every
-def test_srun_starts_the_script(site: Site, entry: Entry) -> None:
+def test_srun_starts_an_experiments_script(site: Site, entry: Entry) -> None:
     words = [*settings_words(site, f"srun-{entry.name}"), *entry.smallest, "launch.nodes=2"]
     script = [sys.executable, f"experiments/{entry.name}.py", *words]
     done = site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
@@ -133,7 +131,7 @@ def test_a_script_of_ones_own_that_is_queued_again_goes_on_in_the_same_folder(si
     assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 201))
 
 
-def test_torchrun_inside_an_allocation_goes_first(site: Site) -> None:
+def test_torchrun_goes_before_slurm_inside_an_allocation(site: Site) -> None:
     script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     script += ["--master-port=29511", "experiments/ddp_multinode.py", *settings_words(site, "torchrun")]
     done = site.inside("srun", "--nodes=1", "--ntasks=1", "--cpus-per-task=2", *script)

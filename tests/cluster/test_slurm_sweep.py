@@ -19,7 +19,7 @@ def started(site: Site) -> list[Folder]:
     return [Folder(path.parent) for path in site.runs.glob("swept/*/config.yaml")]
 
 
-def test_six_points_with_a_host_powered_off_in_the_middle(site: Site) -> None:
+def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
     file = site.folder / "widths.yaml"
     words = site.settings("swept", f"steps={STEPS}", "stages=1", "checkpoint.every_steps=50").split("=", 1)[1].split()
     tree: dict[str, Any] = {"experiment": "mnist_pipeline", "parallel": "3"}
