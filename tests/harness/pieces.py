@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from typing import Any, cast
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ def whole(x: Tensor, y: Tensor) -> tuple[nn.Sequential, Tensor]:
 
 
 CASES = [
-    Settings(engine=cast(Any, engine), schedule=schedule, stages=2 * each, stages_per_process=each, microbatches=4)
+    Settings(engine=engine, schedule=schedule, stages=2 * each, stages_per_process=each, microbatches=4)  # type: ignore[arg-type]
     for engine, schedules in (
         ("own", ("naive", "gpipe", "1f1b")),
         ("torch", ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")),
@@ -62,18 +62,18 @@ def compare(place: Place) -> None:
             # the library needs weights in every stage
             four = ["l2", "l5", "l8"] if settings.engine == "own" else ["l3", "l5", "l9"]
             stages = splits.cut(model(), four if settings.stages == 4 else ["l5"])
-            engine: Any = Pipeline if settings.engine == "own" else TorchPipeline
-            pipe: Any = engine(settings, stages, F.cross_entropy, world, batch=8, sample=(7, 6), dtype=torch.float64)
+            engine = Pipeline if settings.engine == "own" else TorchPipeline
+            pipe = engine(settings, stages, F.cross_entropy, world, batch=8, sample=(7, 6), dtype=torch.float64)
             pipe.train()
             begun: list[Pipeline] = []
-            pipe.clock.begin = lambda begun=begun, pipe=pipe: begun.append(pipe)
+            pipe.clock.begin = partial(begun.append, pipe)  # type: ignore[method-assign]
             pipe.step(x, y)
             assert len(begun) == 1, (settings, "a clock that is never told of a step loses its precision on a GPU")
             for stage in pipe.local.values():
                 for name, parameter in stage.named_parameters():
-                    expected = want[name].grad
-                    assert parameter.grad is not None and expected is not None
-                    gap = (parameter.grad - expected).abs().max().item()
+                    mine, theirs = parameter.grad, want[name].grad
+                    assert mine is not None and theirs is not None
+                    gap = (mine - theirs).abs().max().item()
                     assert gap < 1e-12, (settings, name, gap)
                 for name, buffer in stage.named_buffers():
                     assert torch.allclose(buffer.double(), one.get_buffer(name).double(), atol=1e-12), (settings, name)

@@ -37,11 +37,14 @@ class Server:
             cls._path = str(Path(tempfile.mkdtemp(prefix="warm-")) / "socket")
             argv = [sys.executable, "-m", "tests.harness.warm_server", cls._path]
             environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-            cls._process = subprocess.Popen(
+            started = subprocess.Popen(
                 argv, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
+            assert started.stdout
+            if started.stdout.readline() != b"ready\n":
+                raise RuntimeError(f"the warm server did not start: exit status {started.wait(20)}")
+            cls._process = started
             atexit.register(cls._end)
-            assert cls._process.stdout and cls._process.stdout.readline() == b"ready\n"
         client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         client.connect(cls._path)
         return client
