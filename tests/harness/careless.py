@@ -15,13 +15,17 @@ from common.preemption import Decision, SafePoints
 
 def drop_settling() -> None:
     """DDP regroups its buckets whenever it likes."""
-    hooks.settle = lambda *_: None  # type: ignore[assignment]
+    hooks.settle = lambda *_: None
 
 
 def drop_attempts() -> None:
     """A new start writes where the one before wrote."""
     claim = Folder.claim
-    Folder.claim = lambda folder: folder.attempts()[-1] if folder.attempts() else claim(folder)  # type: ignore[method-assign]
+
+    def claim_once(self: Folder) -> Folder:
+        return self.attempts()[-1] if self.attempts() else claim(self)
+
+    Folder.claim = claim_once  # type: ignore[method-assign]
 
 
 def drop_agreement() -> None:
