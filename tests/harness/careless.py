@@ -22,10 +22,10 @@ def drop_attempts() -> None:
     """A new start writes where the one before wrote."""
     claim = Folder.claim
 
-    def claim_again(folder: Folder) -> Folder:
-        return folder.attempts()[-1] if folder.attempts() else claim(folder)
+    def claim_once(self: Folder) -> Folder:
+        return self.attempts()[-1] if self.attempts() else claim(self)
 
-    Folder.claim = claim_again  # type: ignore[assignment,method-assign]
+    Folder.claim = claim_once  # type: ignore[method-assign]
 
 
 def drop_agreement() -> None:

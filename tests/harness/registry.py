@@ -104,7 +104,17 @@ EXPERIMENTS = [
         others=(
             ("schedule=rigl", "every=4", "optim.name=sgd", "processes_per_node=2", "export=false", "int8=false"),
             ("model=convnet", "scope=n:m", "sparsity=0.5", "schedule=iterative", "criterion=gradient", "export=false"),
-            ("model=resnet18", "scope=structured", "l1=0.01", "criterion=random", "steps=6", "epochs=1", "int8=false"),
+            (
+                "model=resnet18",
+                "scope=structured",
+                "l1=0.01",
+                "criterion=random",
+                "steps=6",
+                "eval_batch=10",
+                "epochs=1",
+                "export=false",
+                "int8=false",
+            ),
         ),
     ),
 ]

@@ -16,7 +16,7 @@ from tests.harness.warm import Command, end_session
 def test_torchrun_that_starts_again_goes_on_in_the_same_folder(tmp_path: Path, digits: tuple[str, ...]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     places = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    words = ("steps=200", "batch=16", "checkpoint.every_steps=5", "data.test_limit=100", "launch.threads=1")
+    words = ("steps=100", "batch=16", "checkpoint.every_steps=5", "data.test_limit=100", "launch.threads=1")
     script = command("ddp_multinode", *digits, *words, runs=tmp_path / "runs")[1:]
     launched = Command([*launcher, *places, *script], env=environment(), session=True, real=True)
     try:
@@ -34,4 +34,4 @@ def test_torchrun_that_starts_again_goes_on_in_the_same_folder(tmp_path: Path, d
     folder = only_folder(tmp_path / "runs")
     assert folder.result["state"] == "finished" and len(folder.attempts()) == 2
     assert folder.attempts()[1].origin[1] >= 5  # type: ignore[index]
-    assert trained_steps(folder) == list(range(1, 201))
+    assert trained_steps(folder) == list(range(1, 101))
