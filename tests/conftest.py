@@ -32,6 +32,7 @@ def digits(cache: Path) -> tuple[str, ...]:
         "epochs=1",
         "steps=30",
         "log.progress=lines",
+        "launch.threads=1",  # tests run two at a time
     )
 
 
@@ -52,4 +53,5 @@ def quick(cache: Path) -> tuple[str, ...]:
     """13 steps an epoch, a checkpoint every third step, all kept."""
     data = ("data.name=digits", f"data.cache={cache}", "data.train_limit=320", "data.test_limit=100")
     saving = ("checkpoint.every_steps=3", "checkpoint.every_seconds=0", "checkpoint.keep=100")
-    return (*data, *saving, "batch=24", "steps=30", "epochs=3", "log.progress=none", "optim.warmup=0")
+    quiet = ("log.progress=none", "launch.threads=1")
+    return (*data, *saving, *quiet, "batch=24", "steps=30", "epochs=3", "optim.warmup=0")

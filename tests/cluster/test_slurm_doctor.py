@@ -147,7 +147,7 @@ def test_the_doctor_names_a_host_whose_disk_is_full(site: Site) -> None:
 
 
 def test_the_doctor_names_a_wrong_data_file_on_one_host(site: Site) -> None:
-    (file,) = site.cache.glob("*/train_labels.npy")
+    (file,) = site.cache.glob("digits*/train_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[1000] ^= 1
     (site.folder / "wrong.npy").write_bytes(raw)

@@ -65,7 +65,7 @@ def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:
     assert shown.count("  running  ") == 2 and shown.count(" RUNNING: job ") == 2
     for folder in folders:
         assert "cancelled job" in site.call("slurm.status", "cancel", str(folder.path)).stdout
-        assert "CANCELLED" in site.call("slurm.status", "status", str(folder.path)).stdout
+        site.wait(folder, "CANCELLED")
         site.gone(folder)
 
 
