@@ -6,6 +6,8 @@ override CHOICE := RUNS NAME LAST WHERE SWEEP
 override KNOWN-exp := NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RESUME
 override KNOWN-rerun := RUN ARGS LAUNCH CLUSTER
 override KNOWN-sweep := GRID ARGS LAUNCH CLUSTER FAILED FOLLOW DRY_RUN
+override KNOWN-evaluate := RUN ARGS
+override KNOWN-export := RUN FORMAT
 override KNOWN-doctor := NODES ARGS LAUNCH CLUSTER RUN JSON
 override KNOWN-status := RUN WAIT JSON
 override KNOWN-logs := RUN FOLLOW
@@ -34,20 +36,28 @@ override READY := .venv/.ready
 override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
 
 .DEFAULT_GOAL := help
-.PHONY: help exp rerun sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
+.PHONY: help exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
   cluster-up cluster-down cluster-status cluster-shell test test-all test-slurm lint bench requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 $(READY): requirements.txt
+	@if cmp -s requirements.txt $(READY); then touch $(READY); exit 0; fi; \
+	if grep -qsF "$$(readlink -f .venv)/" /proc/[0-9]*/maps; then \
+	  echo "error: requirements.txt has changed, and processes still use .venv; end them, or wait (make status), then again" >&2; exit 1; \
+	fi; \
+	MAKEFLAGS= $(MAKE) --no-print-directory --silent .environment
+
+.PHONY: .environment
+.environment:
 	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: $$PYTHON is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $$PYTHON has no venv; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@echo "setting up .venv (once; downloads about 3 GB)"
 	@rm -rf .venv  # not `venv --clear`: where .venv is a link, that would empty the folder behind it
 	@"$$PYTHON" -m venv .venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	@touch $(READY)
+	@cp requirements.txt $(READY)
 
 exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1] or RESUME=<id>
 	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
@@ -55,6 +65,12 @@ exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=va
 
 rerun: $(READY)  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
 	@$(PY) -m slurm.rerun --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" -- "$$RUN"
+
+evaluate: $(READY)  ## measure the trained model of a finished run again, in one process: RUN=<id> [ARGS="data.root=..."]
+	@$(PY) -m slurm.trained --args="$$ARGS" -- evaluate "$$RUN"
+
+export: $(READY)  ## write the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
+	@$(PY) -m slurm.trained --format="$$FORMAT" -- export "$$RUN"
 
 sweep: $(READY)  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
 	@$(PY) -m slurm.sweep --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" --failed="$$FAILED" \

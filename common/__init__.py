@@ -1,4 +1,4 @@
-"""What the experiments share: configuration, data, models, splits, pipeline, launch, run, tracking."""
+"""The packages that experiments share, and the answer to Ctrl-C while they are imported."""
 
 import sys
 from types import TracebackType

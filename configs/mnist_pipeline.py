@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from configs.pipeline import Pipeline
 from configs.shared import Experiment, between
@@ -14,6 +15,11 @@ class Config(Pipeline, Experiment):
     """Units in each hidden layer but the last, which has half as many."""
     depth: int = between(1, 256, 2)
     """Hidden layers; 2 with width=128 is the 784-128-64-10 network."""
+
+    @property
+    def parameters(self) -> float:
+        sizes = [28 * 28, *[self.width] * (self.depth - 1), self.width // 2 if self.depth > 1 else self.width, 10]
+        return sum(before * after + after for before, after in pairwise(sizes))
 
     def check(self) -> None:
         if self.data.name not in ("mnist", "digits"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from configs.shared import between, divisors
 
@@ -30,6 +30,14 @@ class Stages:
     plot: bool = False
     """Draw one step as timeline.png in the run folder; takes half a second at the end."""
 
+    @property
+    def memory_bytes(self) -> float:
+        """As of any experiment, but each process builds the whole model and then keeps its own stages of it."""
+        host: Any = self
+        built = host.processes // host.launch.nodes * host.parameter_bytes
+        trained = getattr(host, "replicas", 1) * host.parameter_bytes * host.optim.copies
+        return max(built, trained / host.launch.nodes)
+
     def pipeline(self) -> Pipeline:
         """What the executor is told."""
         raise NotImplementedError
@@ -40,7 +48,7 @@ class Pipeline(Stages):
     """What the executor is told, and what an experiment that is all about the pipeline can set."""
 
     engine: Literal["own", "torch"] = "own"
-    """own is the executor of common/pipeline.py; torch is torch.distributed.pipelining."""
+    """own is the executor of common/pipeline/executor.py; torch is torch.distributed.pipelining."""
     microbatches: int = between(1, 4096, 4)
     """Equal pieces of a batch that travel through the stages one behind the other."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from configs.pipeline import OWN, Pipeline, Stages
-from configs.shared import Experiment, at_least, between, divisors
+from configs.shared import RESNETS, Experiment, at_least, between, divisors
 from configs.sweep import Sweep
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
@@ -29,8 +29,8 @@ class Config(Sweep, Stages, Experiment):
     split_size: int = at_least(0, 0)
     """Samples in a microbatch. 0 takes the whole batch with single and naive, a quarter of it with pipelined."""
     engine: Literal["auto", "own", "torch"] = "auto"
-    """own is the executor of common/pipeline.py, torch is torch.distributed.pipelining; auto takes our own where it has
-    the schedule."""
+    """own is common/pipeline/executor.py, torch is torch.distributed.pipelining; auto takes our own where it has the
+    schedule."""
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """A device for each stage, such as [cuda:0,cuda:1]: one process works on all of them. [] takes one process a stage;
     auto does so, too, unless a local start sees GPUs; where there is one, all stages are on it."""
@@ -80,6 +80,10 @@ class Config(Sweep, Stages, Experiment):
             engine=("own" if known or single else "torch") if self.engine == "auto" or single else self.engine,
             microbatches=max(1, self.share // self.microbatch),
         )
+
+    @property
+    def parameters(self) -> float:
+        return RESNETS.get(self.model, 0) * (self.width / 64) ** 2
 
     def paths(self) -> dict[str, str]:
         return super().paths() | ({"weights": self.weights} if self.weights != "none" else {})

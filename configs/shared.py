@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # parameters, of width 64
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where they are known beforehand
 
 
@@ -97,6 +98,11 @@ class Optim:
     decay: Literal["linear", "cosine", "constant"] = "linear"
     """Learning rate after the warm-up: linear and cosine fall to zero at the end of the run."""
 
+    @property
+    def copies(self) -> int:
+        """Tensors as large as the parameters: these, the gradients, and what the optimizer remembers."""
+        return 2 + (int(self.momentum > 0) if self.name == "sgd" else 2)
+
 
 @dataclass
 class Log:
@@ -120,6 +126,8 @@ class Wandb:
     """W&B group, to set related runs side by side."""
     tags: list[str] = field(default_factory=list)
     """Extra W&B tags, beside the experiment, the data set and the world size."""
+    model: bool = True
+    """Whether W&B gets the trained model as an artifact; it lies in the run folder in any case."""
     finish_timeout: float = between(1, 3600, 60)
     """Seconds to wait for W&B after training; what is missing by then stays on disk for `wandb sync`."""
 
@@ -148,8 +156,8 @@ class Checkpoint:
     retries: int = between(0, 10, 1)
     """How often writing is tried again after an error of the disk, before training goes on without."""
     grace: float = between(1, 3600, 60)
-    """Seconds after a notice to stop until a process that has not saved and left ends itself. Longer than an evaluation
-    takes, which is finished first."""
+    """Seconds after a notice to stop until a process that has not saved and left ends itself. Longer than a step, or an
+    evaluation batch, and a checkpoint take."""
     max_restarts: int = at_least(0, 3)
     """On a cluster, starts in a row that may fail without a new checkpoint before the job is given up."""
 
@@ -185,6 +193,24 @@ class Experiment:
     def processes(self) -> int:
         """How many processes the run needs, over all nodes."""
         raise NotImplementedError
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of the model, about, as far as it can be a large one; 0 for one that is always small."""
+        return {"resnet18": 11.7e6, "resnet34": 21.8e6, "resnet50": 25.6e6}.get(getattr(self, "model", ""), 0)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the parameters, gradients and optimizer of a host's processes, which all hold the whole model."""
+        return self.processes // self.launch.nodes * self.parameter_bytes * self.optim.copies
+
+    @property
+    def parameter_bytes(self) -> float:
+        return self.parameters * (8 if self.dtype == "float64" else 4)
+
+    def total_steps(self, epoch_steps: int) -> int:
+        """Optimizer steps of the whole run, where an epoch has `epoch_steps`."""
+        return min(self.steps or self.epochs * epoch_steps, self.epochs * epoch_steps)
 
     @property
     def takes_vectors(self) -> bool:

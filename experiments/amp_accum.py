@@ -33,6 +33,7 @@ import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch
 import contextlib
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,14 +43,18 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import data, epochs, hooks, models, norm, optim, plots, report, scaling, sweep
-from common.config import UserError
-from common.evaluate import classify
-from common.footprint import Footprint
-from common.launch import World
-from common.run import Run
-from common.start import start
-from common.training import Training
+from common.checkpoint.train_state import Training
+from common.core.config import UserError
+from common.data import loader
+from common.distributed import ddp, sync_batchnorm
+from common.distributed.rendezvous import World
+from common.measure import plots, step_timing, tables
+from common.measure.memory import Footprint
+from common.models import networks
+from common.training import loop, optimizers, sweep
+from common.training.entry_point import start
+from common.training.evaluate import classify
+from common.training.run import Run
 from configs.amp_accum import Config
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,15 +63,15 @@ FINAL = 20  # last steps, whose mean loss is the final one
 BRIEF = 40  # steps of a run of the sweep
 
 
-def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
+def build(cfg: Config, train: loader.Images, world: World) -> nn.Module:
     """The model, with the same weights in every process: they draw from one seed."""
     model: nn.Module
     if cfg.model == "mlp":
-        model = models.SimpleNN()
+        model = networks.SimpleNN()
     elif cfg.model == "convnet":
-        model = models.ConvNet(train.shape, train.classes)
+        model = networks.ConvNet(train.shape, train.classes)
     else:
-        model = models.ResNet(cfg.model, train.shape, train.classes)
+        model = networks.ResNet(cfg.model, train.shape, train.classes)
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(world.device, getattr(torch, cfg.dtype)).to(memory_format=layout)
 
@@ -75,7 +80,7 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     """The model that averages gradients over all processes in its backward; one process alone needs none."""
     if cfg.compile:
         model.compile()  # in place: parameters keep their names
-    return model if world.size == 1 else hooks.wrapped(model, world.device, gradient_as_bucket_view=True)
+    return model if world.size == 1 else ddp.wrapped(model, world.device, gradient_as_bucket_view=True)
 
 
 def autocast(cfg: Config, device: torch.device) -> torch.autocast:
@@ -99,7 +104,7 @@ def add_up(
     scaler: GradScaler,
     window: list[tuple[Tensor, Tensor]],
     footprint: Footprint,
-    times: scaling.StepTimes,
+    times: step_timing.StepTimes,
 ) -> tuple[Tensor, int]:
     """Add up the gradient of the mean loss over a window; returns that loss and how often gradients were exchanged."""
     total, exchanges = torch.zeros((), device=window[0][0].device), 0
@@ -138,20 +143,20 @@ def train_epoch(
     model: nn.Module,
     optimizer: Optimizer,
     scaler: GradScaler,
-    windows: data.Windows,
+    windows: loader.Windows,
     run: Run,
     footprint: Footprint,
-    times: scaling.StepTimes,
+    times: step_timing.StepTimes,
     step: int,
     total: int,
 ) -> int:
     """Train on the rest of the epoch's windows, or up to `total` steps; returns the steps done since the start."""
     model.train()
-    payload = hooks.ring_bytes(model)
+    payload = ddp.ring_bytes(model)
     for window in times.batches(windows):
         optimizer.zero_grad()
         loss, exchanges = add_up(cfg, model, scaler, window, footprint, times)
-        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
+        optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, total, cfg.batch))
         skipped = update(cfg, model, optimizer, scaler)
         step += 1
         run.log(step, loss=loss, skipped=float(skipped), bytes_sent=float(exchanges * payload))
@@ -163,10 +168,12 @@ def train_epoch(
     return step
 
 
-def evaluate(cfg: Config, model: nn.Module, test: data.Images, world: World) -> dict[str, float]:
+def evaluate(
+    cfg: Config, model: nn.Module, test: loader.Images, world: World, look: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """Loss and accuracy over all test samples, each seen by one process, in the precision of the training."""
-    inner = hooks.inner(model)
-    norm.agree(inner)  # each process's BatchNorm has seen other samples
+    inner = ddp.inner(model)
+    sync_batchnorm.agree(inner)  # each process's BatchNorm has seen other samples
     inner.eval()
 
     def predict(x: Tensor | None, _: int) -> Tensor:
@@ -174,8 +181,8 @@ def evaluate(cfg: Config, model: nn.Module, test: data.Images, world: World) -> 
         with autocast(cfg, world.device):
             return inner.forward(laid_out(cfg, x))  # not compiled: other sizes would be compiled anew
 
-    dtype = getattr(torch, cfg.dtype)
-    return classify(predict, test, world, batch=cfg.eval_batch, dtype=dtype, share=(world.rank, world.size))
+    dtype, share = getattr(torch, cfg.dtype), (world.rank, world.size)
+    return classify(predict, test, world, batch=cfg.eval_batch, dtype=dtype, share=share, look=look)
 
 
 def prepare_device(cfg: Config, world: World, run: Run) -> None:
@@ -193,25 +200,25 @@ def prepare_device(cfg: Config, world: World, run: Run) -> None:
 
 
 def main(cfg: Config, world: World, run: Run) -> None:
-    train, test = data.load(run.prepared, cfg.data)
+    train, test = loader.load(run.prepared, cfg.data)
     prepare_device(cfg, world, run)
     share, device, dtype = (world.rank, world.size), world.device, getattr(torch, cfg.dtype)
-    windows = data.Windows(data.Loader.of(train, cfg, device, batch=cfg.microbatch, share=share), cfg.accumulate)
+    windows = loader.Windows(loader.Loader.of(train, cfg, device, batch=cfg.microbatch, share=share), cfg.accumulate)
     model = wrap(cfg, build(cfg, train, world), world)
-    optimizer = optim.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
+    optimizer = optimizers.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = make_scaler(cfg, device)
-    run.averaged, run.total = True, epochs.total_steps(cfg, windows)  # a step's loss is the mean over the processes
+    run.averaged, run.total = True, loop.total_steps(cfg, windows)  # a step's loss is the mean over the processes
 
     with autocast(cfg, device):
-        hooks.settle(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), device, dtype)))
-    footprint, times = Footprint(device), scaling.StepTimes(model, device)
+        ddp.settle(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), device, dtype)))
+    footprint, times = Footprint(device), step_timing.StepTimes(model, device)
     run.before_backward = times.recent  # the heartbeats tell who is slow
-    step = run.resume(Training([hooks.inner(model)], optimizer, windows, world, replicated=True, scaler=scaler))
+    step = run.resume(Training([ddp.inner(model)], optimizer, windows, world, replicated=True, scaler=scaler))
 
     def epoch(step: int) -> int:
         return train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, times, step, run.total)
 
-    scores = epochs.train(run, windows, step, epoch, lambda: evaluate(cfg, model, test, world))
+    scores = loop.train(run, windows, step, epoch, lambda: evaluate(cfg, model, test, world, run.look))
     conclude(cfg, world, run, scaler, footprint, scores)
 
 
@@ -234,14 +241,14 @@ def conclude(
     facts |= {"bytes_sent": sent, "steps_skipped": skipped, "final_loss": loss}
     run.finish(**scores, **facts, computed_in=computed, data=run.prepared.name)
     each = cfg.microbatch // world.size
-    table = epochs.rows(run, world, scores) | {
+    table = loop.rows(run, world, scores) | {
         "step": f"batch {cfg.batch} = {cfg.accumulate} microbatches x {world.size} processes x {each} samples",
         "precision": f"{computed}, {cfg.model}" + (f", scale {scaler.get_scale():g}" if scaler.is_enabled() else ""),
         "steps skipped": str(skipped),
         "peak memory": f"{memory / 1e6:.1f} MB beyond the model, in the process that takes most",
         "sent": f"{sent / 1e6:.2f} MB of gradients by each process in a step",
     }
-    run.say(report.table(table | run.places()))
+    run.say(tables.table(table | run.places()))
 
 
 # ---- the grid

@@ -23,17 +23,24 @@ from __future__ import annotations
 
 import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
-from common import alone, data, epochs, hooks, models, norm, optim, report, scaling
-from common.evaluate import classify_shared
-from common.launch import World
-from common.run import Run
-from common.start import start
-from common.training import Training
+from common.checkpoint.train_state import Training
+from common.data import loader as data
+from common.distributed import ddp as hooks
+from common.distributed import sync_batchnorm
+from common.distributed.rendezvous import World
+from common.measure import step_timing, tables
+from common.models import networks
+from common.training import loop, optimizers, single_process_baseline
+from common.training.entry_point import start
+from common.training.evaluate import classify_shared
+from common.training.run import Run
 from configs.ddp_multinode import Config
 
 ALONE = 20  # steps of one process that `compare` times, if they take no longer than
@@ -42,13 +49,13 @@ PATIENCE = 10.0  # seconds
 
 def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
     """The model, with the same weights in every process: they draw from one seed."""
-    return models.for_images(cfg.model, train.shape, train.classes).to(world.device, getattr(torch, cfg.dtype))
+    return networks.for_images(cfg.model, train.shape, train.classes).to(world.device, getattr(torch, cfg.dtype))
 
 
 def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     """The model that averages gradients over all processes in its backward."""
     if cfg.sync_batchnorm:
-        model = norm.synchronised(model, world.device)
+        model = sync_batchnorm.synchronised(model, world.device)
     if cfg.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # two seconds to import, so only when asked for
@@ -76,7 +83,7 @@ def train_epoch(
     optimizer: Optimizer,
     loader: data.Loader,
     run: Run,
-    times: scaling.StepTimes,
+    times: step_timing.StepTimes,
     step: int,
     total: int,
 ) -> int:
@@ -90,7 +97,7 @@ def train_epoch(
         times.mark("end of backward")
         if cfg.clip:
             nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
+        optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, total, cfg.batch))
         optimizer.step()
         step += 1
         run.log(step, loss=loss.detach())
@@ -100,9 +107,12 @@ def train_epoch(
     return step
 
 
-def evaluate(cfg: Config, model: nn.Module, test: data.Images, world: World) -> dict[str, float]:
+def evaluate(
+    cfg: Config, model: nn.Module, test: data.Images, world: World, look: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """Loss and accuracy over all test samples, each seen by one process."""
-    return classify_shared(hooks.inner(model), test, world, batch=cfg.eval_batch, dtype=getattr(torch, cfg.dtype))
+    size, dtype = cfg.eval_batch, getattr(torch, cfg.dtype)
+    return classify_shared(hooks.inner(model), test, world, batch=size, dtype=dtype, look=look)
 
 
 def seconds_alone(cfg: Config, train: data.Images, world: World) -> float:
@@ -110,7 +120,9 @@ def seconds_alone(cfg: Config, train: data.Images, world: World) -> float:
     seconds = 0.0
     if world.is_main:
         model = build(cfg, train, world)
-        seconds = alone.seconds(alone.trainer(cfg, model, model, train, world.device), ALONE, PATIENCE)
+        seconds = single_process_baseline.seconds(
+            single_process_baseline.trainer(cfg, model, model, train, world.device), ALONE, PATIENCE
+        )
     return float(world.broadcast(seconds))
 
 
@@ -118,21 +130,23 @@ def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
     loader = data.Loader.of(train, cfg, world.device, share=(world.rank, world.size))
     model = wrap(cfg, build(cfg, train, world), world)
-    optimizer = optim.make(model.parameters(), cfg.optim)
-    times = scaling.StepTimes(model, world.device)
-    if cfg.strategy != "fsdp":  # it exchanges parameters before backward, and all wait for the slowest
-        run.before_backward = times.recent
-    run.total = total = epochs.total_steps(cfg, loader)
+    optimizer = optimizers.make(model.parameters(), cfg.optim)
+    times = step_timing.StepTimes(model, world.device, model.children() if cfg.strategy == "fsdp" else ())
+    run.before_backward = times.recent  # the heartbeats tell who is slow
+    run.total = total = loop.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
 
     hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype)))
-    step = run.resume(Training([hooks.inner(model)], optimizer, loader, world, replicated=True))
-    scores = epochs.train(
+    compression = hooks.compression(model)
+    step = run.resume(
+        Training([hooks.inner(model)], optimizer, loader, world, replicated=True, compression=compression)
+    )
+    scores = loop.train(
         run,
         loader,
         step,
         lambda done: train_epoch(cfg, model, optimizer, loader, run, times, done, total),
-        lambda: evaluate(cfg, model, test, world),
+        lambda: evaluate(cfg, model, test, world, run.look),
     )
     conclude(cfg, world, run, model, times, scores, seconds_alone(cfg, train, world) if cfg.compare else 0.0)
 
@@ -142,7 +156,7 @@ def conclude(
     world: World,
     run: Run,
     model: nn.Module,
-    times: scaling.StepTimes,
+    times: step_timing.StepTimes,
     scores: dict[str, float],
     alone: float,
 ) -> None:
@@ -151,18 +165,17 @@ def conclude(
     communication = None
     if cfg.strategy == "ddp" and cfg.communication != "powersgd" and world.size > 1:
         size = hooks.BYTES.get(cfg.communication, getattr(torch, cfg.dtype).itemsize)
-        communication = scaling.communication_seconds(model, cfg.bucket_mb, size)
+        communication = step_timing.communication_seconds(model, cfg.bucket_mb, size)
     ranks = [rank for rank in world.gather(times.summary()) if rank]
     if not world.is_main:
         return
-    names_stragglers = cfg.strategy == "ddp"
-    scaled = scaling.ScalingReport(ranks, world.hosts, communication, alone, seconds, names_stragglers)
+    scaled = step_timing.ScalingReport(ranks, world.hosts, communication, alone, seconds)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
     run.finish(**scores, **speed, data=run.prepared.name, **scaled.result())
-    rows = epochs.rows(run, world, scores) | {
+    rows = loop.rows(run, world, scores) | {
         "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {world.size} x {cfg.batch // world.size}",
     }
-    run.say(report.table(rows | scaled.rows() | run.places()))
+    run.say(tables.table(rows | scaled.rows() | run.places()))
 
 
 if __name__ == "__main__":

@@ -25,22 +25,25 @@ import torch
 import torch.nn.functional as F
 from torch.optim import Optimizer
 
-from common import data, epochs, optim, report, stages
-from common.evaluate import classify
-from common.launch import World
-from common.models import SimpleNN
-from common.pipeline import Pipeline
-from common.run import Run
-from common.start import start
-from common.training import Training
+from common.checkpoint.train_state import Training
+from common.data import loader as data
+from common.distributed.rendezvous import World
+from common.measure import tables
+from common.models.networks import SimpleNN
+from common.pipeline.executor import Pipeline
+from common.pipeline.report import PipelineReport
+from common.training import loop, model_split, optimizers
+from common.training.entry_point import start
+from common.training.evaluate import classify
+from common.training.run import Run
 from configs.mnist_pipeline import Config
 
 
 def build(cfg: Config, world: World, run: Run, dtype: torch.dtype) -> Pipeline:
     """The model, cut into stages, of which this process keeps its own."""
     model = SimpleNN(cfg.width, cfg.depth)  # one seed: the same weights in every process
-    parts = stages.choose(cfg, model, torch.randn(cfg.batch // cfg.microbatches, *data.IMAGE), run)
-    return stages.engine(cfg)(cfg, parts, F.cross_entropy, world, batch=cfg.batch, sample=data.IMAGE, dtype=dtype)
+    parts = model_split.choose(cfg, model, torch.randn(cfg.batch // cfg.microbatches, *data.IMAGE), run)
+    return model_split.engine(cfg)(cfg, parts, F.cross_entropy, world, batch=cfg.batch, sample=data.IMAGE, dtype=dtype)
 
 
 def train_epoch(
@@ -51,7 +54,7 @@ def train_epoch(
     for x, y in loader:
         optimizer.zero_grad()
         loss = pipe.step(x, y)  # every microbatch forward and backward, in the order of the schedule
-        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
+        optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, total, cfg.batch))
         optimizer.step()  # each process updates its own stages
         step += 1
         run.log(step, loss=loss)
@@ -65,17 +68,18 @@ def main(cfg: Config, world: World, run: Run) -> None:
     dtype = getattr(torch, cfg.dtype)
     train, test = data.load(run.prepared, cfg.data)
     pipe = build(cfg, world, run, dtype)
-    optimizer = optim.make(pipe.module.parameters(), cfg.optim)
+    optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
     loader = data.Loader.of(train, cfg, world.device, **ends)
-    run.source, run.total = pipe.last_rank, epochs.total_steps(cfg, loader)
+    run.source, run.total = pipe.last_rank, loop.total_steps(cfg, loader)
 
     def evaluate() -> dict[str, float]:
         pipe.train(False)
-        return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, inputs=pipe.has_first)
+        size, first = cfg.eval_batch, pipe.has_first
+        return classify(pipe.predict, test, world, batch=size, dtype=dtype, inputs=first, look=run.look)
 
     step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
-    scores = epochs.train(
+    scores = loop.train(
         run, loader, step, lambda done: train_epoch(cfg, pipe, optimizer, loader, run, done, run.total), evaluate
     )
     conclude(cfg, world, run, pipe, scores)
@@ -87,15 +91,15 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Pipeline, scores: dict[s
     spans = world.gather(pipe.spans())
     if not world.is_main:
         return
-    pipeline = report.PipelineReport.of(spans, pipe.plan, cfg.stages)
+    pipeline = PipelineReport.of(spans, pipe.plan, cfg.stages)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
     run.finish(**scores, **speed, data=run.prepared.name, stages=pipe.layers, **pipeline.result())
-    rows = epochs.rows(run, world, scores) | {
+    rows = loop.rows(run, world, scores) | {
         "schedule": f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches",
         "stages": " | ".join(" ".join(names) for names in pipe.layers),
     }
     drawn = pipeline.plot(run.folder.path, f"one step of mnist_pipeline, {cfg.schedule}") if cfg.plot else {}
-    run.say(report.table(rows | pipeline.rows() | drawn | run.places()))
+    run.say(tables.table(rows | pipeline.rows() | drawn | run.places()))
 
 
 if __name__ == "__main__":

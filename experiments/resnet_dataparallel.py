@@ -38,12 +38,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import alone, data, epochs, hooks, models, norm, optim, plots, report, scaling, sweep
-from common.evaluate import classify_shared
-from common.launch import World
-from common.run import Run
-from common.start import start
-from common.training import Training
+from common.checkpoint.train_state import Training
+from common.data import loader as data
+from common.distributed import ddp, sync_batchnorm
+from common.distributed.rendezvous import World
+from common.measure import plots, step_timing, tables
+from common.measure.memory import read_peak
+from common.models import networks
+from common.training import loop, optimizers, single_process_baseline, sweep
+from common.training.entry_point import start
+from common.training.evaluate import classify_shared
+from common.training.run import Run
 from configs.resnet_dataparallel import Config
 
 Forward = Callable[[Tensor], Tensor]
@@ -61,7 +66,7 @@ BUFFERS = {  # what becomes of its running statistics
 
 def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
     """The model, with the same weights in every process: they draw from one seed."""
-    return models.for_images(cfg.model, train.shape, train.classes).to(world.device, getattr(torch, cfg.dtype))
+    return networks.for_images(cfg.model, train.shape, train.classes).to(world.device, getattr(torch, cfg.dtype))
 
 
 def gpus(world: World) -> list[int]:
@@ -73,8 +78,8 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     """The model as the strategy calls it: without GPUs DataParallel is the model itself."""
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
-            model = norm.synchronised(model, world.device)
-        return hooks.wrapped(model, world.device, gradient_as_bucket_view=True)
+            model = sync_batchnorm.synchronised(model, world.device)
+        return ddp.wrapped(model, world.device, gradient_as_bucket_view=True)
     # told to use none of the GPUs that are there, the class fails, where without any it calls the model
     return nn.DataParallel(model, gpus(world)) if cfg.strategy == "data_parallel" and gpus(world) else model
 
@@ -83,7 +88,7 @@ def forward_of(cfg: Config, model: nn.Module, world: World) -> Forward:
     """What computes the outputs: the wrapped model, or DataParallel as a function of the bare one."""
     # a run of data_parallel compares itself with other strategies; without GPUs the function is an error
     if cfg.strategy == "data_parallel" and cfg.functional and gpus(world):
-        return partial(nn.parallel.data_parallel, hooks.inner(model), device_ids=gpus(world))
+        return partial(nn.parallel.data_parallel, ddp.inner(model), device_ids=gpus(world))
     return model
 
 
@@ -109,7 +114,7 @@ def train_epoch(
     loader: data.Loader,
     world: World,
     run: Run,
-    times: scaling.StepTimes,
+    times: step_timing.StepTimes,
     step: int,
 ) -> int:
     """Train on the rest of the loader's epoch, or up to the run's last step; returns the steps done since the start."""
@@ -122,7 +127,7 @@ def train_epoch(
         times.mark("backward")
         loss.backward()
         times.mark("end of backward")
-        optim.set_rate(optimizer, optim.rate(cfg.optim, step, run.total, cfg.batch))
+        optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, run.total, cfg.batch))
         optimizer.step()
         step += 1
         running += torch.stack([loss.detach().double(), torch.ones_like(running[0])])  # stays on the device
@@ -138,9 +143,12 @@ def train_epoch(
     return step
 
 
-def evaluate(cfg: Config, model: nn.Module, test: data.Images, world: World) -> dict[str, float]:
+def evaluate(
+    cfg: Config, model: nn.Module, test: data.Images, world: World, look: Callable[[], None] = lambda: None
+) -> dict[str, float]:
     """Loss and accuracy over all test samples, each seen by one process."""
-    return classify_shared(hooks.inner(model), test, world, batch=cfg.eval_batch, dtype=getattr(torch, cfg.dtype))
+    size, dtype = cfg.eval_batch, getattr(torch, cfg.dtype)
+    return classify_shared(ddp.inner(model), test, world, batch=size, dtype=dtype, look=look)
 
 
 def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[float]]:
@@ -159,7 +167,7 @@ def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[flo
         own = replace(cfg, strategy=strategy)
         model = wrap(own, build(own, train, world), world)
         share = (world.rank, world.size) if strategy == "ddp" else (0, 1)
-        return alone.trainer(cfg, forward_of(own, model, world), model, train, world.device, share)
+        return single_process_baseline.trainer(cfg, forward_of(own, model, world), model, train, world.device, share)
 
     sides = {name: trainer(strategy) for name, strategy, _ in plan if strategy == "ddp" or world.is_main}
     rates: dict[str, list[float]] = {name: [] for name, _, _ in plan}
@@ -167,7 +175,7 @@ def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[flo
         for name, _, count in plan:
             torch.set_num_threads(count)
             if name in sides:
-                rates[name].append(cfg.batch / alone.seconds(sides[name], STEPS))
+                rates[name].append(cfg.batch / single_process_baseline.seconds(sides[name], STEPS))
             world.meet(f"compare/{number}/{name}")
     torch.set_num_threads(world.threads)
     return rates
@@ -178,26 +186,26 @@ def main(cfg: Config, world: World, run: Run) -> None:
     share = (world.rank, world.size)
     loader = data.Loader.of(train, cfg, world.device, share=share, ragged=cfg.last_batch == "keep")
     model = wrap(cfg, build(cfg, train, world), world)
-    optimizer = optim.make(model.parameters(), cfg.optim)
-    times = scaling.StepTimes(model, world.device)
+    optimizer = optimizers.make(model.parameters(), cfg.optim)
+    times = step_timing.StepTimes(model, world.device)
     run.before_backward = times.recent  # the heartbeats tell who is slow
-    run.total = epochs.total_steps(cfg, loader)
+    run.total = loop.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
     devices = max(1, len(gpus(world))) if cfg.strategy == "data_parallel" else world.size
     if cfg.strategy == "data_parallel" and devices == 1:
         run.say(ONE_DEVICE.format(len(gpus(world))))
 
-    hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype)))
-    step = run.resume(Training([hooks.inner(model)], optimizer, loader, world, replicated=True))
-    scores = epochs.train(
+    ddp.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype)))
+    step = run.resume(Training([ddp.inner(model)], optimizer, loader, world, replicated=True))
+    scores = loop.train(
         run,
         loader,
         step,
         lambda done: train_epoch(cfg, model, optimizer, loader, world, run, times, done),
-        lambda: evaluate(cfg, model, test, world),
+        lambda: evaluate(cfg, model, test, world, run.look),
     )
     own = [torch.device("cuda", index) for index in gpus(world)] if cfg.strategy == "data_parallel" else []
-    used = [report.peak_memory(device) / 1e6 for device in own or [world.device]]
+    used = [read_peak(device) / 1e6 for device in own or [world.device]]
     memory = [value for values in world.gather(used) for value in values]
     sides, full = cfg.compare and devices > 1, len(train) >= cfg.batch
     rates = compare(cfg, train, world) if sides and full else {}
@@ -216,7 +224,7 @@ class Facts:
     devices: int
     memory: list[float]
     """MB at most, by device."""
-    ranks: list[scaling.Rank]
+    ranks: list[step_timing.Rank]
     rates: dict[str, list[float]]
     """Samples per second of each side of the comparison, round by round."""
     rest: int
@@ -240,10 +248,10 @@ def conclude(cfg: Config, world: World, run: Run, scores: dict[str, float], foun
     one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
     step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
-    scaled = scaling.ScalingReport(found.ranks, hosts, None, single, step)
+    scaled = step_timing.ScalingReport(found.ranks, hosts, None, single, step)
     imbalance = {
-        "memory": scaling.imbalance(found.memory),
-        "before_backward": scaling.imbalance([rank.before_backward for rank in found.ranks]),
+        "memory": step_timing.imbalance(found.memory),
+        "before_backward": step_timing.imbalance([rank.before_backward for rank in found.ranks]),
     }
     run.finish(
         **scores,
@@ -259,7 +267,7 @@ def conclude(cfg: Config, world: World, run: Run, scores: dict[str, float], foun
         **{name: value for name, value in scaled.result().items() if value is not None},
     )
     seen = "synchronised" if cfg.sync_batchnorm and devices > 1 else cfg.strategy if devices > 1 else "single"
-    rows = epochs.rows(run, world, scores) | {
+    rows = loop.rows(run, world, scores) | {
         "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {words(shares(cfg, cfg.batch, devices))}",
         "memory": f"{', '.join(f'{value:,.0f}' for value in found.memory)} MB at most, by device",
         "BatchNorm": BUFFERS[seen].format(shares(cfg, cfg.batch, devices)[0]),
@@ -279,7 +287,7 @@ def conclude(cfg: Config, world: World, run: Run, scores: dict[str, float], foun
         plot = run.folder.path / "compare.png"
         plots.bars(plot, {name: spread(values) for name, values in found.rates.items()}, **AXIS)
         rows["plot"] = str(plot)
-    run.say(report.table(rows | found.notes | scaled.rows() | run.places()))
+    run.say(tables.table(rows | found.notes | scaled.rows() | run.places()))
 
 
 def spread(values: list[float]) -> tuple[float, float]:

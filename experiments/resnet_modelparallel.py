@@ -43,15 +43,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import clock, data, epochs, models, norm, optim, plots, provenance, report, schedules, stages, sweep
-from common.errors import UserError
-from common.evaluate import classify
-from common.launch import World
-from common.limit import memory_cap
-from common.pipeline import Pipeline
-from common.run import Run
-from common.start import start
-from common.training import Training
+from common.checkpoint.train_state import Training
+from common.core.errors import UserError
+from common.data import loader as data
+from common.distributed import sync_batchnorm
+from common.distributed.rendezvous import World
+from common.measure import plots, tables
+from common.measure.memory import memory_cap, read_peak
+from common.models import model_file, networks
+from common.pipeline import schedules
+from common.pipeline.executor import Pipeline
+from common.pipeline.report import PipelineReport
+from common.pipeline.stage_tracer import StageTracer
+from common.runs import provenance
+from common.training import loop, model_split, optimizers, sweep
+from common.training.entry_point import start
+from common.training.evaluate import classify
+from common.training.run import Run
 from configs.resnet_modelparallel import Config
 
 BRIEF = 12  # steps of a run of the sweep
@@ -75,7 +83,7 @@ class OnDevices:
         self.size, self.mode = cfg.microbatch, cfg.mode
         self.plan = schedules.SCHEDULES[cfg.pipeline().schedule](len(parts), len(parts), cfg.batch // self.size)
         self.module = nn.ModuleList(self.stages)
-        self.watch = clock.Watch(self.stages, self.devices)
+        self.watch = StageTracer(self.stages, self.devices)
 
     def work(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
         return self.watch.forward(stage, microbatch, x.to(self.devices[stage]))
@@ -151,15 +159,17 @@ class Team:
 def build(cfg: Config, shape: Sequence[int], classes: int, world: World, run: Run) -> Pipeline | OnDevices:
     """The model, cut into stages: all of them on this process's devices, or this process's own."""
     toy, dtype = cfg.model == "toy", getattr(torch, cfg.dtype)
-    model = models.Toy(shape, classes) if toy else models.ResNet(cfg.model, shape, classes, width=cfg.width)
-    models.load(model, cfg.weights)  # without a file one seed: the same weights in every process
+    # one seed: the same weights in every process
+    model = networks.Toy(shape, classes) if toy else networks.ResNet(cfg.model, shape, classes, width=cfg.width)
+    if cfg.weights != "none":
+        networks.load(model, model_file.read_weights(cfg.weights, Path(cfg.runs)), cfg.weights)
     if cfg.channels_last:
         model = model.to(memory_format=torch.channels_last)
     settings = cfg.pipeline()
-    parts = stages.choose(settings, model, torch.randn(cfg.microbatch, *shape), run)
+    parts = model_split.choose(settings, model, torch.randn(cfg.microbatch, *shape), run)
     if cfg.in_one_process:
         return OnDevices(parts, cfg.devices, cfg, dtype)
-    kind = stages.engine(settings)
+    kind = model_split.engine(settings)
     return kind(settings, parts, F.cross_entropy, world, batch=cfg.share, sample=shape, dtype=dtype)
 
 
@@ -180,8 +190,8 @@ def train_epoch(
         loss = pipe.step(x, y)  # every microbatch forward and backward
         if peers:  # the mean over the shares is the gradient of the batch's mean loss, and so with the loss
             averaged = [p.grad for p in pipe.module.parameters() if p.grad is not None]
-            norm.average(averaged if loss is None else [*averaged, loss], peers.group)
-        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))
+            sync_batchnorm.average(averaged if loss is None else [*averaged, loss], peers.group)
+        optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, total, cfg.batch))
         optimizer.step()  # each process updates its own stages
         step += 1
         run.log(step, loss=loss)
@@ -197,25 +207,25 @@ def main(cfg: Config, world: World, run: Run) -> None:
     team = Team.of(cfg, world)
     own = [world.device]
     if cfg.in_one_process:
-        own = [torch.device(name) for name in stages.checked_devices(cfg.devices)]
+        own = [torch.device(name) for name in model_split.checked_devices(cfg.devices)]
     with memory_cap(cfg.memory_cap, own):
         pipe: Any = build(cfg, train.shape, train.classes, team.pipeline, run)
-        optimizer = optim.make(pipe.module.parameters(), cfg.optim)
+        optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
         ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last labels
         loader = data.Loader.of(train, cfg, world.device, share=team.share, **ends)
-        run.source, run.total = pipe.last_rank, epochs.total_steps(cfg, loader)
+        run.source, run.total = pipe.last_rank, loop.total_steps(cfg, loader)
 
         def evaluate() -> dict[str, float]:
-            norm.agree(pipe.module, team.peers.group)  # the replicas' BatchNorm has seen other samples
+            sync_batchnorm.agree(pipe.module, team.peers.group)  # the replicas' BatchNorm has seen other samples
             pipe.train(False)
-            sides: Any = {"inputs": pipe.has_first, "share": team.share}
+            sides: Any = {"inputs": pipe.has_first, "share": team.share, "look": run.look}
             return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, **sides)
 
         parts = list(pipe.local.values())
         peers = team.peers if cfg.replicas > 1 else None
         step = run.resume(Training(parts, optimizer, loader, world, peers=peers))
         epoch = partial(train_epoch, cfg, pipe, optimizer, loader, run, total=run.total, peers=peers)
-        scores = epochs.train(run, loader, step, epoch, evaluate)
+        scores = loop.train(run, loader, step, epoch, evaluate)
     conclude(cfg, world, run, pipe, scores)
 
 
@@ -224,13 +234,13 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
     seconds, rate = run.step_seconds(), run.samples_per_second()
     if cfg.in_one_process:
         spans, place = pipe.watch.spans(), "stage"
-        memory = {str(device): report.peak_memory(device) for device in pipe.devices}
+        memory = {str(device): read_peak(device) for device in pipe.devices}
     else:
         spans, place = world.gather(pipe.spans())[: world.size // cfg.replicas], "process"  # of the first replica
-        memory = {f"process {rank}": held for rank, held in enumerate(world.gather(report.peak_memory(world.device)))}
+        memory = {f"process {rank}": held for rank, held in enumerate(world.gather(read_peak(world.device)))}
     if not world.is_main:
         return
-    pipeline = report.PipelineReport.of(spans, pipe.plan, len(pipe.layers), memory, place)
+    pipeline = PipelineReport.of(spans, pipe.plan, len(pipe.layers), memory, place)
     speed = {"samples_per_second": rate, "step_seconds": seconds}
     places = {f"idle_share_{n}": share for n, share in enumerate(pipeline.idle)}  # one column each in a sweep's table
     places |= {f"peak_memory_{n}": held for n, held in enumerate(memory.values())}
@@ -240,13 +250,13 @@ def conclude(cfg: Config, world: World, run: Run, pipe: Any, scores: dict[str, f
     held = f"{settings.stages_per_process} stages" if settings.stages_per_process > 1 else held
     pieces = f"{settings.microbatches} microbatches of {cfg.microbatch}"
     pieces += f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else ""
-    rows = epochs.rows(run, world, scores) | {
+    rows = loop.rows(run, world, scores) | {
         "mode": f"{cfg.mode}, {cfg.model}: {settings.schedule} ({settings.engine}), {pieces}",
         "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else f"one process holds {held}",
         "stages": "\n".join(f"{names[0]} to {names[-1]}" for names in pipe.layers),
     }
     drawn = pipeline.plot(run.folder.path, f"one step of {cfg.model}, {cfg.mode}, {pieces}") if cfg.plot else {}
-    run.say(report.table(rows | pipeline.rows() | drawn | run.places()))
+    run.say(tables.table(rows | pipeline.rows() | drawn | run.places()))
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:

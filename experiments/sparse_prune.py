@@ -36,13 +36,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common import compact, data, epochs, hooks, models, optim, plots, report, scaling, seeds, sparsity, sweep
-from common.evaluate import accuracy_alone, classify_shared
-from common.launch import World
-from common.run import Run
-from common.sparsity import Masks
-from common.start import start
-from common.training import Training
+from common.checkpoint.train_state import Training
+from common.core import seeds
+from common.data import loader as data
+from common.distributed import ddp
+from common.distributed.rendezvous import World
+from common.measure import plots, step_timing, tables
+from common.models import networks, pruning_masks, pruning_savings
+from common.models.pruning_masks import Masks
+from common.training import loop, optimizers, sweep
+from common.training.entry_point import start
+from common.training.evaluate import accuracy_alone, classify_shared
+from common.training.run import Run
 from configs.sparse_prune import Config
 
 TIMED = 256  # samples of one forward, to measure what is saved
@@ -59,7 +64,7 @@ class Parts:
     masks: Masks
     optimizer: Optimizer
     loader: data.Loader
-    times: scaling.StepTimes
+    times: step_timing.StepTimes
 
 
 # ---- scores
@@ -98,14 +103,14 @@ def scores_of(it: Parts, step: int) -> list[Tensor]:
             scores = [weight.abs() for weight in weights]
         case "random":
             scores = chance(it.cfg, weights, step)
-        case criterion:
+        case "gradient" | "taylor" as criterion:
             scores = [torch.zeros_like(weight) for weight in weights]
             for found in gradients(it, step):
                 for total, weight, gradient in zip(scores, weights, found, strict=True):
                     total.add_((weight * gradient if criterion == "taylor" else gradient).abs())
     if it.cfg.normalize == "layer":
         scores = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
-    return [score.masked_fill(~kept, sparsity.GONE) for score, kept in zip(scores, it.masks.kept, strict=True)]
+    return [score.masked_fill(~kept, pruning_masks.GONE) for score, kept in zip(scores, it.masks.kept, strict=True)]
 
 
 # ---- masks
@@ -115,13 +120,13 @@ def choose(cfg: Config, scores: list[Tensor], share: float) -> list[Tensor]:
     """The masks that leave the highest scores, at a sparsity of `share`."""
     match cfg.scope:
         case "global":
-            return sparsity.globally(scores, share)
+            return pruning_masks.globally(scores, share)
         case "layer":
-            return sparsity.by_layer(scores, [share] * len(scores))
+            return pruning_masks.by_layer(scores, [share] * len(scores))
         case "structured":
-            return sparsity.by_channel(scores, share)
+            return pruning_masks.by_channel(scores, share)
         case _:
-            return sparsity.by_group(scores, share, cfg.group()[1])
+            return pruning_masks.by_group(scores, share, cfg.group()[1])
 
 
 def scattered(cfg: Config, masks: Masks) -> list[Tensor]:
@@ -129,8 +134,8 @@ def scattered(cfg: Config, masks: Masks) -> list[Tensor]:
     shapes = [weight.shape for weight in masks.weights]
     shares = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
-        shares = sparsity.erdos_renyi(shapes, cfg.sparsity)
-    return sparsity.by_layer(chance(cfg, masks.weights, 0), shares)
+        shares = pruning_masks.erdos_renyi(shapes, cfg.sparsity)
+    return pruning_masks.by_layer(chance(cfg, masks.weights, 0), shares)
 
 
 @torch.no_grad()
@@ -143,11 +148,11 @@ def exchange(cfg: Config, masks: Masks, optimizer: Optimizer, done: float) -> No
     staying, grown = [], []
     for weight, mask in zip(masks.weights, masks.kept, strict=True):
         assert weight.grad is not None
-        count = min(int(share * sparsity.count(mask)), sparsity.count(~mask))
-        stays = mask & ~sparsity.lowest([weight.abs().masked_fill(~mask, math.inf)], count)[0]
+        count = min(int(share * pruning_masks.count(mask)), pruning_masks.count(~mask))
+        stays = mask & ~pruning_masks.lowest([weight.abs().masked_fill(~mask, math.inf)], count)[0]
         staying.append(stays)
         # lowest of -|gradient| is the largest gradient; +1 keeps those that stay out of it
-        grown.append(stays | sparsity.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)[0])
+        grown.append(stays | pruning_masks.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)[0])
     masks.set(staying)
     masks.apply()  # what goes, and what comes, begins at zero and without momentum
     masks.apply_to_memory(optimizer)
@@ -211,8 +216,8 @@ def train_epoch(it: Parts, step: int) -> int:
         loss = F.cross_entropy(it.model(x), y)
         it.times.mark("backward")
         loss.backward()
-        rate = optim.rate(cfg.optim, step, run.total, cfg.batch)
-        optim.set_rate(it.optimizer, rate)
+        rate = optimizers.rate(cfg.optim, step, run.total, cfg.batch)
+        optimizers.set_rate(it.optimizer, rate)
         it.optimizer.step()
         step += 1
         if cfg.l1:
@@ -231,28 +236,28 @@ def main(cfg: Config, world: World, run: Run) -> None:
     train, test = data.load(run.prepared, cfg.data)
     dtype = getattr(torch, cfg.dtype)
     loader = data.Loader.of(train, cfg, world.device, share=(world.rank, world.size))
-    inner = models.for_images(cfg.model, train.shape, train.classes).to(world.device, dtype)
+    inner = networks.for_images(cfg.model, train.shape, train.classes).to(world.device, dtype)
     masks = Masks(inner)
-    model = hooks.wrapped(inner, world.device, gradient_as_bucket_view=True) if world.size > 1 else inner
-    times = scaling.StepTimes(model, world.device)
-    it = Parts(cfg, world, run, model, masks, optim.make(model.parameters(), cfg.optim), loader, times)
+    model = ddp.wrapped(inner, world.device, gradient_as_bucket_view=True) if world.size > 1 else inner
+    times = step_timing.StepTimes(model, world.device)
+    it = Parts(cfg, world, run, model, masks, optimizers.make(model.parameters(), cfg.optim), loader, times)
     run.before_backward = times.recent  # the heartbeats tell who is slow
-    run.total = epochs.total_steps(cfg, loader)
+    run.total = loop.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
 
-    hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
+    ddp.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
     step = run.resume(Training([inner], it.optimizer, loader, world, replicated=True))
     masks.refresh()  # a checkpoint may have brought other masks
     masks.agree()
     if step == 0:
         prune(it, 0)
         masks.apply()
-    scores = epochs.train(
+    scores = loop.train(
         run,
         loader,
         step,
         lambda done: train_epoch(it, done),
-        lambda: classify_shared(inner, test, world, batch=cfg.eval_batch, dtype=dtype),
+        lambda: classify_shared(inner, test, world, batch=cfg.eval_batch, dtype=dtype, look=run.look),
     )
     digest = masks.agree()
     if world.is_main:
@@ -270,17 +275,17 @@ def conclude(it: Parts, inner: nn.Module, test: data.Images, scores: dict[str, f
         return accuracy_alone(model, test, world.device, batch=cfg.eval_batch, dtype=torch.float32)
 
     x = test.inputs(slice(0, min(cfg.eval_batch, TIMED)), world.device, torch.float32)
-    facts = compact.savings(inner, x, accuracy if cfg.int8 else None, run.folder.path / "model.pt2", cfg.export)
-    nonzero = sum(map(sparsity.count, masks.weights))
+    facts = pruning_savings.savings(inner, x, accuracy if cfg.int8 else None, run.folder.path / "model.pt2", cfg.export)
+    nonzero = sum(map(pruning_masks.count, masks.weights))
     found = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
     pace = {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
     run.finish(**scores, **pace, **found, **facts, data=run.prepared.name)
-    rows = epochs.rows(run, world, scores) | {
+    rows = loop.rows(run, world, scores) | {
         "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
         "weights": f"{nonzero:,} of {masks.total:,} are not zero; {masks.sparsity:.2%} are masked",
         "masks": f"{digest[:16]}, the same in {world.size} processes",
     }
-    run.say(report.table(rows | compact.rows(facts, len(x), cfg.int8) | run.places()))
+    run.say(tables.table(rows | pruning_savings.rows(facts, len(x), cfg.int8) | run.places()))
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
@@ -310,7 +315,11 @@ def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
     title = f"{cfg.model} on {rows[0]['data']}"
     plots.curves(folder / "sparsity.png", series, "weights left, %", "test error, %", levels, log=True, title=title)
-    return {"medians": compact.table(groups), "CSR": compact.verdict(groups), "plot": str(folder / "sparsity.png")}
+    return {
+        "medians": pruning_savings.table(groups),
+        "CSR": pruning_savings.verdict(groups),
+        "plot": str(folder / "sparsity.png"),
+    }
 
 
 if __name__ == "__main__":

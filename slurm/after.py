@@ -14,9 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from common import config, provenance, snapshots
-from common.errors import LEFT, UserError
-from common.folder import Folder, read_json, write_json
+from common.checkpoint import storage
+from common.core import config
+from common.core.errors import LEFT, UserError
+from common.runs import provenance
+from common.runs.folder import Folder, read_json, write_json
 from slurm.scheduler import Scheduler
 
 PATIENCE = 600.0  # seconds for a controller that does not answer: it may be starting again
@@ -41,12 +43,13 @@ def this_start() -> str:
 def in_vain(folder: Folder) -> int:
     """How many starts of this job in a row, up to this one, have failed without saving anything; counted on disk."""
     file, job = folder.path / "submit" / "failures.json", os.environ.get("SLURM_JOB_ID", "")
-    found = [[attempt.number, s.step] for attempt in folder.attempts() for s in snapshots.of_attempt(attempt)]
+    found = [[attempt.number, s.step] for attempt in folder.attempts() for s in storage.of_attempt(attempt)]
     newest = found[-1] if found else None
     known = read_json(file)
-    if known.get("job") != job:
-        known = {"job": job, "newest": None, "count": 0}
-    count = int(known["count"]) + 1 if newest == known["newest"] else 0
+    counted = known.get("count")
+    if known.get("job") != job or not isinstance(counted, int):
+        counted, known = 0, {"newest": None}
+    count = counted + 1 if newest == known.get("newest") else 0
     write_json(file, {"job": job, "newest": newest, "count": count})
     return count
 
@@ -91,7 +94,8 @@ def still_ours(scheduler: Scheduler, job: str) -> bool:
 def main(path: str, status: int) -> int:
     folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
     if folder.result or status == 0:  # with 0 and no result, a newer start has overtaken this one
-        return int(folder.result.get("exit_status", status))
+        known = folder.result.get("exit_status")
+        return known if isinstance(known, int) else status
     if not still_ours(scheduler, job):
         print(f"job {job} is queued again already", flush=True)
         return status

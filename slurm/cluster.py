@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UserError, user_errors
+from common.core.errors import UserError, user_errors
 from slurm import cluster_boot as boot
 from slurm import cluster_conf as conf
 from slurm.cluster_conf import Plan

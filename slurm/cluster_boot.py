@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.errors import UserError
+from common.core.errors import UserError
 from slurm import cluster_net as net
 from slurm.cluster_conf import CONTROLLER, Plan, address, host
 

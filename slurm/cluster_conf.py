@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.errors import UserError
+from common.core.errors import UserError
 
 MOST_NODES = 64
 CONTROLLER = "10.77.0.254"  # the controller's address; every cluster has a network of its own, so all use the same

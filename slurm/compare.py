@@ -13,16 +13,19 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from common import config, curves, summary
-from common import page as pages
-from common.config import UserError
-from common.folder import Folder, disk_errors, read_json, write_atomic
-from common.page import Picture
+from common.core import config
+from common.core.config import UserError
+from common.runs import compare_page as pages
+from common.runs import metric_curves
+from common.runs import result as summary
+from common.runs.compare_page import Picture
+from common.runs.folder import Folder, disk_errors, read_json, write_atomic
 from slurm import selection, status
 from slurm.selection import Asked
 from slurm.status import Status
@@ -42,7 +45,7 @@ class Compared:
     settings: dict[str, str]
     result: dict[str, Any]
     world: dict[str, Any]
-    curves: curves.Curves
+    curves: metric_curves.Curves
     label: str = ""
 
     @classmethod
@@ -50,7 +53,7 @@ class Compared:
         world = next((read_json(a.attempt / "world.json") for a, _ in folder.chain()[:1]), {})
         own = selection.settings_of(folder)
         bounds = {bound for _, bound in folder.chain() if bound is not None}
-        drawn = curves.read(folder.rows(), bounds)
+        drawn = metric_curves.read(folder.rows(), bounds)
         return cls(folder, status.status_of(folder), own, folder.result, world, drawn)
 
     @property
@@ -82,10 +85,18 @@ class Compared:
             "efficiency": self.final("efficiency"),
             "waiting": summary.waiting(self.result),
             "memory_mb": summary.memory(self.result),
+            "cut": cut_of(self.result),
         }
 
 
-def last(curve: curves.Curve) -> float | None:
+def cut_of(result: dict[str, Any]) -> str | None:
+    """The layers that begin a stage; None for a run without stages, or with one."""
+    stages = result.get("stages")
+    named = isinstance(stages, list) and all(isinstance(names, list) and names for names in stages)
+    return ",".join(str(names[0]) for names in stages[1:]) or None if named else None  # type: ignore[index]
+
+
+def last(curve: metric_curves.Curve) -> float | None:
     """The last value that is a number."""
     return float(curve.value[-1]) if len(curve) and math.isfinite(curve.value[-1]) else None
 
@@ -134,6 +145,7 @@ SHOWN = {
     "efficiency": "{:.0%}",
     "waiting": "{:.0%}",
     "memory_mb": "{:,.0f}",
+    "cut": "{}",
 }
 HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "memory_mb": "MB"}
 
@@ -193,14 +205,23 @@ def links(folder: Folder, place: Path) -> dict[str, str]:
 
 
 def write(page: Path, text: str) -> None:
-    """Write the page into a folder that is made if need be. Raises UserError."""
+    """Write a new page, or over an older one, into a folder that is made if need be. Raises UserError."""
     try:
+        if page.exists() and not is_page(page):
+            raise UserError(f"PAGE={page} exists and is no page of make compare; name a new file, or remove that one")
         with disk_errors(page):
             page.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(page, text)
     except OSError as error:
         why = "part of the path is a file" if isinstance(error, FileExistsError) else error.strerror
         raise UserError(f"PAGE={page}: cannot be written ({why}); name a file, such as runs/compare.html") from None
+
+
+def is_page(path: Path) -> bool:
+    """Tell whether a file was written by this command, in this version or before pages were marked."""
+    with open(path, "rb") as file:
+        beginning = file.read(1000).decode(errors="replace")
+    return pages.MARK in beginning or bool(re.search(r"<title>\d+ runs compared</title>", beginning))
 
 
 def main(arguments: list[str]) -> int:

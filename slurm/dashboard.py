@@ -12,8 +12,9 @@ import json
 import sys
 from typing import Any
 
-from common import config, tracking
-from common.config import UserError
+from common.core import config
+from common.core.config import UserError
+from common.runs import wandb_tracker
 from configs.shared import Wandb
 from slurm.submit import checked_switch
 
@@ -77,7 +78,7 @@ def main(arguments: list[str]) -> int:
         view = workspace(entity or "your-entity", project)._to_model()  # what save() sends
         print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
         return 0
-    tracking.need_account()
+    wandb_tracker.need_account()
     import wandb
 
     try:
@@ -85,7 +86,7 @@ def main(arguments: list[str]) -> int:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (the host may answer anything)
-        raise UserError(f"W&B refused the workspace: {tracking.first_line(error)}") from None
+        raise UserError(f"W&B refused the workspace: {wandb_tracker.first_line(error)}") from None
     print(f"workspace: {made.url}")
     return 0
 

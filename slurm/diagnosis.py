@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.folder import Folder, read_json
+from common.core.errors import DIVERGENCE, UNUSABLE
+from common.runs.folder import Folder, read_json
 from slurm import status
 from slurm.ranks import Beat, beats, slow_words, straggler
 from slurm.selection import number, settings_of
@@ -27,17 +28,18 @@ SILENT = 60.0  # seconds without a sign of life of a run that hangs, at least
 BEGIN = "Starting with JobEnvironment"  # Submitit's first words at each start of a job, whose output is appended
 WELL = "nothing wrong is seen; it runs"
 TAIL = 1 << 18  # bytes of a log that are read
-PEER = re.compile(r"closed by peer|reset by peer|Connection refused|Broken pipe|timed out|did not answer", re.I)
+PEER = re.compile(r"(closed|reset) by peer|Connection refused|Broken pipe|timed out|(did|does) not answer", re.I)
+MEMORY, DIVERGED = "out of memory", "training diverged"
 CAUSES = (
     (r"out of memory|MemoryError|oom.kill|Cannot allocate memory",
-     "out of memory; lower batch, raise the number of microbatches, or ask for more with cluster.memory_gb"),
+     f"{MEMORY}; lower batch, raise the number of microbatches, or ask for more with cluster.memory_gb"),
     (r"No space left|disk is full|quota", "the disk is full; free space, or set runs=<elsewhere>"),
     (r"read-only|Read-only", "the disk is read-only; set runs=<elsewhere>"),
-    (r"the loss of step|no finite number", "training diverged; lower optim.lr, or set clip where there is one"),
+    (DIVERGENCE, f"{DIVERGED}; lower optim.lr, or set clip where there is one"),
     (r"is damaged|other data than", "the data are not what they were"),
     (r"TIMEOUT|time limit", "the job's time limit; raise cluster.time, or make exp RESUME=<id>"),
     (r"NODE_FAIL", "a host failed; make exp RESUME=<id>"),
-    (r"OUT_OF_ME", "out of memory; ask for more with cluster.memory_gb"),
+    (r"OUT_OF_ME", f"{MEMORY}; ask for more with cluster.memory_gb"),
     (r"ModuleNotFoundError|ImportError", "a package is missing there; make doctor NODES=2"),
 )  # fmt: skip
 
@@ -112,7 +114,7 @@ def where_it_stands(text: str) -> str:
     frames = FRAME.findall(threads[-1]) if threads else []  # the main thread comes last
     if not frames:
         return ""
-    own = [f for f in frames if re.search(r"/(common|experiments)/\w+\.py$", f[0])]
+    own = [f for f in frames if re.search(r"/(common/\w+|experiments)/\w+\.py$", f[0])]
     chosen = [*frames[:1], *[f for f in own[:2] if f is not frames[0]]]
     return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in chosen)
 
@@ -142,12 +144,16 @@ def known_cause(detail: str, own: list[Rank]) -> str:
     return ""
 
 
+def named(errors: list[Rank]) -> str:
+    """Who did not answer, as the first rank says that found out."""
+    return next((rank.error for rank in errors if "did not answer within" in rank.error), "")
+
+
 def lost_ones(ranks: list[Rank], errors: list[Rank]) -> str:
     """Who is gone, where the others only lost their peer."""
-    named = next((rank.error for rank in errors if "did not answer within" in rank.error), "")
     silent = ", ".join(rank.name for rank in ranks if not rank.error)
-    if named or not (errors and silent):
-        return named
+    if not (errors and silent):
+        return ""
     return f"{silent} ended without a word (killed, out of memory, or its host failed), and the others lost it"
 
 
@@ -178,7 +184,7 @@ def cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
     first = f"{own[0].name} failed first: {own[0].error}" if own else ""
     last = errors[0].error if errors else "its processes ended without a word: killed, or the machine failed"
     killed = detail if "was killed by" in detail else ""
-    return known_cause(detail, own) or first or killed or lost_ones(ranks, errors) or detail or last
+    return known_cause(detail, own) or first or named(errors) or killed or lost_ones(ranks, errors) or detail or last
 
 
 def examine(folder: Folder) -> dict[str, Any]:
@@ -198,6 +204,21 @@ def examine(folder: Folder) -> dict[str, Any]:
         "straggler": slow.rank if slow else None,
         "cause": cause(folder, state, detail, ranks),
     }
+
+
+def advice(folder: Folder, cause: str) -> str:
+    """What to type to go on: not the same settings where these are what failed."""
+    again = f"make exp RESUME={status.short(folder)}"
+    if UNUSABLE in cause:
+        return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
+    rate = number(settings_of(folder).get("optim.lr", ""))
+    if DIVERGED in cause:
+        return f'{again} ARGS="optim.lr={(rate or 0) / 2:g}", with a lower rate than {rate or 0:g}'
+    if MEMORY in cause:
+        job = read_json(folder.path / "meta.json").get("job")
+        more = f'{again} ARGS="cluster.memory_gb=..."' if job else f"{again} on a machine with more memory"
+        return f"{more}, or a new run with a smaller batch or model: it would end in the same way here"
+    return again
 
 
 def show(folder: Folder, machines: bool) -> int:
@@ -220,5 +241,5 @@ def show(folder: Folder, machines: bool) -> int:
     if found["cause"]:
         print(f"  likely cause  {found['cause']}")
     if found["state"].upper() in OVER and found["state"] != "finished":
-        print(f"  go on  make exp RESUME={status.short(folder)}")
+        print(f"  go on  {advice(folder, found['cause'])}")
     return 0 if well else 1

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import config
-from common.config import ROOT, UserError
+from common.core import config
+from common.core.config import ROOT, UserError
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm import diagnosis, sbatch, status
@@ -54,22 +54,24 @@ def table(facts: Sequence[dict[str, Any]]) -> str:
 def look(nodes: int, runs: Path, cache: Path) -> int:
     """Be one of the processes that look; returns the exit status."""
     print(f"{HERE}{socket.gethostname()}", flush=True)
-    from common import checkup, launch, processes, tracking
+    from common.distributed import local_launcher, rendezvous
+    from common.runs import wandb_tracker
+    from common.training import host_checks
     from configs.shared import Launch
 
-    def body(place: launch.Place) -> None:
-        with launch.group(place, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:
-            facts = world.gather(checkup.whole(world, runs, cache))
+    def body(place: rendezvous.Place) -> None:
+        with rendezvous.group(place, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:
+            facts = world.gather(host_checks.whole(world, runs, cache))
             if world.is_main:
-                wrong = checkup.problems(facts, len(set(world.hosts)))
-                asked = tracking.asked_mode(Experiment())
-                mode, why = (asked, "") if asked == "disabled" else tracking.choose_mode(asked)
+                wrong = host_checks.problems(facts, len(set(world.hosts)))
+                asked = wandb_tracker.asked_mode(Experiment())
+                mode, why = (asked, "") if asked == "disabled" else wandb_tracker.choose_mode(asked)
                 found = {"hosts": facts, "problems": wrong, "wandb": {"mode": mode, "reason": why}}
                 print(FOUND + json.dumps(found), flush=True)
 
-    place = launch.outside(os.environ)
+    place = rendezvous.outside(os.environ)
     if place is None:
-        return processes.fork_all(body, nodes, nodes, lambda: None)
+        return local_launcher.fork_all(body, nodes, nodes, lambda: None)
     body(place)
     return 0
 

@@ -25,8 +25,10 @@ from typing import Any
 
 import yaml
 
-from common import config, schedules, tracking
-from common.config import UserError
+from common.core import config
+from common.core.config import UserError
+from common.pipeline import schedules
+from common.runs import wandb_tracker
 from configs.shared import Experiment
 from slurm.submit import checked_name
 
@@ -167,7 +169,7 @@ def point(path: str, name: str, experiment: str, common: dict[str, str], cell: d
         if settings.runs != common.get("runs", settings.runs):
             raise UserError("runs is the same for all points; write it under settings")
         schedules.preflight(settings)
-        tracking.asked_mode(settings)
+        wandb_tracker.asked_mode(settings)
     except UserError as error:
         where = " ".join(f"{key}={value}" for key, value in cell.items())
         raise UserError(f"{path}, at {where}: {error}") from None

@@ -16,8 +16,8 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.errors import LEFT, Absent
-from common.folder import Folder
+from common.core.errors import LEFT, Absent
+from common.runs.folder import Folder
 from slurm.after import note_refusal
 
 
@@ -34,17 +34,19 @@ class Job:
         remove_result()
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
-        from common import config, launch, start  # takes seconds
+        from common.core import config
+        from common.distributed import rendezvous
+        from common.training import entry_point  # takes seconds
 
         with config.user_errors():
             name = folder.experiment
             schema = config.schema_of(name)
             settings = config.resolve(schema, [config.read_file(folder.path / "submit" / "config.yaml")])
-            place = launch.outside(os.environ)
+            place = rendezvous.outside(os.environ)
             assert place is not None, "srun starts this"
             main = importlib.import_module(f"experiments.{name}").main
             try:
-                status = start.join_there(main, settings, place, folder, submitted=True)
+                status = entry_point.join_there(main, settings, place, folder, submitted=True)
             except Absent as error:
                 if (
                     os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

@@ -4,7 +4,7 @@
 
 Without --dry-run=0 it only shows what would go: checkpoints, traces, and W&B's folders that were sent. Settings,
 results, metrics, logs and source stay. A run that did not finish can go on from its checkpoints: they go only if
-it is named.
+it is named. So do the best model of a finished run (checkpoint.best) and the newest checkpoint of one without a model.
 """
 
 from __future__ import annotations
@@ -14,17 +14,30 @@ import shutil
 import sys
 from pathlib import Path
 
-from common import config
-from common.config import UserError
-from common.folder import Folder, disk_errors
+from common.checkpoint import storage
+from common.core import config
+from common.core.config import UserError
+from common.runs.folder import MODEL, Folder, disk_errors
 from slurm import selection, status, upload
 from slurm.selection import Asked
 
 
-def superfluous(folder: Folder) -> list[Path]:
-    """What of a run that is over can go."""
-    found = [path for kind in ("checkpoints", "trace-*.json") for path in folder.path.glob(f"attempts/*/{kind}")]
-    return sorted(found) + [path for path in upload.offline(folder) if upload.sent(path)]
+def superfluous(folder: Folder, named: bool) -> list[Path]:
+    """What of a run that is over can go. Unless it is named, its best model stays (checkpoint.best), and its newest
+    checkpoint where there is no other model of it.
+    """
+    found = sorted(folder.path.glob("attempts/*/trace-*.json"))
+    only = [] if named or (folder.path / MODEL).is_file() else [one.path for one in storage.candidates(folder)[:1]]
+    for attempt in folder.attempts():
+        room = storage.room(attempt)
+        best = None if named else storage.pointed(attempt, "best")
+        stay = [path for path in only if path.parent == room]
+        stay += [room / best, room / "best"] if best is not None and (room / best).is_dir() else []
+        if stay:
+            found += [path for path in sorted(room.iterdir()) if path not in stay]
+        elif room.exists():
+            found.append(room)
+    return found + [path for path in upload.offline(folder) if upload.sent(path)]
 
 
 def size(path: Path) -> int:
@@ -46,7 +59,7 @@ def prune(folders: list[Folder], named: bool, dry: bool) -> int:
     total = 0
     for folder in folders:
         state, _ = status.state_of(folder)
-        paths = superfluous(folder) if state == "FINISHED" or (named and state in status.OVER) else []
+        paths = superfluous(folder, named) if state == "FINISHED" or (named and state in status.OVER) else []
         if not paths:
             continue
         own = sum(map(size, paths))

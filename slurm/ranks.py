@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from statistics import median
 
-from common.folder import Folder, read_json
+from common.runs import result
+from common.runs.folder import Folder, read_json
 
-STRAGGLER = 1.25  # times the median of the others, as in common/scaling.py
+STRAGGLER = 1.25  # times the median of the others, as in common/measure/step_timing.py
 FLOOR = 1e-3  # seconds at least: less than that is the jitter of a short step
 
 
@@ -34,7 +35,8 @@ def beats(attempt: Folder) -> list[Beat]:
     for rank in sorted(numbers):
         beat = read_json(attempt.attempt / f"heartbeat-{rank}.json")
         host, early = hosts[rank] if rank < len(hosts) else "?", beat.get("before_backward")
-        found.append(Beat(rank, host, int(beat.get("step", 0)), float(beat.get("time", 0.0)), early))
+        step, time = (result.number(beat.get(name)) or 0.0 for name in ("step", "time"))
+        found.append(Beat(rank, host, int(step), time, result.number(early)))
     return found
 
 

@@ -25,10 +25,12 @@ from typing import Any
 
 import yaml
 
-from common import config, prepare, provenance
-from common.config import UserError
-from common.folder import Folder, disk_errors, read_json
-from common.prepare import Prepared
+from common.core import config
+from common.core.config import UserError
+from common.data import prepare
+from common.data.prepare import Prepared
+from common.runs import provenance
+from common.runs.folder import Folder, disk_errors, read_json
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm import sbatch, status, submit
@@ -52,6 +54,12 @@ def checked(run: str) -> Folder:
         raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} has no source in code/ any more, and cannot be repeated; start a new run")
+    changed = config.resumed_with(folder.path)
+    if changed:
+        raise UserError(
+            f"{folder.path.name} was resumed with other settings ({config.told(changed)}), and no single run repeats "
+            "that; start a new run with the settings that you want"
+        )
     return folder
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from submitit.core import utils
 from submitit.slurm.slurm import SlurmExecutor
 
-from common import config
-from common.config import ROOT, UserError
-from common.folder import Folder, disk_errors, write_atomic
+from common.core import config
+from common.core.config import ROOT, UserError
+from common.runs.folder import Folder, disk_errors, write_atomic
 from configs.profile import Profile
 from slurm.job import Job
 from slurm.scheduler import Scheduler, scrubbed
@@ -165,7 +165,7 @@ def renew(folder: Folder) -> None:
     with disk_errors(folder.path):
         (folder.path / "submit").mkdir(exist_ok=True)
     write_atomic(folder.path / "submit" / "config.yaml", (folder.path / "config.yaml").read_text())
-    (folder.path / "result.json").unlink(missing_ok=True)  # how an earlier start ended
+    folder.retire_result()
 
 
 def submit_array(made: Executor, folders: list[Folder]) -> list[str]:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.config import UserError
+from common.core.config import UserError
 from slurm import cluster
 
 LOCAL = "the local cluster"
 PATIENCE = 15.0  # seconds for a command of SLURM
+QUICK = 1.5  # seconds for those that only look, of which there may be several
+CONTROLLER = ("squeue", "scontrol")  # commands that ask the controller: if it does not answer one, none is tried
 FRESH = 1.0  # seconds for which the queue is taken to be as it was
 LATE = 1.0  # seconds from which on a failure is not waited for once more
 AGAIN = 15.0  # seconds for which it is then not asked again
@@ -72,7 +74,7 @@ class Scheduler:
             raise UserError(f"{self.name}: {words[0]} failed: {problem}")
         return done.stdout
 
-    def call_once(self, *words: str) -> str:
+    def call_once(self, *words: str, patience: float = PATIENCE) -> str:
         """The output of a command that is asked for many runs: one that failed late a moment ago fails at once."""
         key = tuple(self.command(words[0]))
         when, problem = FAILED.get(key, (0.0, ""))
@@ -80,33 +82,39 @@ class Scheduler:
         if problem and began - when < AGAIN:
             raise UserError(problem)
         try:
-            return self.call(*words, patience=PATIENCE / 3)
+            return self.call(*words, patience=min(patience, PATIENCE / 3))
         except UserError as error:
-            if time.monotonic() - began > LATE and "Invalid job id" not in str(error):  # that is about this job alone
-                FAILED[key] = time.monotonic(), str(error)
+            if time.monotonic() - began > min(LATE, 0.9 * patience) and "Invalid job id" not in str(
+                error
+            ):  # that is about this job alone
+                for name in CONTROLLER if words[0] in CONTROLLER else words[:1]:
+                    FAILED[tuple(self.command(name))] = time.monotonic(), str(error)
             raise
 
-    def queue(self) -> dict[str, str]:
+    def queue(self, patience: float = PATIENCE) -> dict[str, str]:
         """State and reason of our jobs in the queue by their ids, asked once for all runs."""
         key = tuple(self.command("squeue"))
         when, found = QUEUES.get(key, (0.0, {}))
         if not when or time.monotonic() - when > FRESH:
-            lines = self.call_once("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r").splitlines()
+            lines = self.call_once("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r", patience=patience).splitlines()
             found = {job: words for job, _, words in (line.strip().partition("|") for line in lines)}
             QUEUES[key] = time.monotonic(), found
         return found
 
-    def state(self, job: str) -> tuple[str, str]:
+    def state(self, job: str, patience: float = PATIENCE) -> tuple[str, str]:
         """What SLURM says of a job, asked in three ways; a job that none knows is LOST."""
         asked = (
             ("squeue",),
             ("scontrol", "-o", "show", "job", job),
             ("sacct", "-n", "-X", "-P", "-j", job, "-o", "State"),
         )
-        problems = []
+        problems = list[str]()
         for words in asked:
             try:
-                answer = self.queue().get(job, "") if words == ("squeue",) else self.call_once(*words).strip()
+                in_queue = words == ("squeue",)
+                left = patience / 3 if problems else patience
+                answer = self.queue(left).get(job, "") if in_queue else self.call_once(*words, patience=left)
+                answer = answer.strip()
             except UserError as error:
                 problems.append(str(error))
                 continue

@@ -10,10 +10,11 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from common import config
-from common.config import UserError
-from common.folder import Folder, read_json
+from common.core import config
+from common.core.config import UserError
+from common.runs.folder import Folder, parse_json, read_json
 from slurm import status
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
@@ -85,12 +86,38 @@ def named(names: list[str], root: Path) -> list[Folder]:
     return [status.find(name, root) for name in names]
 
 
+def read_sweep(file: Path) -> dict[str, Any]:
+    """What a sweep.json holds; empty where there is none. Raises UserError for a damaged one, which alone knows which
+    run belongs to which point.
+    """
+    try:
+        found = parse_json(file.read_text(errors="replace"))
+    except FileNotFoundError:
+        return {}
+    cells = found.get("cells", []) if isinstance(found, dict) else None
+    if not isinstance(cells, list) or not all(map(is_cell, cells)):
+        raise UserError(
+            f"{file} is damaged; bring it back, or delete it: the sweep then begins anew beside its old runs"
+        )
+    return found
+
+
+def is_cell(value: Any) -> bool:
+    """Whether this is a point of a sweep: its settings, which repetition, and the name of its run."""
+    if not isinstance(value, dict) or not isinstance(value.get("values"), dict):
+        return False
+    earlier = value.get("earlier", [])
+    if not isinstance(earlier, list) or not isinstance(value.get("repeat", 0), int):
+        return False
+    return all(isinstance(name, str) and Path(name).name == name for name in [value.get("run") or "none yet", *earlier])
+
+
 def cells(sweep: str, root: Path) -> list[Folder]:
     """The runs of a sweep that have begun, cell by cell."""
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
         if os.path.isfile(file):  # noqa: PTH113 (is_file raises where a name is too long)
-            ids = [str(cell.get("run") or "") for cell in read_json(file).get("cells", []) if isinstance(cell, dict)]
+            ids = [cell.get("run") or "" for cell in read_sweep(file).get("cells", [])]
             places = [path.absolute().parent.parent / name for name in dict.fromkeys(ids) if name]  # in its order
             found = [Folder(place) for place in places if (place / "config.yaml").is_file()]
             if not found:

@@ -25,16 +25,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import config, provenance, summary
-from common.config import UserError
-from common.folder import Folder, read_json, write_json
+from common.core import config
+from common.core.config import UserError
+from common.runs import provenance
+from common.runs import result as summary
+from common.runs.folder import Folder, read_json, write_json
 from slurm import cluster, ranks
 from slurm.cluster_net import Process
-from slurm.scheduler import LOCAL, Scheduler
+from slurm.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
 TAIL, LAST_ROW = 1 << 16, 1 << 11  # bytes of metrics that tell the speed, and the step alone
 LEAST = 1 << 16  # bytes free on a disk that is not full
+SILENT = 300.0  # seconds without a sign of life, at least, of a run on another host that is lost
 PREPARING = 600.0  # seconds for which a folder may be prepared by somebody who is not known here
 EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
 
@@ -118,14 +121,14 @@ def status_of(folder: Folder) -> Status:
     age = max(0.0, time.time() - beat) if beat else None
     begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier starts
     step = max([row["global_step"] for row in rows] + begun, default=0)
-    state, detail = state_of(folder)
+    state, detail = state_of(folder, patience=QUICK)
     if state == "RUNNING":
         detail = "; ".join(filter(None, (detail, ranks.slow_words(signs))))
     return Status(folder.path.name, state, len(attempts), step, rate or speed(rows), age, detail)
 
 
-def state_of(folder: Folder) -> tuple[str, str]:
-    """The state of a run and a word on it."""
+def state_of(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
+    """The state of a run and a word on it; SLURM has so many seconds to answer."""
     result = folder.result
     if result:
         return ending(result)
@@ -134,12 +137,15 @@ def state_of(folder: Folder) -> tuple[str, str]:
         scheduler = scheduler_of(meta)
         if scheduler is None:
             return "LOST", "the local cluster that it was given to is down"
-        state, word = scheduler.state(meta["job"]["id"])
+        state, word = scheduler.state(meta["job"]["id"], patience)
         return state, word + (disk_trouble(folder) if state == "FAILED" else "")
     start = (meta.get("history") or [{}])[-1]
     if not start:
         return unbegun(folder, meta.get("prepared_by") or {})
-    return ("LOST", "its process is gone and left no result") if alive(start) is False else ("RUNNING", "")
+    runs = alive(start)
+    if runs is None:
+        return judge_by_signs(folder, start)
+    return ("RUNNING", "") if runs else ("LOST", "its process is gone and left no result")
 
 
 def ending(result: dict[str, Any]) -> tuple[str, str]:
@@ -152,9 +158,28 @@ def ending(result: dict[str, Any]) -> tuple[str, str]:
 
 def alive(entry: dict[str, Any]) -> bool | None:
     """Whether a process that meta.json names still runs; None where this host cannot know."""
-    if entry.get("host") != socket.gethostname():
-        return None
-    return Process(entry.get("pid", 0), entry.get("pid_started", 0)).alive()
+    runs = Process(entry.get("pid", 0), entry.get("pid_started", 0)).alive()
+    if entry.get("host") == socket.gethostname():
+        return runs
+    # a host that was renamed meanwhile has the same kernel; but so has another container
+    return True if runs and entry.get("boot") == provenance.boot_id() else None
+
+
+def judge_by_signs(folder: Folder, start: dict[str, Any]) -> tuple[str, str]:
+    """The state of a run without result whose process cannot be seen from here: by its newest sign of life."""
+    allowed = 2 * max(SILENT, summary.number(read_timeout(folder)) or 0.0)
+    paths = [path for attempt in folder.attempts()[-1:] for path in attempt.attempt.rglob("*")]
+    age = time.time() - max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
+    if age < allowed:
+        return "RUNNING", ""
+    return "LOST", f"no sign of life for {age:.0f} s, and its process on {start.get('host')} cannot be seen from here"
+
+
+def read_timeout(folder: Folder) -> float | None:
+    """The run's launch.step_timeout in seconds, as far as its settings tell."""
+    with contextlib.suppress(UserError, ValueError, TypeError):
+        return float(config.read_file(folder.path / "config.yaml").get("launch.step_timeout", ""))
+    return None
 
 
 def unbegun(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
@@ -273,7 +298,7 @@ def cancel(folder: Folder) -> str:
     job, start = meta.get("job"), (meta.get("history") or [{}])[-1]
     if not job and not start:
         raise UserError(f"{folder.path.name} is still being prepared; end the command that does it, or try again")
-    if not job and start["host"] != socket.gethostname():
+    if not job and alive(start) is None:
         raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
     # first: so it is not queued again, and its process knows why it has to stop
     write_json(folder.path / "result.json", {"state": "cancelled", "exit_status": 130})

@@ -19,9 +19,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import config, prepare, provenance, schedules, tracking
-from common.config import ROOT, UserError
-from common.folder import Folder, write_atomic
+from common.checkpoint import extension
+from common.core import config
+from common.core.config import ROOT, UserError
+from common.data import prepare
+from common.pipeline import schedules
+from common.runs import provenance, wandb_tracker
+from common.runs.folder import Folder, write_atomic
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm import sbatch, status
@@ -76,10 +80,12 @@ def say_no_slurm(settings: Experiment) -> None:
 
 def here(name: str, settings: Experiment, words: list[str], resumed: Folder | None) -> None:
     """Become the experiment's script, for a resumed run the one it was started with; never returns."""
-    root = resumed.path / "code" if resumed else ROOT
+    script = (resumed.path / "code" if resumed else ROOT) / "experiments" / f"{name}.py"
+    if resumed and not script.is_file():
+        raise UserError(f"{resumed.path} has no source in code/ any more, and cannot go on; start a new run")
     say_no_slurm(settings)
     environ = own_source(resumed) if resumed else dict(os.environ)
-    os.execve(sys.executable, [sys.executable, str(root / "experiments" / f"{name}.py"), *words], environ)
+    os.execve(sys.executable, [sys.executable, str(script), *words], environ)
 
 
 def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
@@ -131,7 +137,7 @@ def queue(folder: Folder, settings: Experiment, text: str, profile: Profile, sch
     asked = sbatch.parameters(profile, folder.experiment, nodes, settings.processes // nodes, folder.path)
     made = sbatch.executor(folder, scheduler, asked)
     write_atomic(made.room / "config.yaml", text)
-    (folder.path / "result.json").unlink(missing_ok=True)  # how an earlier start failed
+    folder.retire_result()
     job = sbatch.submit(made)
     provenance.amend(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
@@ -205,7 +211,7 @@ def main(arguments: list[str]) -> int:
     follow, dry, strict = (checked_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load(config.schema_of(name), words)
     schedules.preflight(settings)
-    tracking.asked_mode(settings)
+    wandb_tracker.asked_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     check_patience(settings, profile)
     if strict and provenance.dirty():
@@ -215,8 +221,8 @@ def main(arguments: list[str]) -> int:
     if dry:
         show(name, settings, profile)
         return 0
-    if resumed and resumed.result.get("state") == "finished":
-        print(f"{resumed.path} is finished; see {resumed.path / 'result.json'}")
+    if resumed and resumed.result.get("state") == "finished" and not extension.is_longer(resumed, settings):
+        print(extension.describe_end(resumed, settings))
         return 0
     alone = getattr(settings, "sweep", False)
     if alone and given.launch == "slurm":

@@ -25,11 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import config, provenance
-from common.config import UserError
-from common.folder import Folder, disk_errors, read_json, write_json
+from common.core import config
+from common.core.config import UserError
+from common.runs import provenance
+from common.runs.folder import Folder, disk_errors, read_json, write_json
 from configs.profile import Profile
-from slurm import grid, sbatch, status, submit
+from slurm import grid, sbatch, selection, status, submit
 from slurm.grid import Grid, Point
 from slurm.scheduler import Scheduler, choose
 
@@ -42,14 +43,13 @@ class Sweep:
 
     def __init__(self, path: Path, plan: Grid) -> None:
         self.path, self.plan, self.runs = path, plan, path.parent.parent
-        known = read_json(path / "sweep.json")
+        known = selection.read_sweep(path / "sweep.json")
         for what, now in (("experiment", plan.experiment), ("settings", plan.settings)):
             if known.get(what, now) != now:
                 raise UserError(
                     f"{path} was begun with other {what} ({known[what]}); give the file another name, or remove {path}"
                 )
-        cells = [cell for cell in known.get("cells", []) if isinstance(cell, dict)]
-        self.cells = {grid.key_of(cell["values"], cell["repeat"]): cell for cell in cells}
+        self.cells = {grid.key_of(cell["values"], cell.get("repeat", 0)): cell for cell in known.get("cells", [])}
 
     def folder(self, point: Point) -> Folder | None:
         """The run folder of a point; None where it has none, or one that was never started."""

@@ -15,9 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import config, tracking
-from common.config import UserError
-from common.folder import Folder
+from common.core import config
+from common.core.config import UserError
+from common.runs import wandb_tracker
+from common.runs.folder import Folder
 from slurm import selection, status
 from slurm.selection import Asked
 from slurm.submit import checked_switch
@@ -48,7 +49,7 @@ def sync(folders: list[Folder], dry: bool) -> int:
     if dry or not waiting:
         print("\n".join(map(str, waiting)) or "nothing to send: no run was tracked offline, or all was sent")
         return 0
-    tracking.need_account()
+    wandb_tracker.need_account()
     done = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *waiting], check=False)
     left = [path for path in waiting if not sent(path)]
     print(f"sent {len(waiting) - len(left)} of {len(waiting)}")

@@ -6,14 +6,23 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from common.prepare import prepare_digits
+from common.data.prepare import prepare_digits
+from configs.shared import Data
 from tests.harness.processes import ROOT, script
-from tests.harness.shared import make_once
+from tests.harness.shared import Make, make_once, run_once
 
 torch.set_num_threads(1)  # tests run two at a time, and threads that wait for each other burn the other's core
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Weights and images are drawn alike whatever tests ran before in this process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +58,28 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """An experiment's run with its smallest settings, made once; no test may write into its folder."""
+    common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
+    return lambda entry: run_once(tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, *entry.smallest)
+
+
+@pytest.fixture
 def quick(cache: Path) -> tuple[str, ...]:
     """13 steps an epoch, a checkpoint every third step, all kept."""
     data = ("data.name=digits", f"data.cache={cache}", "data.train_limit=320", "data.test_limit=100")
     saving = ("checkpoint.every_steps=3", "checkpoint.every_seconds=0", "checkpoint.keep=100")
     quiet = ("log.progress=none", "launch.threads=1")
     return (*data, *saving, *quiet, "batch=24", "steps=30", "epochs=3", "optim.warmup=0")
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Data:
+    """A folder whose 200 training images take 157 MB once prepared."""
+    for part, count in (("train", 200), ("val", 1)):
+        (tmp_path / part / "noise").mkdir(parents=True)
+        noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / part / "noise" / "0.jpg")
+        for number in range(1, count):
+            (tmp_path / part / "noise" / f"{number}.jpg").hardlink_to(tmp_path / part / "noise" / "0.jpg")
+    return Data(name="imagefolder", root=str(tmp_path), cache=str(tmp_path / "cache"), image_size=512)

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from common import config
+from common.core import config
 from slurm import selection
 from tests.harness.registry import EXPERIMENTS
 

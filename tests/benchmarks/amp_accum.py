@@ -29,13 +29,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import config, data, launch, optim, prepare, processes, scaling, seeds
-from common.config import UserError
-from common.folder import Folder
-from common.footprint import Footprint
-from common.launch import Place, World
-from common.prepare import Prepared
-from common.run import Run
+from common.core import config, seeds
+from common.core.config import UserError
+from common.data import loader as data
+from common.data import prepare
+from common.data.prepare import Prepared
+from common.distributed import local_launcher, rendezvous
+from common.distributed.rendezvous import Place, World
+from common.measure import step_timing
+from common.measure.memory import Footprint
+from common.runs.folder import Folder
+from common.training import optimizers
+from common.training.run import Run
 from configs.amp_accum import Config
 from configs.shared import Launch
 from experiments import amp_accum as experiment
@@ -96,9 +101,9 @@ class Bench:
         run = Run(cfg, Folder(world.broadcast(path), 1), world, self.prepared)
         run.averaged, run.total = True, 10**9
         model = experiment.wrap(cfg, self.model(cfg, world), world)
-        optimizer = optim.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
+        optimizer = optimizers.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
         scaler, footprint, losses = experiment.make_scaler(cfg, world.device), Footprint(world.device), list[Tensor]()
-        log, steps, times = run.log, 0, scaling.StepTimes(model, world.device)
+        log, steps, times = run.log, 0, step_timing.StepTimes(model, world.device)
 
         def keep(step: int, **row: Any) -> None:
             losses.append(row["loss"])
@@ -118,7 +123,7 @@ class Bench:
         """The same training as a library writes it: `prepare_step` gives a function for one microbatch."""
         cfg, losses = self.settings(), list[Tensor]()
         model = self.model(cfg, world).train()
-        rate = optim.rate(cfg.optim, 0, 1, cfg.batch)
+        rate = optimizers.rate(cfg.optim, 0, 1, cfg.batch)
         made = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
         step = prepare_step(model, made, cfg.accumulate)
 
@@ -280,11 +285,11 @@ def on_gpu(bench: Bench, cfg: Config, world: World) -> dict[str, float]:
     loader = data.Loader.of(images, cfg, world.device, batch=cfg.microbatch)
     given = list(data.Windows(loader, cfg.accumulate))
     scaler, footprint = experiment.make_scaler(cfg, world.device), Footprint(world.device)
-    times = scaling.StepTimes(inner, world.device)
+    times = step_timing.StepTimes(inner, world.device)
     with FlopCounterMode(display=False) as counter:
         experiment.add_up(cfg, inner, scaler, given[0], footprint, times)
     model = experiment.wrap(cfg, inner, world)
-    optimizer = optim.make(model.parameters(), cfg.optim, scaled=scaler.is_enabled())
+    optimizer = optimizers.make(model.parameters(), cfg.optim, scaled=scaler.is_enabled())
     torch.cuda.reset_peak_memory_stats()  # what counting took, uncompiled, is not this setting's
     marks = []
     for number in range(30):
@@ -309,11 +314,11 @@ def gpu(report: Report, scratch: Path) -> None:
         cfg = bench.settings(f"precision={precision}", f"channels_last={layout}", f"compile={compiled}")
 
         def body(place: Place, cfg: Config = cfg) -> None:
-            with launch.group(place, Launch(device="cuda")) as world:
+            with rendezvous.group(place, Launch(device="cuda")) as world:
                 name = torch.cuda.get_device_name(world.device)
                 torch.save(on_gpu(bench, cfg, world) | {"card": name}, out)
 
-        if processes.fork_all(body, 1, 1, lambda: None):
+        if local_launcher.fork_all(body, 1, 1, lambda: None):
             sys.exit(1)
         it = found[f"{precision} {layout} {compiled}"] = torch.load(out)
         words = precision + (" channels_last" if layout == "true" else "") + (" compiled" if compiled == "true" else "")

@@ -30,16 +30,19 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torchvision.models import resnet50  # noqa: E402
 
-from common import hooks, models, optim, state  # noqa: E402
-from common.checkpoint import Checkpoints, State  # noqa: E402
-from common.folder import Folder  # noqa: E402
-from common.launch import World  # noqa: E402
-from common.preemption import LOOK, Notice, SafePoints  # noqa: E402
+from common.checkpoint import state_dicts  # noqa: E402
+from common.checkpoint.checkpointer import Checkpoints, State  # noqa: E402
+from common.checkpoint.preemption import LOOK, Notice, SafePoints  # noqa: E402
+from common.distributed import ddp  # noqa: E402
+from common.distributed.rendezvous import World  # noqa: E402
+from common.models import networks  # noqa: E402
+from common.runs.folder import Folder  # noqa: E402
+from common.training import optimizers  # noqa: E402
 from configs.shared import Checkpoint, Optim  # noqa: E402
 from tests.benchmarks.measure import Report, Row, Side, Team, at_most, interleave  # noqa: E402
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "ResNet-18": lambda: models.ResNet18((3, 32, 32), 10),
+    "ResNet-18": lambda: networks.ResNet18((3, 32, 32), 10),
     "ResNet-50": lambda: resnet50(weights=None),
 }
 GOAL = 1.3
@@ -50,13 +53,15 @@ WARM_UP = 3  # rounds: ours has then begun to remove old ones
 def state_of(model: nn.Module, world: World) -> State:
     """The state of a model in training; all but the random state is rank 0's to write."""
     torch.manual_seed(0)
-    optimizer = optim.make(model.parameters(), Optim(momentum=0.9))
+    optimizer = optimizers.make(model.parameters(), Optim(momentum=0.9))
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     named = [*model.named_parameters(), *model.named_buffers()]
-    memory = state.optimizer_state(optimizer, model.named_parameters(), world.is_main)
-    return State(state.tensors(named, world.is_main), memory, {"epoch": 3}, {"random": state.random_state()})
+    memory = state_dicts.optimizer_state(optimizer, model.named_parameters(), world.is_main)
+    return State(
+        state_dicts.tensors(named, world.is_main), memory, {"epoch": 3}, {"random": state_dicts.random_state()}
+    )
 
 
 def size_of(content: State) -> int:
@@ -105,8 +110,8 @@ def plainly(folder: Path, world: World, content: State, files: int) -> Side:
 
 def training(world: World) -> dict[str, Side]:
     """A step, the look at the flags after it, and the settling of buckets at a start."""
-    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **hooks.BUFFERS_STAY)
-    optimizer = optim.make(model.parameters(), Optim(momentum=0.9))
+    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.BUFFERS_STAY)
+    optimizer = optimizers.make(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
     points = SafePoints(world, Checkpoint(), Notice(60, sys.stderr))
 
@@ -128,7 +133,7 @@ def training(world: World) -> dict[str, Side]:
     works = {
         "step": (step, 2),
         "look": (lambda: points.agree(1, False), 50),
-        "settle": (lambda: hooks.settle(model, x), 1),
+        "settle": (lambda: ddp.settle(model, x), 1),
     }
     return {name: timed(work, times) for name, (work, times) in works.items()}
 

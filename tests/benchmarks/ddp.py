@@ -27,11 +27,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import config, data, hooks, optim, prepare, scaling, seeds
-from common.folder import Folder
-from common.launch import World
-from common.prepare import Prepared
-from common.run import Run
+from common.core import config, seeds
+from common.data import loader as data
+from common.data import prepare
+from common.data.prepare import Prepared
+from common.distributed import ddp
+from common.distributed.rendezvous import World
+from common.measure import step_timing
+from common.runs.folder import Folder
+from common.training import optimizers
+from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode as experiment
 from tests.benchmarks.learner import QUIET, ROOT, require_same
@@ -93,9 +98,9 @@ class Bench:
         run.averaged, run.total = True, 10**9
         model = experiment.wrap(cfg, self.model(cfg, world), world)
         if communication != "none":
-            hooks.register(cast(Any, model), communication, 0)
-        optimizer = optim.make(model.parameters(), cfg.optim)
-        times = scaling.StepTimes(model, world.device)
+            ddp.register(cast(Any, model), communication, 0)
+        optimizer = optimizers.make(model.parameters(), cfg.optim)
+        times = step_timing.StepTimes(model, world.device)
         steps = 0
 
         def train(batches: list[tuple[Tensor, Tensor]]) -> None:
@@ -117,7 +122,7 @@ class Bench:
         inner = self.model(cfg, world)
         made = torch.optim.SGD(inner.parameters(), lr=cfg.optim.lr, momentum=0.9, nesterov=True, fused=True)
         model, optimizer, backward = prepare_step(inner, made)
-        rate, losses = optim.rate(cfg.optim, 0, 1, cfg.batch), list[Tensor]()
+        rate, losses = optimizers.rate(cfg.optim, 0, 1, cfg.batch), list[Tensor]()
         model.train()
 
         def train(batches: list[tuple[Tensor, Tensor]]) -> None:

@@ -11,10 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from common import config, data, optim, prepare, seeds
-from common.folder import Folder
-from common.launch import World
-from common.run import Run
+from common.core import config, seeds
+from common.data import loader as data
+from common.data import prepare
+from common.distributed.rendezvous import World
+from common.runs.folder import Folder
+from common.training import optimizers
+from common.training.run import Run
 from configs.mnist_pipeline import Config
 from experiments import mnist_pipeline as experiment
 from tests.benchmarks.measure import Report
@@ -62,7 +65,7 @@ class Learner:
         self.cfg, self.step, self.world = cfg, 0, world
         self.run = Run(cfg, Folder(path, 1), world, bench.prepared)
         self.pipe = experiment.build(cfg, world, self.run, torch.float32)
-        self.optimizer = optim.make(self.pipe.module.parameters(), cfg.optim)
+        self.optimizer = optimizers.make(self.pipe.module.parameters(), cfg.optim)
         self.run.source, self.run.total, self.total = self.pipe.last_rank, total, total
 
     def train(self, batches: Any) -> None:

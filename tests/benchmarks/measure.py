@@ -20,9 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import launch, processes, provenance
-from common.launch import Place, World
-from common.start import redirect
+from common.distributed import local_launcher, rendezvous
+from common.distributed.rendezvous import Place, World
+from common.runs import provenance
+from common.training.entry_point import redirect
 from configs.shared import Launch
 
 NOISY = 0.1  # share of the machine used by others during a turn, above which its round is left out
@@ -124,7 +125,7 @@ def interleave(teams: Sequence[Team], *, rounds: int, drop: int = 1) -> Samples:
         redirect(Path(os.devnull), keep_stdout=False)
         store = f"{place.master}-{teams.index(team)}"
         seat = Place(rank, team.size, rank, team.size, master=store)
-        with launch.group(seat, Launch(device="cpu", threads=team.threads)) as world:
+        with rendezvous.group(seat, Launch(device="cpu", threads=team.threads)) as world:
             serve(team.sides(world), pipes[place.rank][1])
 
     def meanwhile() -> None:
@@ -134,7 +135,7 @@ def interleave(teams: Sequence[Team], *, rounds: int, drop: int = 1) -> Samples:
         with contextlib.suppress(EOFError, BrokenPipeError):  # a process has ended, and fork_all tells why
             direct(members, samples, rounds, drop)
 
-    status = processes.fork_all(body, len(seats), 1, meanwhile)
+    status = local_launcher.fork_all(body, len(seats), 1, meanwhile)
     if status:
         sys.exit(status)
     return samples

@@ -28,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this tree, where
 import torch
 from torch import Tensor
 
-from common import config, data, optim
-from common.launch import World
+from common.core import config
+from common.data import loader as data
+from common.distributed.rendezvous import World
+from common.training import optimizers
 from tests.benchmarks import peers
 from tests.benchmarks.learner import ROOT, UNSPLIT, Batch, Bench, require_same, weights
 from tests.benchmarks.measure import Row, Samples, Side, Team, at_least, at_most, interleave
@@ -142,7 +144,7 @@ def part_b(bench: Bench) -> None:
     def sides(world: World, chosen: Mapping[str, peers.Peer | None]) -> dict[str, Side]:
         cfg = bench.settings(*UNSPLIT)
         batches = bench.batches(cfg, steps)
-        rates = [optim.rate(cfg.optim, step, steps) for step in range(steps)]
+        rates = [optimizers.rate(cfg.optim, step, steps) for step in range(steps)]
         expected: list[float] = []
 
         def timed(name: str, peer: peers.Peer | None) -> Side:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.folder import Folder
+from common.runs.folder import Folder
 from tests.benchmarks.learner import ROOT, UNSPLIT, Bench
 from tests.benchmarks.measure import Load, Row, Samples, at_most
 

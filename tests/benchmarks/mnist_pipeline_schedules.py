@@ -9,8 +9,8 @@ from statistics import median
 
 import torch.distributed as dist
 
-from common.folder import Folder
-from common.launch import World
+from common.distributed.rendezvous import World
+from common.runs.folder import Folder
 from tests.benchmarks.learner import UNSPLIT, Bench, require_same
 from tests.benchmarks.measure import Row, Samples, Side, Team, at_least, interleave
 

@@ -7,14 +7,16 @@
 
 `run` plants each mistake in a copy of the checkout, where it runs the test files that executed the changed lines
 according to suite_coverage.py, the quickest first, up to the first that fails. A hang counts, and a failure that no
-copy without the mistake has. A mistake that --out holds already is not tried again. Run it with nothing else to do:
-a test that is too slow under load looks like a caught mistake.
+copy without the mistake has. --list FILE.json, for `list`, `check` and `run`, takes other mistakes: a list of objects
+with name, file, old, new, and why if you like. A mistake that --out holds already is not tried again. Run it with
+nothing else to do: a test that is too slow under load looks like a caught mistake.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import concurrent.futures
 import contextlib
 import json
@@ -206,25 +208,38 @@ def try_mistake(mistake: Mistake, recorded: dict[str, Any], timeout: float) -> d
 # ---- commands
 
 
+def read_mistakes(given: argparse.Namespace) -> list[Mistake]:
+    """The mistakes of --list, or the forty."""
+    if not given.list:
+        return MISTAKES
+    return [
+        Mistake(one["name"], one["file"], one["old"], one["new"]) for one in json.loads(Path(given.list).read_text())
+    ]
+
+
 def list_mistakes(given: argparse.Namespace) -> int:
-    for mistake in MISTAKES:
+    for mistake in read_mistakes(given):
         print(f"{mistake.name:<32}{mistake.file}")
     return 0
 
 
 def check_mistakes(given: argparse.Namespace) -> int:
     """Say which mistakes cannot be planted; exit status 1 if there are any."""
-    problems = [f"{mistake.name}: {problem}" for mistake in MISTAKES if (problem := problem_of(mistake))]
-    if len({mistake.name for mistake in MISTAKES}) != COUNT or len(MISTAKES) != COUNT:
-        problems.append(f"{len(MISTAKES)} mistakes instead of {COUNT} with names of their own")
-    print("\n".join(problems) or f"all {COUNT} mistakes can be planted")
+    mistakes = read_mistakes(given)
+    problems = [f"{mistake.name}: {problem}" for mistake in mistakes if (problem := problem_of(mistake))]
+    names = collections.Counter(mistake.name for mistake in mistakes)
+    problems += [f"{name}: {count} mistakes have this name" for name, count in names.items() if count > 1]
+    if not given.list and len(mistakes) != COUNT:
+        problems.append(f"{len(mistakes)} mistakes instead of {COUNT}")
+    print("\n".join(problems) or f"all {len(mistakes)} mistakes can be planted")
     return int(bool(problems))
 
 
 def run_mistakes(given: argparse.Namespace) -> int:
     if check_mistakes(given):
         return 1
-    unknown = set(given.only) - {mistake.name for mistake in MISTAKES}
+    mistakes = read_mistakes(given)
+    unknown = set(given.only) - {mistake.name for mistake in mistakes}
     if unknown:
         print(f"unknown: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
@@ -233,7 +248,7 @@ def run_mistakes(given: argparse.Namespace) -> int:
         recorded |= json.loads(Path(path).read_text())
     out = Path(given.out)
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    left = [one for one in MISTAKES if one.name not in found and one.name in (given.only or [one.name])]
+    left = [one for one in mistakes if one.name not in found and one.name in (given.only or [one.name])]
     pool = concurrent.futures.ThreadPoolExecutor(given.jobs)
     try:
         runs = {pool.submit(try_mistake, one, recorded, given.timeout): one for one in left}
@@ -269,11 +284,14 @@ def tier(result: dict[str, Any] | None) -> str:
 
 def print_summary(given: argparse.Namespace) -> int:
     suites = [json.loads(Path(path).read_text()) for path in given.results]
+    names = [mistake.name for mistake in MISTAKES]
+    if not set().union(*suites) <= set(names):  # mistakes of a --list
+        names = list(dict.fromkeys(name for suite in suites for name in suite))
     for path, suite in zip(given.results, suites, strict=True):
         print(path)
-        for mistake in MISTAKES:
-            found = suite.get(mistake.name)
-            print(f"  {mistake.name:<32}{tier(found):<13}{told(found)}")
+        for name in names:
+            found = suite.get(name)
+            print(f"  {name:<32}{tier(found):<13}{told(found)}")
         caught = [found for found in suite.values() if found["caught"]]
         hung, unsure = (
             sum(f["hang"] for f in caught),
@@ -292,9 +310,11 @@ def print_summary(given: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
-    verbs.add_parser("list", help="names and files").set_defaults(run=list_mistakes)
-    verbs.add_parser("check", help="whether all can be planted").set_defaults(run=check_mistakes)
-    one = verbs.add_parser("run", help="plant them and run tests")
+    chosen = argparse.ArgumentParser(add_help=False)
+    chosen.add_argument("--list", metavar="FILE.json", help="other mistakes than the forty")
+    verbs.add_parser("list", help="names and files", parents=[chosen]).set_defaults(run=list_mistakes)
+    verbs.add_parser("check", help="whether all can be planted", parents=[chosen]).set_defaults(run=check_mistakes)
+    one = verbs.add_parser("run", help="plant them and run tests", parents=[chosen])
     one.add_argument("--coverage", nargs="+", required=True, help="JSON files that suite_coverage.py recorded")
     one.add_argument("--out", required=True, help="the JSON to write")
     one.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these mistakes alone")

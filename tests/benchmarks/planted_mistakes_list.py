@@ -23,145 +23,145 @@ MISTAKES = [
     # ---- common
     Mistake(
         "order-without-epoch",  # every epoch in the order of the first
-        "common/data.py",
+        "common/data/loader.py",
         'seeds.generator(seed, "order", epoch)',
         'seeds.generator(seed, "order")',
     ),
     Mistake(
         "last-window-dropped",  # an epoch's last microbatches are no step
-        "common/data.py",
+        "common/data/loader.py",
         "return -(-self.loader.steps // self.count)",
         "return self.loader.steps // self.count",
     ),
     Mistake(
         "last-test-batch-dropped",
-        "common/evaluate.py",
+        "common/training/evaluate.py",
         "for start in range(0, count, size))",
         "for start in range(0, count - size + 1, size))",
     ),
     Mistake(
         "norm-gradient-not-summed",  # the backward of synchronised BatchNorm sees this process's loss alone
-        "common/norm.py",
+        "common/distributed/sync_batchnorm.py",
         "        total = gradient.clone(memory_format=torch.contiguous_format)\n        dist.all_reduce(total)\n",
         "        total = gradient.clone(memory_format=torch.contiguous_format)\n",
     ),
     Mistake(
         "losses-summed",  # the mean over processes without its division
-        "common/run.py",
-        "        table[:-1] /= self.world.size\n",
+        "common/training/run.py",
+        "        for one in tables:\n            one[:count] /= ranks\n",
         "",
     ),
     Mistake(
         "evaluation-without-flush",  # its row comes before those of the steps that it is about
-        "common/run.py",
+        "common/training/run.py",
         "        self.flush()\n        if self.world.is_main:\n            now = ",
         "        if self.world.is_main:\n            now = ",
     ),
     Mistake(
         "checkpoint-not-synced",
-        "common/checkpoint.py",
+        "common/checkpoint/checkpointer.py",
         "        os.fsync(file.fileno())\n    return Entry(",
         "    return Entry(",
     ),
     Mistake(
         "one-checkpoint-fewer",
-        "common/snapshots.py",
+        "common/checkpoint/storage.py",
         "for snapshot in own[:-keep] if",
         "for snapshot in own[: 1 - keep] if",
     ),
     Mistake(
         "buffers-averaged-over-all",  # not over the replicas of a stage alone
-        "common/training.py",
+        "common/checkpoint/train_state.py",
         "dist.all_reduce(total, group=self.peers.group)",
         "dist.all_reduce(total)",
     ),
     Mistake(
         "loss-divided-by-stages",
-        "common/pipeline.py",
+        "common/pipeline/executor.py",
         "out = out / self.microbatches",
         "out = out / self.count",
     ),
     Mistake(
         "library-share-of-call",  # of the microbatches in one call, not in the batch
-        "common/pipeline_torch.py",
+        "common/pipeline/torch_engine.py",
         "return self.loss(output, target) / self.microbatches",
         "return self.loss(output, target) / self.at_once",
     ),
     Mistake(
         "one-more-in-flight",  # 1F1B keeps one microbatch's activations too many
-        "common/schedules.py",
+        "common/pipeline/schedules.py",
         "if flying[s] < stages - s]",
         "if flying[s] <= stages - s]",
     ),
     Mistake(
         "backward-in-forward-order",  # GPipe with several stages in a process
-        "common/schedules.py",
+        "common/pipeline/schedules.py",
         'Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]\n    return plan',
         'Action("B", s, m) for s in mine for m in range(microbatches)]\n    return plan',
     ),
     Mistake(
         "slot-stays-full",  # from the second step on nobody waits for a message
-        "common/memory.py",
+        "common/pipeline/shared_memory.py",
         "        self.full.remove(number)\n",
         "",
     ),
     Mistake(
         "warmup-from-zero",
-        "common/optim.py",
+        "common/training/optimizers.py",
         "return peak * (step + 1) / settings.warmup",
         "return peak * step / settings.warmup",
     ),
     Mistake(
         "buffers-sent-in-forwards",  # rank 0's BatchNorm statistics replace those of the others
-        "common/hooks.py",
+        "common/distributed/ddp.py",
         "{BUFFERS: False}",
         "{BUFFERS: True}",
     ),
     Mistake(
         "saves-by-last-look",  # the clock of saving begins anew at every look
-        "common/preemption.py",
+        "common/checkpoint/preemption.py",
         "<= now - self.saved",
         "<= now - self.looked",
     ),
     Mistake(
         "killed-rank-ignored",  # only exit statuses count, not signals
-        "common/processes.py",
+        "common/distributed/local_launcher.py",
         "if child.status and child.exit_status != LEFT]",
         "if child.exit_status and child.exit_status != LEFT]",
     ),
     Mistake(
         "preparing-not-alone",
-        "common/prepare.py",
+        "common/data/prepare.py",
         "fcntl.flock(handle, fcntl.LOCK_EX)",
         "fcntl.flock(handle, fcntl.LOCK_SH)",
     ),
     Mistake(
         "environment-in-meta",  # with API keys in it
-        "common/provenance.py",
+        "common/runs/provenance.py",
         'for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}',
         "for name, value in os.environ.items()}",
     ),
     Mistake(
         "new-id-in-tracking",  # a run that goes on is another one in W&B
-        "common/tracking.py",
+        "common/runs/wandb_tracker.py",
         'own = read_json(kept).get("id") or secrets.token_hex(4)',
         "own = secrets.token_hex(4)",
     ),
     Mistake(
         "largest-value-refused",
-        "common/config.py",
+        "common/core/config.py",
         "value > key.high)",
         "value >= key.high)",
     ),
     Mistake(
         "layer-pruned-to-nothing",
-        "common/sparsity.py",
+        "common/models/pruning_masks.py",
         "min(round(sparsity * len(worth)), len(worth) - 1)",
         "min(round(sparsity * len(worth)), len(worth))",
     ),
     Mistake(
         "stride-of-first-convolution",  # ResNet v1 instead of v1.5: the same shapes and names
-        "common/models.py",
+        "common/models/networks.py",
         """\
         self.conv1 = nn.Conv2d(before, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -252,13 +252,14 @@ MISTAKES = [
     Mistake(
         "rate-never-set",  # neither warm-up nor decay
         "experiments/mnist_pipeline.py",
-        "        optim.set_rate(optimizer, optim.rate(cfg.optim, step, total, cfg.batch))\n",
+        "        optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, total, cfg.batch))\n",
         "",
     ),
     Mistake(
         "replicas-norms-differ",  # each replica evaluates with its own BatchNorm statistics
         "experiments/resnet_modelparallel.py",
-        "            norm.agree(pipe.module, team.peers.group)  # the replicas' BatchNorm has seen other samples\n",
+        "            sync_batchnorm.agree(pipe.module, team.peers.group)  "
+        "# the replicas' BatchNorm has seen other samples\n",
         "",
     ),
     Mistake(
@@ -276,7 +277,7 @@ MISTAKES = [
     Mistake(
         "smallest-gradients-grow",
         "experiments/sparse_prune.py",
-        "sparsity.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)",
-        "sparsity.lowest([weight.grad.abs().masked_fill(stays, math.inf)], count)",
+        "pruning_masks.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)",
+        "pruning_masks.lowest([weight.grad.abs().masked_fill(stays, math.inf)], count)",
     ),
 ]

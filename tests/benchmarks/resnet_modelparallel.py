@@ -28,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this tree, where
 import torch
 import torch.distributed as dist
 
-from common import config, data, optim, prepare, seeds
-from common.folder import Folder
-from common.launch import World
-from common.prepare import Prepared
-from common.run import Run
+from common.core import config, seeds
+from common.data import loader, prepare
+from common.data.prepare import Prepared
+from common.distributed.rendezvous import World
+from common.runs.folder import Folder
+from common.training import optimizers
+from common.training.run import Run
 from configs.resnet_modelparallel import Config
 from experiments import resnet_modelparallel as experiment
 from tests.benchmarks.learner import QUIET, ROOT, require_same
@@ -70,11 +72,11 @@ class Bench:
         cfg = self.settings(*(value.format(piece=piece) for value in values))
         path = Folder.create(self.scratch / name, "bench", config.to_yaml(cfg)).claim().path if world.is_main else None
         run = Run(cfg, Folder(world.broadcast(path), 1), world, self.prepared)
-        images = data.Images(self.prepared, "train")
+        images = loader.Images(self.prepared, "train")
         torch.manual_seed(seeds.derive(cfg.seed, "init"))
         pipe: Any = experiment.build(cfg, images.shape, images.classes, world, run)
-        optimizer = optim.make(pipe.module.parameters(), cfg.optim)
-        batches = list(islice(data.Loader.of(images, cfg, world.device), STEPS + 1))
+        optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
+        batches = list(islice(loader.Loader.of(images, cfg, world.device), STEPS + 1))
         run.source, run.total = pipe.last_rank, 10**9
         steps = 0
 

@@ -28,11 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as library
 
-from common import compact, config, data, models, optim, prepare, scaling, seeds, sparsity
-from common.folder import Folder
-from common.launch import World
-from common.run import Run
-from common.sparsity import Masks
+from common.core import config, seeds
+from common.data import loader as data
+from common.data import prepare
+from common.distributed.rendezvous import World
+from common.measure import step_timing
+from common.models import networks, pruning_masks, pruning_savings
+from common.models.pruning_masks import Masks
+from common.runs.folder import Folder
+from common.training import optimizers
+from common.training.run import Run
 from configs.sparse_prune import Config
 from experiments import sparse_prune as experiment
 from tests.benchmarks.learner import QUIET, ROOT, require_same
@@ -57,14 +62,14 @@ def timed(work: Callable[[], Any]) -> float:
 
 def mask_sides(world: World) -> dict[str, Side]:
     torch.manual_seed(0)
-    clean = models.ResNet("resnet50", (3, 224, 224), 1000)
+    clean = networks.ResNet("resnet50", (3, 224, 224), 1000)
     model = copy.deepcopy(clean)
     masks = Masks(model)
 
     def ours() -> float:
         def work() -> None:
             with torch.no_grad():
-                masks.set(sparsity.globally([weight.abs() for weight in masks.weights], SHARE))
+                masks.set(pruning_masks.globally([weight.abs() for weight in masks.weights], SHARE))
 
         return timed(work)
 
@@ -113,7 +118,7 @@ class Bench:
         path = Folder.create(self.scratch / name, "bench", config.to_yaml(cfg)).claim().path
         run = Run(cfg, Folder(path, 1), world, self.prepared)
         run.total = 10**9
-        model = models.SimpleNN()
+        model = networks.SimpleNN()
         masks = Masks(model)
         images = data.Images(self.prepared, "train")
         loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, block=1)
@@ -122,8 +127,8 @@ class Bench:
             for layer in masks.layers.values():
                 del layer._buffers["weight_mask"]  # the library's has the same name
             library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=cfg.sparsity)
-        optimizer = optim.make(model.parameters(), cfg.optim)
-        times = scaling.StepTimes(model, world.device)
+        optimizer = optimizers.make(model.parameters(), cfg.optim)
+        times = step_timing.StepTimes(model, world.device)
         it = experiment.Parts(cfg, world, run, model, masks, optimizer, loader, times)
         experiment.prune(it, 0)
         masks.apply()
@@ -180,8 +185,8 @@ def linear_sides(world: World) -> dict[str, Side]:
     found = {"fp32": side(lambda: layer(x)), "bf16": side(lambda: half(low))}
     for level in LEVELS:
         thin = copy.deepcopy(layer)
-        thin.weight.mul_(sparsity.by_layer([thin.weight.abs()], [level])[0])
-        rows = compact.as_csr(nn.Sequential(thin))
+        thin.weight.mul_(pruning_masks.by_layer([thin.weight.abs()], [level])[0])
+        rows = pruning_savings.as_csr(nn.Sequential(thin))
         if not torch.allclose(rows(x), thin(x), atol=1e-4):
             raise AssertionError("CSR gives other outputs")
         found[f"csr {level:.0%}"] = side(lambda rows=rows: rows(x))  # type: ignore[misc]
@@ -196,17 +201,18 @@ def two_of_four() -> None:
 
     device = torch.device("cuda")
     print(
-        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, float16, medians of {compact.ROUNDS} turns"
+        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, float16, "
+        f"medians of {pruning_savings.ROUNDS} turns"
     )
     for width in (1024, 4096, 8192):
         for samples in (64, 1024, 8192):
             layer = nn.Linear(width, width).to(device, torch.float16).requires_grad_(False)
-            layer.weight.mul_(sparsity.by_group([layer.weight.abs()], 0.5, 4)[0])
+            layer.weight.mul_(pruning_masks.by_group([layer.weight.abs()], 0.5, 4)[0])
             thin, x = copy.deepcopy(layer), torch.randn(samples, width, device=device, dtype=torch.float16)
             thin.weight = nn.Parameter(to_sparse_semi_structured(layer.weight), requires_grad=False)
             if not torch.allclose(thin(x), layer(x), atol=1e-2, rtol=1e-2):
                 raise AssertionError("2:4 gives other outputs")
-            taken = compact.seconds({"dense": lambda: layer(x), "2:4": lambda: thin(x)}, device)  # noqa: B023
+            taken = pruning_savings.seconds({"dense": lambda: layer(x), "2:4": lambda: thin(x)}, device)  # noqa: B023
             ratio = taken["dense"] / taken["2:4"]
             sides = f"dense {taken['dense'] * 1e6:.1f} us, 2:4 {taken['2:4'] * 1e6:.1f} us"
             print(f"  {width} x {width}, {samples} samples: {sides}, {ratio:.2f} x as fast", flush=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common import provenance  # noqa: E402
-from common.prepare import prepare_digits  # noqa: E402
+from common.data.prepare import prepare_digits  # noqa: E402
+from common.runs import provenance  # noqa: E402
 
 GOAL = 1.3
 PARTS = ("submit", "schedule", "interpreter and imports", "rendezvous", "data, model, first step")

@@ -5,8 +5,14 @@
 
 `record` runs each test file in a pytest of its own, `--jobs` at a time, with coverage in every process that the tests
 start: subprocesses, forked ranks, ranks that leave by `os._exit`, jobs on the local SLURM cluster that run a copy of
-the sources. A process that is killed writes nothing. Needs `pip install "coverage>=7.10.3"`; a run of its own, not
-part of any test suite.
+the sources. A process that is killed writes nothing. The last lines name the test files that failed or
+took too long, and the exit status is 1 if there are any; what their processes executed counts all the same.
+
+Two things start coverage in a process: the .pth file that `record` writes into this .venv's site-packages, which every
+interpreter of the .venv executes wherever its sources are, and COVERAGE_PROCESS_START, which the tests' environments
+hand on. So `patch` leaves out `subprocess`, which does the same with a variable of its own.
+
+Needs `pip install "coverage>=7.10.3"`; a run of its own, not part of any test suite.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("common", "configs", "experiments", "slurm")
 HOOK = "measure_suite_coverage.pth"
+LATE = -1  # the status of a test file that took too long
 SETTINGS = """\
 [run]
 branch = True
@@ -89,7 +96,7 @@ def measure(test: str, sources: list[Path], words: list[str], seconds: float) ->
             )
             status, output = done.returncode, done.stdout
         except subprocess.TimeoutExpired as late:
-            status, output = -1, str(late.stdout)
+            status, output = LATE, str(late.stdout)
         combine = [sys.executable, "-m", "coverage", "combine", f"--rcfile={settings}", "--quiet"]
         subprocess.run(combine, cwd=ROOT, capture_output=True, check=False)
         files = collect(sources, Path(folder) / "data")
@@ -117,7 +124,10 @@ def record(given: argparse.Namespace) -> int:
     finally:
         hook.unlink()
     print_totals(merge(found))
-    return 0
+    failed = {test: found[test]["status"] for test in given.tests if found[test]["status"]}
+    for test, status in failed.items():
+        print(f"{'took too long' if status == LATE else f'failed with status {status}'}: {test}")
+    return int(bool(failed))
 
 
 Merged = dict[str, dict[str, set[Any]]]
@@ -139,18 +149,27 @@ def print_totals(merged: Merged) -> None:
     print(f"{lines} lines and {branches} branches of {len(merged)} files executed")
 
 
-def follow_lines(merged: Merged, revision: str) -> Merged:
-    """What was executed of the sources of a revision, by the line numbers that today's sources have.
+def find_renamed(revision: str) -> dict[str, str]:
+    """Today's names of files that had others in a revision."""
+    words = ["git", "diff", "--find-renames=40%", "--diff-filter=R", "--name-status", revision, "--", *PACKAGES]
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {old: new for _, old, new in (line.split("\t") for line in shown.stdout.splitlines())}
 
-    Lines that are no more, or that were changed, are left out.
+
+def follow_lines(merged: Merged, revision: str) -> Merged:
+    """What was executed of the sources of a revision, by the names and line numbers that today's sources have.
+
+    Lines that are no more, or that were changed or moved to another file, are left out.
     """
     followed: Merged = {}
-    for name, file in merged.items():
+    names = find_renamed(revision)
+    for before, file in merged.items():
+        name = names.get(before, before)
         shown = subprocess.run(
-            ["git", "show", f"{revision}:{name}"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "show", f"{revision}:{before}"], cwd=ROOT, capture_output=True, text=True, check=True
         )
         if not (ROOT / name).exists():
-            print(f"{name} is no more")
+            print(f"{before} is no more")
             continue
         old, new = shown.stdout.splitlines(), (ROOT / name).read_text().splitlines()
         now: dict[int, int] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.prepare import prepare_digits
+from common.data.prepare import prepare_digits
 from tests.cluster import faults
 from tests.cluster.lab import Lab, laboratory, locked
 from tests.harness.site import FIRST, Site, up

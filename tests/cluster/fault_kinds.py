@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import snapshots
-from common.folder import Folder, read_json
-from common.snapshots import Snapshot
+from common.checkpoint import storage
+from common.checkpoint.storage import Snapshot
+from common.runs.folder import Folder, read_json
 from slurm import cluster_boot as boot
 from slurm.cluster_conf import CONTROLLER
 from tests.cluster.lab import CRAWLING, DISK, EVERY, SLOW, Lab, Running, last_step
@@ -202,7 +202,7 @@ def damage(harm: Callable[[Folder], object]) -> Callable[[Running, random.Random
 
 
 def newest(attempt: Folder) -> Snapshot:
-    return snapshots.of_attempt(attempt)[-1]
+    return storage.of_attempt(attempt)[-1]
 
 
 def halve(file: Path) -> None:
@@ -226,14 +226,14 @@ def dangle(attempt: Folder) -> None:
 def half_write(attempt: Folder) -> None:
     last = newest(attempt)
     left = last.path.with_name(f".{Snapshot(attempt, last.step + EVERY).name}.new")
-    shutil.copytree(last.path, left)
-    (left / snapshots.MANIFEST).unlink()
+    shutil.copytree(last.path, left, dirs_exist_ok=True)  # the kill may have left one itself
+    (left / storage.MANIFEST).unlink()
     os.truncate(left / "rank-0.pt", 1000)
 
 
 def lose_checkpoints(attempt: Folder) -> None:
     for one in attempt.attempts():
-        shutil.rmtree(snapshots.room(one))
+        shutil.rmtree(storage.room(one))
 
 
 def tear_line(attempt: Folder) -> None:
@@ -324,7 +324,7 @@ FAULTS = (
     ),
     Fault(
         "newest checkpoint: no manifest",
-        damage(lambda a: (newest(a).path / snapshots.MANIFEST).unlink()),
+        damage(lambda a: (newest(a).path / storage.MANIFEST).unlink()),
         intervals=2,
         useless=1,
     ),

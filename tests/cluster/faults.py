@@ -25,8 +25,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.folder import Folder
-from common.snapshots import Snapshot
+from common.checkpoint.storage import Snapshot
+from common.runs.folder import Folder
 from tests.cluster.fault_kinds import FAULTS, Fault
 from tests.cluster.lab import EVERY, EXPERIMENTS, STEPS, USUAL, Lab, Running, laboratory, last_step
 from tests.harness.processes import ROOT

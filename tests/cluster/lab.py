@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
@@ -15,11 +14,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from common.folder import Folder, read_json
+from common.runs.folder import Folder, read_json
 from slurm import cluster_net as net
 from slurm.cluster import Cluster, folder_of
 from slurm.cluster_conf import Plan, search_path
 from tests.harness.processes import ROOT, environment, processes_of
+from tests.harness.shared import locked
 from tests.harness.site import until
 
 STEPS, EVERY = 240, 20  # of a run; between two checkpoints
@@ -138,14 +138,6 @@ class Lab:
                 assert running.folder.result.get("state") == "finished", running.folder.result
                 shutil.move(running.folder.path, place)
         return Folder(place)
-
-
-@contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Keep other processes out meanwhile."""
-    with file.open("w") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
 
 
 def make_images(root: Path) -> None:

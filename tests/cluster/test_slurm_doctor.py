@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,9 +178,7 @@ def test_the_doctor_names_the_rank_that_a_run_failed_of(site: Site, signal: str,
     until("steps", folder.metrics)
     find = f"pgrep -f '[s]ubmitit.core._submit {folder.path}'"
     subprocess.run(cluster(site).command(["sh", "-c", f"kill -{signal} $({find})"], node=2), check=True)
-    began = time.monotonic()
-    assert "cluster.requeue=false" in site.wait(folder, "FAILED", 30 + PATIENCE)
-    assert signal == "STOP" or time.monotonic() - began < 30
+    assert "cluster.requeue=false" in site.wait(folder, "FAILED", 60 + PATIENCE)
     site.gone(folder)
     found = site.call("slurm.doctor", f"--run={folder.path}", status=1).stdout
     assert re.search(f"likely cause  .*{cause}", found), found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:
 
 
 def test_what_was_submitted_runs_whatever_is_edited_later(site: Site) -> None:
-    files = [site.checkout / "experiments" / "mnist_pipeline.py", site.checkout / "common" / "evaluate.py"]
+    files = [site.checkout / "experiments" / "mnist_pipeline.py", site.checkout / "common" / "training" / "evaluate.py"]
     texts = [file.read_text() for file in files]
     try:
         with site.busy():
@@ -80,9 +79,7 @@ def test_what_was_submitted_runs_whatever_is_edited_later(site: Site) -> None:
                 file.write_text("raise RuntimeError('edited after submission')\n")
             folder = site.run_of("edited")
             assert not folder.attempts(), "it waits for the hosts"
-        deadline = time.monotonic() + 60
-        while not folder.result and time.monotonic() < deadline:
-            time.sleep(0.3)
+        until("it has ended", lambda: folder.result)
     finally:
         for file, text in zip(files, texts, strict=True):
             file.write_text(text)
@@ -152,11 +149,9 @@ def test_torchrun_goes_before_slurm_inside_an_allocation(site: Site) -> None:
 def test_what_the_cluster_cannot_do_is_refused(
     site: Site, words: tuple[str, ...], options: tuple[str, ...], message: str
 ) -> None:
-    start = time.monotonic()
     done = site.submit("mnist_pipeline", "refused", "depth=5", *words, options=options)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stderr.count("error: ") <= 2 and "Traceback" not in done.stderr
-    assert time.monotonic() - start < 15
     assert not list((site.runs / "refused").glob("*"))
 
 

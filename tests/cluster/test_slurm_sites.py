@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from slurm import cluster_conf
-from tests.harness.site import Site, folder, own_mounts, up
+from tests.harness.site import Site, folder, own_mounts, until, up
 
 pytestmark = pytest.mark.timeout(300)
 NOBODY = 65534
@@ -82,9 +82,13 @@ def forget(site: Site) -> None:
     (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")
     pid = pid_file.read_text().strip()
     site.inside("kill", pid)
-    while site.inside("kill", "-0", pid).returncode == 0:
-        time.sleep(0.1)
+    until("the controller has ended", lambda: site.inside("kill", "-0", pid).returncode)
     assert site.inside("slurmctld", "-c").returncode == 0
+
+
+def accounted(site: Site, job: str, state: str) -> bool:
+    """Whether the accounting database knows how a job has ended."""
+    return site.inside("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").stdout.startswith(state)
 
 
 def test_accounting_knows_what_the_controller_has_forgotten(accounting: Site) -> None:
@@ -97,11 +101,7 @@ def test_accounting_knows_what_the_controller_has_forgotten(accounting: Site) ->
         if name == "CANCELLED":
             site.wait(site.run_of(name), "RUNNING")
             site.inside("scancel", job)
-        asked = ("sacct", "-n", "-X", "-P", "-j", job, "-o", "State")
-        deadline = time.monotonic() + 60
-        while not (shown := site.inside(*asked).stdout).startswith(name):
-            assert time.monotonic() < deadline, shown
-            time.sleep(0.3)
+        until(f"sacct tells {name}", functools.partial(accounted, site, job, name))
         (site.run_of(name).path / "result.json").unlink(missing_ok=True)  # it would be asked first
     forget(site)
     for name, (state, status, followed) in ends.items():

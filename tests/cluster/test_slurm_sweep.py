@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.folder import Folder, read_json
+from common.runs.folder import Folder, read_json
 from slurm.scheduler import choose
 from tests.harness.site import Site, until
 

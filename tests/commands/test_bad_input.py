@@ -6,7 +6,6 @@ runs; further disks that are full or read-only are in tests/complete/test_disks.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -16,51 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from common.config import UserError
-from common.prepare import RAW
-from slurm import submit
-from tests.harness.bad_input import DISKS, ESSENTIAL, Case, check, file
+from common.core.config import UserError
+from common.data.prepare import RAW
+from slurm import submit, trained
+from tests.harness import inside
+from tests.harness.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file
+from tests.harness.damaged_runs import OF_A_RUN
+from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment
 
 MNIST = ("data.name=mnist", "data.root={place}/raw", "data.download_timeout=0")
-
-
-# ---- settings
-
-
-def settings(name: str, *words: str, parts: tuple[str, ...]) -> Case:
-    return Case(name, words, parts)
-
-
-SETTINGS = [
-    settings("unknown key", "epoch=3", parts=("unknown key epoch", "did you mean epochs?")),
-    settings("unknown group", "optm.lr=1", parts=("unknown key optm.lr", "did you mean optim.lr?")),
-    settings("wrong type", "batch=many", parts=("batch=many", "int >= 1")),
-    settings("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
-    settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "whole number")),
-    settings("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
-    *(
-        settings(f"{key}=0", f"{key}=0", parts=(f"{key}=0: out of range; allowed: int ",))
-        for key in ("batch", "stages", "microbatches", "epochs", "eval_batch", "launch.nodes", "stages_per_process")
-    ),
-    settings("negative steps", "steps=-1", parts=("steps=-1", "int >= 0")),
-    settings("more stages than layers", "stages=4", parts=("stages=4", "3 layers", "at most 3")),
-    settings("microbatches that do not divide", "microbatches=5", parts=("batch=64", "microbatches=4 or 8")),
-    settings("more microbatches than samples", "batch=4", "microbatches=8", parts=("microbatches=4",)),
-    settings("batch above the set", "batch=60001", "microbatches=1", parts=("60000 training samples",)),
-    *(settings(f"no {key}", f"{key}=", parts=(f"{key}= is empty",)) for key in ("runs", "data.cache")),
-    settings("huge batch", f"batch={10**12}", parts=("60000 training samples",)),
-    settings("no word", "--frobnicate", parts=("'--frobnicate'", "usage")),
-    settings("control characters", "'runs=a\nb'", parts=("runs=", "control characters")),
-    settings("project that W&B rejects", "wandb.project=a/b", parts=("wandb.project=a/b", "128")),
-    settings("empty tag", "wandb.tags=[a,,b]", parts=("wandb.tags", "1 to 64")),
-    settings("no such --config", "--config=nowhere.yaml", parts=("nowhere.yaml", "no such configuration file")),
-    settings("--config is a folder", "--config=/", parts=("/: cannot be read",)),
-    dataclasses.replace(
-        settings("WANDB_MODE unknown", parts=("WANDB_MODE=sometimes", "auto, online, offline, disabled")),
-        env=(("WANDB_MODE", "sometimes"),),
-    ),
-]
 
 
 def configured(name: str, text: str, *parts: str) -> Case:
@@ -176,6 +140,39 @@ def test_bad_settings(case: Case, cache: Path, tmp_path: Path, monkeypatch: pyte
         submit.main(["--dry-run=1", f"--args={' '.join(case.words)}", "--", case.experiment])
     assert all(part in str(caught.value) for part in case.parts), caught.value
     assert sorted(tmp_path.iterdir()) == before
+
+
+NO_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", "-x", "*", "\udcff", "x" * 300]
+
+
+@pytest.mark.parametrize("text", NO_RUNS, ids=ascii)
+@pytest.mark.parametrize("command", OF_A_RUN)
+def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
+    main, words = OF_A_RUN[command]
+    done = inside.call(main, *(word.replace("{}", text) for word in words.split(" ")), cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert done.stderr.count("error: ") == 1 and not list(tmp_path.iterdir()), done
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--format=x", "--", "export", "{}"), "FORMAT='x' is unknown; use safetensors, torch.export or onnx"),
+        (("--format=../x", "--", "export", "{}"), "FORMAT='../x' is unknown"),
+        (("--args=epoch=3", "--", "evaluate", "{}"), "unknown key epoch; did you mean epochs?"),
+        (("--args=batch=many", "--", "evaluate", "{}"), "batch=many"),
+        (("--args=--help", "--", "evaluate", "{}"), "--help is no setting"),
+        (("--args='x", "--", "evaluate", "{}"), "ARGS"),
+        (("--args=cluster.time=5", "--", "evaluate", "{}"), "cluster.time"),
+        (("--args=data.name=nothing", "--", "evaluate", "{}"), "data.name=nothing"),
+        (("--", "evaluate", "{}"), "has no model.safetensors"),
+    ],
+)
+def test_bad_words_about_a_trained_model(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
+    done = inside.call(trained.main, *(word.replace("{}", str(folder.path)) for word in words))
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done
+    assert "Traceback" not in done.stderr
 
 
 def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from common import page
-from common.folder import Folder
+from common.runs import compare_page
+from common.runs.folder import Folder
 from slurm import compare as compared
 from slurm import selection, status
 from tests.harness import inside, warm
@@ -52,6 +52,14 @@ def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
     assert "data.cache" not in head
     assert any("FAILED: the loss is nan" in line for line in lines)
     assert lines[-1] == f"page: {made / 'compare.html'}"
+
+
+def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
+    for number, stages in enumerate(([["conv1", "bn1"], ["layer2_1"], ["fc"]], [["all"]], None, "damaged")):
+        Made("mnist_pipeline", number, 20, result={} if stages is None else {"stages": stages}).write(tmp_path)
+    assert [run["cut"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
+    head, first, *_ = compare(tmp_path).stdout.splitlines()
+    assert "cut" in head.split() and "layer2_1,fc" in first
 
 
 def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:
@@ -127,13 +135,24 @@ def test_a_page_that_cannot_be_written_takes_no_table_away(made: Path, tmp_path:
     assert not place.is_dir() or not list(place.iterdir())
 
 
+def test_only_a_page_of_its_own_is_written_over(made: Path, tmp_path: Path) -> None:
+    for name, text in (("README.md", "# mine\n"), ("empty", "")):
+        (tmp_path / name).write_text(text)
+        done = compare(made, f"--page={tmp_path / name}")
+        assert done.returncode == 2 and "is no page of make compare" in done.stderr and "Traceback" not in done.stderr
+        assert (tmp_path / name).read_text() == text
+    for _ in range(2):
+        done = compare(made, f"--page={tmp_path / 'page.html'}")
+        assert done.returncode == 0, done.stderr
+
+
 def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> None:
     for name in ("mnist_pipeline", "ddp_multinode"):
         Made(name, 7, 10, result={"idle_share": [0.2]}).write(tmp_path)
     runs, differing = compared.compare(selection.everything(tmp_path))
     for run in runs:
         run.label = "0007"
-    plot = page.figure([compared.picture(run, tmp_path, differing) for run in runs])
+    plot = compare_page.figure([compared.picture(run, tmp_path, differing) for run in runs])
     assert plot is not None
     ids = {run.folder.path.name for run in runs}
     assert {trace.legendgroup for trace in plot.data} == ids

@@ -8,6 +8,7 @@ times all the way through.
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import shutil
@@ -234,7 +235,7 @@ def test_bad_settings_are_answered_without_torch(tmp_path: Path) -> None:
         fake.parent.mkdir(parents=True)
         fake.write_text(f"raise SystemExit('{name} was imported')\n")
     program = """
-from common.config import UserError
+from common.core.config import UserError
 from slurm import submit
 for words in (
     ["--", "mnist_pipelin"],
@@ -365,7 +366,29 @@ def test_environment_is_built_once_and_again_only_for_new_requirements(place: Pa
     later = (place / ".venv/.ready").stat().st_mtime + 10
     os.utime(place / "requirements.txt", (later, later))
     assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert installed.read_text().count("installed") == 1  # a checkout sets the time, and the content is the same
+    with open(place / "requirements.txt", "a") as file:
+        file.write("# another\n")
+    os.utime(place / "requirements.txt", (later + 10, later + 10))
+    assert make(place, "lint", f"PYTHON={python}").status == 0
     assert installed.read_text().count("installed") == 2
+
+
+def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> None:
+    python, installed = fake_python(place), place.parent / "installed"
+    assert set_up(place, python).status == 0
+    library = place / ".venv" / "library.so"
+    library.write_bytes(bytes(4096))
+    with open(place / "requirements.txt", "a") as file:
+        file.write("# another\n")
+    later = (place / ".venv/.ready").stat().st_mtime + 10
+    os.utime(place / "requirements.txt", (later, later))
+    with open(library, "rb") as mapped, mmap.mmap(mapped.fileno(), 0, prot=mmap.PROT_READ):
+        done = make(place, "lint", f"PYTHON={python}")
+    assert done.status and "processes still use .venv; end them" in done.err and library.exists()
+    assert installed.read_text().count("installed") == 1
+    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert installed.read_text().count("installed") == 2 and not library.exists()
 
 
 def test_folder_behind_a_linked_environment_is_left_alone(place: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import slurm.prune
-from tests.harness import inside
+from tests.harness import inside, warm
 from tests.harness.made_runs import Made
+from tests.harness.processes import environment
 
 KEPT = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
@@ -35,6 +38,7 @@ def runs(tmp_path: Path) -> Path:
         (saved / "rank-0.pt").write_bytes(bytes(3_000_000))
         (saved.parent / "latest").symlink_to(outside)
         (saved.parent.parent / "trace-0.json").write_text("{}")
+        (folder.path / "model.safetensors").write_text("x")
         (folder.path / "code").mkdir()
         (folder.path / "code" / "own.py").write_text("x")
         for name in ("sent", "unsent"):
@@ -46,7 +50,7 @@ def runs(tmp_path: Path) -> Path:
 
 def test_it_first_only_shows(runs: Path) -> None:
     before = files(runs)
-    done = prune(runs)
+    done = warm.execute([sys.executable, "-m", "slurm.prune", f"--runs={runs}"], env=environment())
     assert done.returncode == 0, done.stderr
     assert "3.0 MB would be freed; make prune-runs DRY_RUN=0 does it" in done.stdout
     assert files(runs) == before
@@ -69,8 +73,32 @@ def test_only_what_is_superfluous_goes(runs: Path, tmp_path: Path) -> None:
     assert "0.0 MB would be freed" in prune(runs).stdout
 
 
+def test_the_only_model_of_a_run_goes_only_with_its_name(runs: Path) -> None:
+    finished = min(runs.iterdir())
+    (finished / "model.safetensors").unlink()
+    older = finished / "attempts/0001/checkpoints/step-00000005"
+    shutil.copytree(older.with_name("step-00000010"), older)
+    assert prune(runs, "--dry-run=0").returncode == 0
+    assert not older.exists() and (older.with_name("step-00000010") / "rank-0.pt").exists()
+    assert prune(runs, f"--pick={finished.name}", "--dry-run=0").returncode == 0
+    assert "rank-0.pt" not in files(finished)
+
+
 def test_a_strange_switch_removes_nothing(runs: Path) -> None:
     before = files(runs)
     done = prune(runs, "--dry-run=no")
     assert done.returncode == 2 and "DRY_RUN=" in done.stderr
     assert files(runs) == before
+
+
+def test_the_best_model_goes_only_if_its_run_is_named(runs: Path) -> None:
+    finished = sorted(runs.iterdir())[0]
+    (room,) = finished.glob("attempts/*/checkpoints")
+    (room / "step-00000005").mkdir()
+    (room / "step-00000005" / "rank-0.pt").write_bytes(bytes(1000))
+    (room / "best").write_text("step-00000005\n")
+    done = prune(runs, "--dry-run=0")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in room.iterdir()) == ["best", "step-00000005"]
+    done = prune(runs, f"--pick={finished.name}", "--dry-run=0")
+    assert done.returncode == 0 and not room.exists(), done.stderr

@@ -1,4 +1,4 @@
-"""The README is true: its commands run, its links lead somewhere, its sample output looks like the real one."""
+"""The pages are true: their commands run, their links lead somewhere, the sample output looks like the real one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from tests.harness import making, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment, run
 
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "common/README.md", "slurm/README.md")),
+    *sorted(ROOT.glob("tests/*/README.md")),
+    *sorted(ROOT.glob("experiments/*.md")),
+]
 TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+BLOCKS = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
 COMMANDS = sorted(
     {shlex.join(shlex.split(line, comments=True)) for block in BLOCKS for line in block.splitlines()} - {""}
 )
@@ -37,6 +42,10 @@ ELSEWHERE = {
     "make exp NAME=mnist_pipeline NODES=2 FOLLOW=1": "tests/commands/test_make.py",
     "make exp 'RESUME=<id>'": "tests/recovery/test_resume.py",
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/recovery/test_resume.py",
+    "make exp 'RESUME=<id>' ARGS=epochs=22": "tests/experiments/test_trained_model.py",
+    "make evaluate 'RUN=<id>'": "tests/experiments/test_trained_model.py",
+    "make evaluate 'RUN=<id>' ARGS=data.test_limit=1000": "tests/experiments/test_trained_model.py",
+    "make export 'RUN=<id>' FORMAT=torch.export": "tests/complete/test_exported_models.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "tests/commands/test_sweep.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/commands/test_sweep.py",
     "make doctor NODES=2": "tests/commands/test_doctor.py",
@@ -96,10 +105,23 @@ def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Pa
     assert done.stdout
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    assert links
-    assert not [link for link in links if not link.startswith("http") and not (ROOT / link).exists()]
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert link.startswith("http") or target.exists(), link
+        assert not anchor or anchor in slugs(target), link
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 200
 
 
 def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) -> None:
@@ -116,6 +138,6 @@ def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) 
 
 def test_every_experiment_and_pitfall_is_told() -> None:
     for script in (ROOT / "experiments").glob("*.py"):
-        assert f"](experiments/{script.name})" in TEXT
+        assert f"](experiments/{script.name})" in TEXT and f"](experiments/{script.stem}.md)" in TEXT
         tour = TEXT.partition("## A tour\n")[2].partition("\n## ")[0]
         assert re.search(rf"^\| {script.stem} \|[^|]+\?[^|]* \|[^|]{{20,}}\|$", tour, re.MULTILINE)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import UserError
-from common.folder import Folder, write_json
+from common.core.config import UserError
+from common.runs.folder import Folder, write_json
 from configs.profile import Profile
 from slurm import rerun
 from tests.harness import inside, warm
@@ -45,6 +45,19 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(cache: Path, tmp_p
     assert (new.path / "code" / "experiments" / "mnist_pipeline.py").read_text() == script.read_text()
     meta = json.loads((new.path / "meta.json").read_text())
     assert meta["repeats"] == old.name and meta["packages"]["numpy"] == np.__version__
+
+
+def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
+    for steps, equal in ((20, True), (19, False), (21, False)):
+        new = Folder(tmp_path / f"new-{steps}" / old.path.name)
+        shutil.copytree(old.path, new.path)
+        (attempt,) = new.attempts()
+        lines = [line for line in attempt.metrics_file.read_text().splitlines(keepends=True) if '"loss"' in line]
+        more = lines[-1].replace('"global_step": 20', '"global_step": 21')
+        attempt.metrics_file.write_text("".join([*lines, more][:steps]))
+        assert rerun.compare(old, new) is equal
+        assert (f"20 steps then, {steps} now" in capsys.readouterr().out) is not equal
 
 
 def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: Path) -> None:

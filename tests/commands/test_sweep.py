@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +11,11 @@ import pytest
 import yaml
 
 import slurm.sweep
-from common.folder import read_json, write_json
 from slurm import compare, grid
-from tests.harness import inside, warm
-from tests.harness.made_runs import Made
-from tests.harness.processes import ROOT, environment
-
-DIVERGES = {"steps": "40", "optim.decay": "constant", "optim.weight_decay": "10"}  # with a rate of 100
-TINY = {"width": "8", "stages": "1", "steps": "6", "batch": "64", "log.progress": "none", "data.name": "digits"}
-
-
-def write(folder: Path, cache: Path, **tree: Any) -> Path:
-    """A grid's file whose runs lie in its own folder."""
-    settings = TINY | {"data.test_limit": "50", "data.cache": str(cache), "runs": str(folder / "runs")}
-    tree = {"experiment": "mnist_pipeline"} | tree
-    tree["settings"] = settings | tree.get("settings", {})
-    file = folder / "rates.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
-
-
-def sweep(file: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command, as a fork of a warm process; the runs that it starts are processes of their own source."""
-    argv = [sys.executable, "-m", "slurm.sweep", "--launch=local", *words, "--", str(file)]
-    return warm.execute(argv, env=environment(), timeout=200)
+from tests.harness import inside
+from tests.harness.damaged_runs import DAMAGES
+from tests.harness.processes import ROOT
+from tests.harness.sweeps import DIVERGES, begin, cells, sweep, write
 
 
 def refused(file: Path, *words: str, cwd: Path = ROOT) -> str:
@@ -47,39 +26,21 @@ def refused(file: Path, *words: str, cwd: Path = ROOT) -> str:
     return done.stderr
 
 
-def cells(file: Path) -> list[dict[str, Any]]:
-    return list(read_json(file.parent / "runs" / "sweeps" / "rates" / "sweep.json")["cells"])
-
-
-def test_only_what_is_missing_is_run_and_failed_ones_alone(tmp_path: Path, cache: Path) -> None:
-    """One point is finished and one failed, two are missing and run at once; then the failed one begins anew."""
-    points = [{"optim.lr": rate} for rate in ("0.01", "100", "0.02", "0.03")]
-    file = write(tmp_path, cache, points=points, settings=DIVERGES, parallel="2")
-    made = [Made("mnist_pipeline", number, 10, state=state) for number, state in enumerate(("finished", "failed"))]
-    runs = [one.write(tmp_path / "runs").path.name for one in made]
-    begun = [
-        {"values": point, "repeat": 0, "run": run, "state": "running"} for point, run in zip(points, runs, strict=False)
-    ]
-    place = tmp_path / "runs" / "sweeps" / "rates"
-    place.mkdir(parents=True)
-    write_json(place / "sweep.json", {"experiment": "mnist_pipeline", "cells": begun})
-
-    done = sweep(file)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 points of mnist_pipeline (1 finished, 1 failed, 2 missing); 2 to run now" in done.stdout, done.stdout
-    assert [cell["state"] for cell in cells(file)] == ["finished", "failed", "finished", "finished"]
-    assert [cell["run"] for cell in cells(file)][:2] == runs
+def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> None:
+    points = [{"optim.lr": rate} for rate in ("0.01", "100")]
+    file = write(tmp_path, cache, points=points, settings=DIVERGES)
+    runs = begin(tmp_path, points, "finished", "failed")
+    nothing = sweep(file)
+    assert nothing.returncode == 0 and "(1 finished, 1 failed); 0 to run now" in nothing.stdout
     again = sweep(file, "--failed=1")
     assert again.returncode == 1 and "1 to run now" in again.stdout, again.stdout + again.stderr
-    first, failed, *others = cells(file)
+    first, failed = cells(file)
+    assert (first["run"], first["state"]) == (runs[0], "finished")
     assert failed["state"] == "failed"  # the loss is no number, as before
     assert failed["earlier"] == [runs[1]] and failed["run"] != runs[1]
-    assert first["run"] == runs[0] and len(list((tmp_path / "runs").glob("mnist_pipeline-*"))) == 5
-    nothing = sweep(file)
-    assert nothing.returncode == 0 and "0 to run now" in nothing.stdout
     compared = inside.call(compare.main, f"--runs={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
-    assert all(cell["run"] in compared.stdout for cell in (first, failed, *others))
+    assert all(cell["run"] in compared.stdout for cell in (first, failed))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +81,22 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
     folder.mkdir(parents=True)
     (folder / "sweep.json").write_text(json.dumps({"experiment": "mnist_pipeline", "settings": {"steps": "7"}}))
     assert "was begun with other settings" in refused(file)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "a path", "a number"])
+def test_a_damaged_sweep_is_told_and_not_begun_anew(damage: str, tmp_path: Path, cache: Path) -> None:
+    points = [{"batch": "32"}, {"batch": "64"}]
+    file = write(tmp_path, cache, points=points)
+    begin(tmp_path, points, "finished")
+    kept = tmp_path / "runs" / "sweeps" / "rates" / "sweep.json"
+    cell = {"values": points[0], "repeat": 0, "run": "../../elsewhere" if damage == "a path" else 3}
+    content = DAMAGES[damage](kept.read_bytes()) if damage in DAMAGES else json.dumps({"cells": [cell]}).encode()
+    kept.write_bytes(content)
+    for words in ((), ("--dry-run=1",), ("--failed=1",)):
+        assert "sweep.json is damaged; bring it back, or delete it" in refused(file, *words)
+    done = inside.call(compare.main, f"--runs={tmp_path / 'runs'}", "--sweep=rates")
+    assert done.returncode == 2 and "sweep.json is damaged" in done.stderr and done.stderr.count("\n") == 1
+    assert kept.read_bytes() == content
 
 
 def test_repeats_have_seeds_of_their_own(tmp_path: Path, cache: Path) -> None:

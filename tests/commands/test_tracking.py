@@ -7,23 +7,26 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from common.folder import Folder, read_json, write_json
-from common.tracking import Tracker
+from common.measure import media
+from common.runs import wandb_tracker
+from common.runs.folder import Folder, read_json, write_json
+from common.runs.wandb_tracker import Tracker
 from configs.mnist_pipeline import Config
 from tests.harness import warm
-from tests.harness.live_runs import ranks_of, running
 from tests.harness.made_runs import Made
-from tests.harness.processes import Done, command, environment, processes_of, run
+from tests.harness.processes import Done, command, environment, run
 from tests.harness.shared import make_once
-from tests.harness.tracked_runs import SECRET, exit_code, history, inspect, of_type, records, status, track, until
+from tests.harness.tracked_runs import SECRET, exit_code, history, inspect, kill_rank, of_type, records, status, track
 
 LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
 BOUND = 15.0  # seconds; the ends under test take up to 4, without their bounds 20 and more
@@ -133,6 +136,58 @@ def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
     assert history(records(folder)) == folder.metrics()
 
 
+def test_a_run_that_left_no_result_ends_as_failed(tmp_path: Path) -> None:
+    folder, _ = track(Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "source"), tmp_path / "place")
+    assert exit_code(records(folder)) == 1
+
+
+def test_steps_that_were_done_again_are_logged_once_and_media_too(offline: Offline, tmp_path: Path) -> None:
+    source = copy_with_two_starts(offline.done.folder, tmp_path / "source")
+    second = source.attempts()[1]
+    media.write_image(second, 27, "digit", torch.zeros(4, 4))
+    media.write_histogram(second, 29, "weights", torch.arange(5.0))
+    with open(second.attempt / media.LIST, "a") as file:
+        file.write('{"damaged\n{"cut o')
+    redone = source.attempts()[1].own_metrics()
+    assert [row["global_step"] for row in redone[:2]] == [21, 22], "the first start had got to step 25"
+    folder, _ = track(source, tmp_path / "place", number=2)
+    rows = history(records(folder))
+    assert [row["global_step"] for row in rows if "loss" in row] == list(range(26, 31))
+    assert [row["global_step"] for row in rows if "test_loss" in row] == [30]
+    kinds = {name: row["global_step"] for row in rows for name in row if name.endswith("._type")}
+    assert kinds == {"digit._type": 27, "weights._type": 29}
+
+
+def test_only_rows_that_were_passed_on_are_known(offline: Offline, tmp_path: Path) -> None:
+    """The tracking process of an earlier start may have been killed with its host, or switched off."""
+    folder = copy_with_two_starts(offline.done.folder, tmp_path)
+    note = folder.attempts()[0].attempt / wandb_tracker.PASSED
+    second = folder.attempts()[1]
+    assert len(wandb_tracker.known_rows(second)) == 25
+    write_json(note, {"rows": 22})
+    assert len(wandb_tracker.known_rows(second)) == 22
+    note.unlink()
+    assert not wandb_tracker.known_rows(second)
+
+
+def copy_with_two_starts(whole: Folder, place: Path) -> Folder:
+    """A run as if it had been cut off after step 25, and gone on from a checkpoint of step 20."""
+    folder = Folder(place / whole.path.name)
+    shutil.copytree(whole.path, folder.path, ignore=shutil.ignore_patterns("wandb", "code"))
+    first, second = folder.attempts()[0], folder.claim()
+    lines = first.metrics_file.read_text().splitlines(keepends=True)
+    first.metrics_file.write_text("".join(lines[:25]))
+    second.metrics_file.write_text("".join(lines[20:]))
+    second.set_parent(1, 20, 20)
+    return folder
+
+
+def test_the_model_is_an_artifact(offline: Offline) -> None:
+    found = of_type(offline.records, "request") + of_type(offline.records, "artifact")
+    text = json.dumps(found)
+    assert "model.safetensors" in text and "model.json" in text and f"{offline.done.folder.path.name}-model" in text
+
+
 # ---- switched off
 
 
@@ -150,13 +205,8 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: tuple[str, ...], mode:
 
 
 def test_a_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    env = {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
-    with running("mnist_pipeline", *digits, *LONG, runs=tmp_path / "runs", **env) as (process, folder):
-        until(lambda: status(folder))
-        pid = ranks_of(process.pid)[1]
-        os.kill(pid, signal.SIGKILL)
-        assert until(lambda: process.poll() is not None and not processes_of(str(tmp_path))) < BOUND
-        said = process.out + process.err
+    process, folder, pid = kill_rank(1, (*digits, *LONG), tmp_path, BOUND)
+    said = process.out + process.err
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 1 (pid {pid}) was killed by SIGKILL" in said
     assert "Traceback" not in said

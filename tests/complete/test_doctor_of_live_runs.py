@@ -1,22 +1,37 @@
-"""make doctor on runs of which one rank hangs or is slow."""
+"""make doctor on this machine, and on runs of which one rank hangs or is slow."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from slurm import doctor, status
-from tests.harness import inside
-from tests.harness.live_runs import ranks_of, running
+from tests.harness import inside, warm
+from tests.harness.long_runs import only_folder, ranks_of, train_long
+from tests.harness.processes import environment
+
+
+def test_this_machine_is_sound(cache: Path, tmp_path: Path) -> None:
+    args = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
+    done = warm.execute([sys.executable, "-m", "slurm.doctor", "--nodes=2", args], env=environment(), real=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-2:] == ["W&B: runs would be disabled", "all is sound"] and len(lines) == 6
+    assert "all_reduce_gb_per_s" in lines[1] and "gflop_per_s" in lines[1]
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_rank_that_hangs_is_named(digits: tuple[str, ...], tmp_path: Path) -> None:
     words = (*digits, "steps=100000", "epochs=300", "launch.step_timeout=15", "log.progress=none")
-    with running("mnist_pipeline", *words, runs=tmp_path) as (process, folder):
-        os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
+    with train_long("mnist_pipeline", *words, runs=tmp_path) as process:
+        folder = only_folder(tmp_path)
+        os.kill(ranks_of(process)[1], signal.SIGSTOP)
         process.wait(120)
     done = inside.call(doctor.main, f"--run={folder.path}")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -24,10 +39,13 @@ def test_a_rank_that_hangs_is_named(digits: tuple[str, ...], tmp_path: Path) -> 
     assert "stood at " in done.stdout
 
 
-def test_a_straggler_is_named_while_the_run_goes_on(cache: Path, tmp_path: Path) -> None:
-    words = ("data.name=digits", f"data.cache={cache}", "batch=128", "epochs=100", "log.progress=none")
-    with running("ddp_multinode", *words, runs=tmp_path) as (process, folder):
-        slow, deadline, found = ranks_of(process.pid)[1], time.monotonic() + 120, ""
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_straggler_is_named_while_the_run_goes_on(strategy: str, cache: Path, tmp_path: Path) -> None:
+    data = ("data.name=digits", f"data.cache={cache}")
+    words = (*data, "batch=128", "epochs=100", "log.progress=none", f"strategy={strategy}")
+    with train_long("ddp_multinode", *words, runs=tmp_path) as process:
+        folder = only_folder(tmp_path)
+        slow, deadline, found = ranks_of(process)[1], time.monotonic() + 120, ""
         while "rank 1 on " not in found:
             assert time.monotonic() < deadline, found
             throttle(slow, 4)

@@ -7,31 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import compact, models
-from common.sparsity import Masks
+from common.models import exporting, networks, pruning_savings
+from common.models.pruning_masks import Masks
 from tests.harness.processes import run
 
 
 @pytest.mark.parametrize("name", ["lenet300", "convnet", "resnet18"])
 def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, path = models.for_images(name, (28, 28), 10), tmp_path / "model.pt2"
+    model, path = networks.for_images(name, (28, 28), 10), tmp_path / "model.pt2"
     Masks(model)
-    bare, x = compact.bare(model), torch.randn(3, 28, 28)
-    facts = compact.exported(bare, x[:1], path)
+    bare, x = pruning_savings.bare(model), torch.randn(3, 28, 28)
+    facts = pruning_savings.exported(bare, x[:1], path)
     assert facts["export_difference"] < 1e-5 and facts["export_bytes"] == path.stat().st_size
     with torch.no_grad():
-        assert torch.allclose(compact.elsewhere(path, x), bare(x), atol=1e-5)
+        assert torch.allclose(exporting.run_elsewhere(path, x), bare(x), atol=1e-5)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
 
 
 def test_a_program_that_cannot_be_written_or_run_is_told(tmp_path: Path) -> None:
-    model, x = models.Toy((10,), 5).eval(), torch.randn(3, 10)
+    model, x = networks.Toy((10,), 5).eval(), torch.randn(3, 10)
     (tmp_path / "model.pt2").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match="cannot be run by itself"):
-        compact.elsewhere(tmp_path / "model.pt2", x)
+        exporting.run_elsewhere(tmp_path / "model.pt2", x)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
-    assert compact.exported(model, x, tmp_path / "nowhere" / "model.pt2").keys() == {"export_problem"}
+    assert pruning_savings.exported(model, x, tmp_path / "nowhere" / "model.pt2").keys() == {"export_problem"}
 
 
 def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path: Path) -> None:
@@ -42,3 +41,5 @@ def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path:
     result = done.folder.result
     assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"]) and result["weights"] > 11e6
     assert result["export_difference"] < 1e-3
+    assert (done.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
+    assert "run elsewhere, outputs differ by" in done.out

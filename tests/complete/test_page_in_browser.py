@@ -11,8 +11,9 @@ import pytest
 
 from slurm import compare as compared
 from tests.harness import inside
-from tests.harness.browser import browser, requests, until
+from tests.harness.browser import browser, requests
 from tests.harness.made_runs import Made, write_six
+from tests.harness.processes import wait_until
 
 
 def compare(runs: Path, *words: str) -> None:
@@ -30,7 +31,11 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path) -> None:
     page = runs / "compare.html"
     with browser() as chrome:
         chrome.get(page.as_uri())
-        until(lambda: chrome.execute_script("return document.querySelectorAll('.scatterlayer path.js-line').length"))
+        wait_until(
+            lambda: chrome.execute_script("return document.querySelectorAll('.scatterlayer path.js-line').length"),
+            "the page changes",
+            30,
+        )
         said = chrome.get_log("browser")
         assert not said, said
         assert chrome.title == "6 runs compared"
@@ -69,9 +74,11 @@ def check_legend(chrome: Any) -> None:
     assert len(entries) == 5
     assert "(failed)" in entries[3].text and "(running)" in entries[4].text
     entries[0].find_element(By.CSS_SELECTOR, ".legendtoggle").click()
-    until(lambda: chrome.execute_script(count) == before - 4)  # loss, speed, and two evaluations
+    wait_until(
+        lambda: chrome.execute_script(count) == before - 4, "the page changes", 30
+    )  # loss, speed, and two evaluations
     chrome.find_elements(By.CSS_SELECTOR, ".legendtoggle")[0].click()
-    until(lambda: chrome.execute_script(count) == before)
+    wait_until(lambda: chrome.execute_script(count) == before, "the page changes", 30)
 
 
 def check_axes(chrome: Any) -> None:
@@ -81,13 +88,16 @@ def check_axes(chrome: Any) -> None:
     for name, last in (("samples", 64_000), ("seconds", 10.0), ("step", 1000)):
         (button,) = [b for b in chrome.find_elements(By.TAG_NAME, "button") if b.text == name]
         button.click()
-        assert until(lambda: chrome.execute_script("return plots.layout.xaxis.title.text")) == name
+        assert (
+            wait_until(lambda: chrome.execute_script("return plots.layout.xaxis.title.text"), "the page changes", 30)
+            == name
+        )
         assert chrome.execute_script("return plots.data[0].x.at(-1)") == pytest.approx(last, rel=0.1)
         low, high = chrome.execute_script("return plots.layout.xaxis.range")
         assert low <= 0.1 * last and last <= high < 1.2 * last
     (button,) = [b for b in chrome.find_elements(By.TAG_NAME, "button") if b.text == "logarithmic"]
     button.click()
-    until(lambda: chrome.execute_script("return plots.layout.yaxis.type") == "log")
+    wait_until(lambda: chrome.execute_script("return plots.layout.yaxis.type") == "log", "the page changes", 30)
     assert chrome.execute_script("return plots.layout.yaxis2.type") != "log"  # accuracy
 
 
@@ -106,6 +116,6 @@ def test_fifty_runs_are_drawn(tmp_path: Path) -> None:
     with browser() as chrome:
         chrome.get((runs / "compare.html").as_uri())
         count = "return document.querySelectorAll('.subplot.xy path.js-line').length"
-        until(lambda: chrome.execute_script(count) == 50)
+        wait_until(lambda: chrome.execute_script(count) == 50, "the page changes", 30)
         colours = chrome.execute_script("return new Set(plots.data.map(t => t.line && t.line.color)).size")
         assert colours == 50

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.folder import Folder
-from common.prepare import RAW
+from common.data.prepare import RAW
+from common.runs.folder import Folder
 from slurm import rerun
 from tests.harness.processes import environment, run
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import config
+from common.core import config
 from tests.harness import warm
 from tests.harness.processes import environment
 

@@ -13,14 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from common import config, data, models, optim
-from common.config import UserError
-from common.launch import World
+from common.core import config
+from common.core.config import UserError
+from common.data import loader
+from common.distributed.rendezvous import World
+from common.models import networks
+from common.training import optimizers
 from configs.amp_accum import Config
 from configs.shared import Optim
 from experiments import amp_accum
 from tests.harness.amp_parity import PLANTS, expected
-from tests.harness.ddp_parity import results, wrong
+from tests.harness.cases import train_cases
+from tests.harness.ddp_parity import wrong
 from tests.harness.processes import run
 from tests.harness.shared import make_once
 
@@ -40,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[int, 
 
     def train(folder: Path) -> None:
         for count, wanted in cases.items():
-            results("amp_parity", folder, cache, count, wanted)
+            train_cases("amp_parity", folder, cache, count, wanted)
 
     folder = make_once(tmp_path_factory, "amp", train)
     return {count: torch.load(folder / f"results-{count}.pt", weights_only=True) for count in cases}
@@ -73,7 +77,7 @@ def test_samples_of_a_short_window_are_counted_as_they_are(trained: Any) -> None
 
 def test_gradients_are_exchanged_once_a_window(trained: Any) -> None:
     once, each, outside = (trained[2][case] for case in COUNTED)
-    held = 8 * sum(p.numel() for p in models.SimpleNN().parameters())
+    held = 8 * sum(p.numel() for p in networks.SimpleNN().parameters())
     assert once["exchanged"] == 5 * held == sum(once["bytes_sent"]), "of two processes each sends all it holds"
     assert each["exchanged"] == 20 * held == sum(each["bytes_sent"])
     assert outside["exchanged"] == 20 * held, "with the forward outside no_sync nothing is saved"
@@ -109,7 +113,7 @@ def test_a_first_step_that_is_left_out_leaves_nothing_behind(name: Any) -> None:
     def trained_on(gradients: list[float], scaled: bool) -> Tensor:
         torch.manual_seed(0)
         layer = torch.nn.Linear(784, 100)
-        optimizer = optim.make(layer.parameters(), Optim(name=name, lr=0.1), scaled=scaled)
+        optimizer = optimizers.make(layer.parameters(), Optim(name=name, lr=0.1), scaled=scaled)
         scaler = torch.amp.GradScaler("cpu", enabled=scaled)
         for gradient in gradients:
             layer.weight.grad, layer.bias.grad = (torch.full_like(p, gradient) for p in layer.parameters())
@@ -168,7 +172,7 @@ def test_channels_last_lays_images_and_filters_so(cache: Path) -> None:
     world = World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
     for wanted in (True, False):
         cfg = Config(model="resnet18", channels_last=wanted)
-        images = cast(data.Images, SimpleNamespace(shape=(3, 8, 8), classes=2))
+        images = cast(loader.Images, SimpleNamespace(shape=(3, 8, 8), classes=2))
         filters = cast(torch.nn.Conv2d, amp_accum.build(cfg, images, world).get_submodule("layer1_0.conv1"))
         for tensor in (filters.weight, amp_accum.laid_out(cfg, torch.zeros(2, 3, 8, 8))):
             assert tensor.is_contiguous(memory_format=torch.channels_last) == wanted

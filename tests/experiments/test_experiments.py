@@ -11,36 +11,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from common import config
+from common.core import config
 from tests.harness.processes import ROOT, Done, command, environment, run
 from tests.harness.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
-from tests.harness.shared import run_once
+from tests.harness.shared import Make, run_once
 from tests.harness.warm import Command
 
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
-Make = Callable[[Entry], Done]
-
-
-@pytest.fixture
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """An experiment's run with its smallest settings, made once."""
-    common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
-    return lambda entry: run_once(tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, *entry.smallest)
 
 
 @pytest.fixture
 def repeated(finished: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """That run again from its configuration, now with a profile, made once."""
+    """That run again from its configuration, of an archetype with a profile, made once."""
 
     def make(entry: Entry) -> Done:
         file = finished(entry).folder.path / "config.yaml"
-        return run_once(tmp_path_factory, f"profile-{entry.name}", entry.name, "--config", str(file), "profile=2")
+        profile = 2 if entry in ARCHETYPES else 0
+        words = ("--config", str(file), f"profile={profile}")
+        return run_once(tmp_path_factory, f"repeated-{entry.name}", entry.name, *words)
 
     return make
 
@@ -77,7 +70,7 @@ def test_the_run_keeps_its_source(entry: Entry, finished: Make) -> None:
     code = finished(entry).folder.path / "code"
     script = Path("experiments") / f"{entry.name}.py"
     assert (code / script).read_text() == (ROOT / script).read_text()
-    assert (code / "common" / "run.py").exists() and (code / "configs" / f"{entry.name}.yaml").exists()
+    assert (code / "common" / "training" / "run.py").exists() and (code / "configs" / f"{entry.name}.yaml").exists()
 
 
 @every
@@ -98,7 +91,7 @@ def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: 
     assert first.folder.result["test_loss"] == second.folder.result["test_loss"]
 
 
-@every
+@archetype
 def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
     done = repeated(entry)
     assert done.status == 0, done.err
@@ -160,7 +153,7 @@ def test_every_script_begins_and_ends_alike(entry: Entry) -> None:
     opening, future, first = script.body[:3]
     assert isinstance(opening, ast.Expr) and isinstance(opening.value, ast.Constant)
     assert ast.unparse(future) == "from __future__ import annotations" and ast.unparse(first) == "import common"
-    assert "from common.start import start" in [ast.unparse(node) for node in script.body]
+    assert "from common.training.entry_point import start" in [ast.unparse(node) for node in script.body]
     last = script.body[-1]
     assert isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'" and not last.orelse
     assert re.fullmatch(r"start\(main, Config(, \S.*)?\)", "\n".join(map(ast.unparse, last.body)))
@@ -177,7 +170,7 @@ def test_no_room_below_knows_one_above() -> None:
         "configs": set(),
     }
     for room, others in allowed.items():
-        for file in (ROOT / room).glob("*.py"):
+        for file in (ROOT / room).rglob("*.py"):
             lines = [line.split() for line in file.read_text().splitlines()]
             imported = {words[1].split(".")[0] for words in lines if words[:1] in (["import"], ["from"]) and words[1:]}
             rooms = imported & {"experiments", "common", "configs", "slurm", "tests"}
@@ -185,11 +178,16 @@ def test_no_room_below_knows_one_above() -> None:
             assert not (room == "experiments" and "experiments" in rooms), file
 
 
-def test_common_imports_in_no_circle() -> None:
+LAYERS = ("core", "runs", "distributed", "data", "measure", "checkpoint", "models", "pipeline", "training")
+"""The packages of common, lowest first: each imports only those before it."""
+
+
+def test_common_imports_in_no_circle_and_only_from_lower_layers() -> None:
     """Imports inside functions count: they, too, say who knows whom."""
-    rooms = {f"common.{file.stem}": file for file in (ROOT / "common").glob("*.py")}
+    files = [file.relative_to(ROOT).with_suffix("") for file in (ROOT / "common").rglob("*.py")]
+    modules = {".".join(file.parts): ROOT / f"{file}.py" for file in files if file.name != "__init__"}
     graph: dict[str, set[str]] = {}
-    for room, file in rooms.items():
+    for module, file in modules.items():
         known: set[str] = set()
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
@@ -197,13 +195,23 @@ def test_common_imports_in_no_circle() -> None:
             elif isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{file}: relative imports are not followed here"
                 known |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-        graph[room] = known & rooms.keys()
-    assert graph["common.start"] > {"common.run", "common.processes"}
+        graph[module] = known & modules.keys()
+        layer = LAYERS.index(module.split(".")[1])
+        assert [name for name in graph[module] if LAYERS.index(name.split(".")[1]) > layer] == [], module
+    assert graph["common.training.entry_point"] > {"common.training.run", "common.distributed.local_launcher"}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_answers_need_no_torch() -> None:
-    program = "import sys, slurm.submit, common.folder, common.prepare, common.snapshots, common.tracking\n"
-    program += "print('torch' in sys.modules, 'wandb' in sys.modules)"
+    free = (
+        "runs.folder",
+        "runs.wandb_tracker",
+        "data.prepare",
+        "data.sources",
+        "checkpoint.storage",
+        "pipeline.schedules",
+    )
+    modules = ", ".join(["slurm.submit", *(f"common.{name}" for name in free)])
+    program = f"import sys, {modules}\nprint('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

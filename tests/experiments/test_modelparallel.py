@@ -13,10 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from common import config, models, plots, provenance, report, schedules, splits, stages, sweep
-from common.config import UserError
-from common.folder import Folder
-from common.schedules import Action, Span
+from common.core import config
+from common.core.config import UserError
+from common.measure import plots
+from common.models import networks, partition
+from common.pipeline import report, schedules
+from common.pipeline.schedules import Action, Span
+from common.runs import provenance
+from common.runs.folder import Folder
+from common.training import model_split, sweep
 from configs.resnet_modelparallel import Config
 from experiments import resnet_modelparallel
 from experiments.resnet_modelparallel import OnDevices
@@ -148,10 +153,10 @@ def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["own", "torch"])
 def test_a_stage_without_weights_is_refused(engine: str) -> None:
-    model, unused = models.ResNet("resnet18", (3, 8, 8), 3, width=2), cast(Any, None)
+    model, unused = networks.ResNet("resnet18", (3, 8, 8), 3, width=2), cast(Any, None)
     cfg = settings("stages=3", "split=[pool,fc]", f"engine={engine}").pipeline()
     with pytest.raises(UserError, match="the stage from pool on has no parameters to train"):
-        stages.choose(cfg, model, torch.zeros(1), unused)
+        model_split.choose(cfg, model, torch.zeros(1), unused)
 
 
 def test_the_cut_is_measured_once_and_stands_in_the_configuration(tmp_path: Path) -> None:
@@ -169,6 +174,24 @@ def test_the_cut_is_measured_once_and_stands_in_the_configuration(tmp_path: Path
     assert again.losses == done.losses, "the same arithmetic wherever the cut is"
 
 
+def test_runs_of_equal_microbatches_have_the_same_measured_cut(tmp_path: Path) -> None:
+    sets = (f"data.cache={tmp_path / 'sets'}", "stages=3")
+    first = train(tmp_path / "first", *sets)
+    assert first.status == 0, first.err
+    (known,) = (tmp_path / "sets" / "cuts").glob("*.json")
+    content = json.loads(known.read_text())
+    assert content["split"] == config.read_file(first.folder.path / "config.yaml")["split"]
+    known.write_text(json.dumps(content | {"split": ["relu", "pool"]}))  # where nobody would cut who measures
+    second = train(tmp_path / "second", *sets, "optim.lr=0.01")
+    assert [names[0] for names in second.folder.result["stages"]] == ["conv1", "relu", "pool"]
+    other = train(tmp_path / "other", *sets, "split_size=8")
+    assert other.status == 0, other.err
+    assert len(list((tmp_path / "sets" / "cuts").glob("*.json"))) == 2
+    known.write_text('{"split": 3, "key": {}}')
+    train(tmp_path / "again", *sets)
+    assert json.loads(known.read_text())["key"] == content["key"], "a damaged file is measured anew"
+
+
 def test_a_start_with_other_settings_leaves_the_configuration_alone(tmp_path: Path) -> None:
     done = train(tmp_path, "checkpoint.every_steps=2")
     file = done.folder.path / "config.yaml"
@@ -184,7 +207,7 @@ def test_a_start_with_other_settings_leaves_the_configuration_alone(tmp_path: Pa
 
 def test_stages_sit_on_their_devices() -> None:
     """The meta device knows shapes and places without computing."""
-    parts = splits.cut(models.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
+    parts = partition.cut(networks.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
     cfg = settings("stages=3", "batch=8", "split_size=2", "devices=[cpu,cpu,cpu]")
     placed = OnDevices(parts, ["cpu", "meta", "meta"], cfg, torch.float32)
     kinds = [{value.device.type for value in part.state_dict().values()} for part in placed.stages]
@@ -203,11 +226,10 @@ def test_stages_sit_on_their_devices() -> None:
 
 
 def test_both_devices_cpu_equal_the_model_in_one_piece() -> None:
-    torch.manual_seed(0)
-    model = models.Toy((10,), 5).double()
+    model = networks.Toy((10,), 5).double()
     twin = copy.deepcopy(model)
     cfg = settings("model=toy", "batch=20", "split_size=5", "devices=[cpu,cpu]")
-    pipe = OnDevices(splits.cut(model, ["net2"]), cfg.devices, cfg, torch.float64)
+    pipe = OnDevices(partition.cut(model, ["net2"]), cfg.devices, cfg, torch.float64)
     x, y = torch.randn(20, 10).double(), torch.randint(5, (20,))
     loss = pipe.step(x, y)
     expected = nn.functional.cross_entropy(twin(x), y)
@@ -219,8 +241,7 @@ def test_both_devices_cpu_equal_the_model_in_one_piece() -> None:
 
 @pytest.mark.parametrize("mode", ["naive", "pipelined"])
 def test_every_action_of_one_process_is_stamped_once_and_in_order(mode: str) -> None:
-    torch.manual_seed(0)
-    parts = splits.cut(models.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
+    parts = partition.cut(networks.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
     cfg = settings("stages=3", "batch=8", "split_size=2", "devices=[cpu,cpu,cpu]", f"mode={mode}")
     pipe = OnDevices(parts, cfg.devices, cfg, torch.float32)
     for _ in range(2):
@@ -254,24 +275,24 @@ def test_the_report_tells_of_time_idleness_and_memory_and_draws_a_step(tmp_path:
 
 def test_a_timeline_of_every_kind_of_work_is_drawn(tmp_path: Path) -> None:
     spans = [Span(Action(kind, 0, m), m + i / 4, m + i / 4 + 0.2) for m in range(12) for i, kind in enumerate("FBIW")]
-    plots.timeline(tmp_path / "timeline.png", {"stage 0": spans, "stage 1": spans[:4]}, "title")
+    report.draw_timeline(tmp_path / "timeline.png", {"stage 0": spans, "stage 1": spans[:4]}, "title")
     assert (tmp_path / "timeline.png").stat().st_size > 5000
     assert report.PipelineReport(0.0, [], []).plot(tmp_path, "") == {}
 
 
 def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
-    words = ("sweep=true", "repeats=2", "split_sizes=[4,8]", "plot=false")
+    words = ("sweep=true", "repeats=1", "split_sizes=[4,8]", "plot=false")
     done = run(NAME, *SMALL, f"data.cache={tmp_path / 'cache'}", *words, runs=tmp_path / "runs", timeout=240)
     assert done.status == 0, done.err
     (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
     with open(folder / "table.csv") as file:
         rows = list(csv.DictReader(file))
     modes = [(row["mode"], int(row["split_size"])) for row in rows]
-    assert modes == [("single", 16), ("naive", 16), ("pipelined", 4), ("pipelined", 8)] * 2
+    assert modes == [("single", 16), ("naive", 16), ("pipelined", 4), ("pipelined", 8)]
     assert all(float(row["step_seconds"]) > 0 for row in rows)
     assert (folder / "split_size.png").read_bytes()[:4] == b"\x89PNG"
-    assert len(json.loads((folder / "sweep.json").read_text())["cells"]) == 8
-    assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith(NAME)]) == 8
+    assert len(json.loads((folder / "sweep.json").read_text())["cells"]) == 4
+    assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith(NAME)]) == 4
     shown = [line.split()[:2] for line in done.out.splitlines() if line.split()[:1] in (["naive"], ["pipelined"])]
     assert shown == [["naive", "16"], ["pipelined", "4"], ["pipelined", "8"]]
 

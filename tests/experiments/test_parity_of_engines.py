@@ -5,9 +5,13 @@ tests/parity has all the others; those of accumulation are in test_amp.py.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import pytest
+
 from tests.harness import ddp_parity, parity
+from tests.harness.cases import train_cases
 from tests.harness.ddp_parity import wrong
 from tests.harness.reference import differences
 
@@ -17,9 +21,16 @@ RESNET = "schedule=gpipe,stages=2,split=[layer3_0]"
 DDP, FSDP, SYNCED = "strategy=ddp,steps=15", "strategy=fsdp,steps=15", "model=resnet18,sync_batchnorm=true,steps=6"
 
 
+@pytest.mark.parametrize("losses", [[1.0, math.nan, 1.0], [math.nan, 1.0, 1.0], [1.0, 1.0, 2.0], []])
+def test_what_is_no_number_or_missing_differs_from_the_reference(losses: list[float]) -> None:
+    right = {"losses": [1.0, 1.0, 1.0], "state": {}, "scores": {}}
+    assert differences(right, right) == []
+    assert any(found.startswith("losses by") for found in differences(right | {"losses": losses}, right))
+
+
 def test_both_pipeline_engines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
     mistaken = f"lose_microbatch,{GPIPE}"
-    trained = parity.train_in_processes(tmp_path, cache, 2, [GPIPE, LIBRARY, mistaken])
+    trained = train_cases("parity", tmp_path, cache, 2, [GPIPE, LIBRARY, mistaken], "mnist_pipeline")
     right = parity.expected(cache, "mnist_pipeline", "stages=1")
     assert right["losses"][-1] < 0.9 * right["losses"][0], "a model that learns nothing proves nothing"
     assert differences(trained[GPIPE], right) == []
@@ -29,7 +40,7 @@ def test_both_pipeline_engines_equal_the_unsplit_model(tmp_path: Path, cache: Pa
 
 def test_a_pipelined_resnet_equals_the_unsplit_one_fed_the_same_microbatches(tmp_path: Path, cache: Path) -> None:
     mistaken = f"lose_microbatch,{RESNET}"
-    trained = parity.train_in_processes(tmp_path, cache, 2, [RESNET, mistaken], "resnet_modelparallel")
+    trained = train_cases("parity", tmp_path, cache, 2, [RESNET, mistaken], "resnet_modelparallel")
     right = parity.expected(cache, "resnet_modelparallel", "mode=single,split_size=2")
     assert differences(trained[RESNET], right) == []
     assert any("losses" in difference for difference in differences(trained[mistaken], right))
@@ -37,7 +48,7 @@ def test_a_pipelined_resnet_equals_the_unsplit_one_fed_the_same_microbatches(tmp
 
 def test_ddp_fsdp_and_synchronised_norms_equal_one_process(tmp_path: Path, cache: Path) -> None:
     mistaken = f"sums_losses,{DDP},clip=0"
-    trained = ddp_parity.results("ddp_parity", tmp_path, cache, 2, [DDP, FSDP, SYNCED, mistaken])
+    trained = train_cases("ddp_parity", tmp_path, cache, 2, [DDP, FSDP, SYNCED, mistaken])
     for case in (DDP, FSDP, SYNCED):
         assert wrong(trained[case], ddp_parity.expected(cache, case)) == [], case
     found = wrong(trained[mistaken], ddp_parity.expected(cache, f"{DDP},clip=0"))

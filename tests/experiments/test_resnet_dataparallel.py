@@ -4,58 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 
-from common import config, models, state
-from common.config import UserError
-from common.launch import World
+from common.checkpoint import state_dicts
+from common.core import config
+from common.core.config import UserError
+from common.distributed.rendezvous import World
+from common.models import networks
 from configs.resnet_dataparallel import Config
 from experiments import resnet_dataparallel
-from tests.harness import warm
-from tests.harness.parity import differences
-from tests.harness.processes import Done, environment, run
+from tests.harness.cases import train_cases
+from tests.harness.dataparallel_parity import train_run
+from tests.harness.processes import run
+from tests.harness.reference import differences
 
-# 49 images: six batches of 8, and a last one that leaves the second process without a sample
-PARITY = ("data.name=generated", "data.samples=49", "data.image_size=16", "batch=8", "steps=10", "epochs=2")
-EXACT = ("dtype=float64", "checkpoint.every_steps=10", "checkpoint.every_seconds=0", "eval_batch=5", "optim.warmup=2")
 FEW = ("model=convnet", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
 
 
-def trained(cache: Path, runs: Path, *words: str) -> tuple[Done, dict[str, Any]]:
-    """A run of the convnet, and its losses, saved parameters, and scores."""
-    settings = (*PARITY, *EXACT, "model=convnet", "launch.threads=1", f"data.cache={cache}", *words)
-    done = run("resnet_dataparallel", *settings, runs=runs)
-    assert done.status == 0, done.err + done.out
-    file = done.folder.attempts()[0].attempt / "checkpoints" / "step-00000010" / "rank-0.pt"
-    saved = torch.load(file, weights_only=True)["model"]
-    scores = {name: done.folder.result[name] for name in ("test_loss", "test_accuracy", "test_samples")}
-    return done, {"losses": done.losses, "state": saved, "scores": scores}
-
-
-def in_processes(folder: Path, cache: Path, count: int, *cases: str) -> dict[str, Any]:
-    """The results of cases with a narrow ResNet, trained in one launch of so many processes."""
-    out = folder / f"results-{count}.pt"
-    words = [sys.executable, "-m", "tests.harness.dataparallel_parity", str(out), str(cache), str(count), *cases]
-    done = warm.execute(words, env=environment())
-    assert done.returncode == 0, done.stderr
-    return dict(torch.load(out, weights_only=True))
-
-
 def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
-    (expected,) = in_processes(tmp_path, cache, 1, "strategy=single").values()
+    (expected,) = train_cases("dataparallel_parity", tmp_path, cache, 1, ["strategy=single"]).values()
     assert len(expected["losses"]) == 10 and len(expected["state"]) == 122
     assert expected["state"]["bn1.num_batches_tracked"] == 10
-    synced, apart = in_processes(tmp_path, cache, 2, "sync_batchnorm=true", "sync_batchnorm=false").values()
+    norms = ["sync_batchnorm=true", "sync_batchnorm=false"]
+    synced, apart = train_cases("dataparallel_parity", tmp_path, cache, 2, norms).values()
     assert differences(synced, expected) == []
     # the check sees norms that look at their own share only, with a process that has none
     assert any("losses" in difference for difference in differences(apart, expected))
@@ -63,13 +43,13 @@ def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: P
 
 
 def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_so(cache: Path, tmp_path: Path) -> None:
-    _, expected = trained(cache, tmp_path / "single", "strategy=single")
-    ddp, shared = trained(cache, tmp_path / "ddp", "compare=false")
+    _, expected = train_run(cache, tmp_path / "single", 10, "model=convnet", "strategy=single")
+    ddp, shared = train_run(cache, tmp_path / "ddp", 10, "model=convnet", "compare=false")
     assert differences(shared, expected) == []
     assert ddp.folder.result["last_batch"] == [1, 0] and ddp.folder.result["devices"] == 2
     for functional in ("true", "false"):
-        words = ("strategy=data_parallel", f"functional={functional}", "compare=true")
-        done, found = trained(cache, tmp_path / functional, *words)
+        words = ("model=convnet", "strategy=data_parallel", f"functional={functional}", "compare=true")
+        done, found = train_run(cache, tmp_path / functional, 10, *words)
         result = done.folder.result
         if torch.cuda.device_count() < 2:
             assert "only calls the model, as single does" in done.out and "use strategy=ddp" in done.out
@@ -120,9 +100,10 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
     told = [float(value) for value in re.findall(r"running loss (\d+\.\d+)", done.out)]
     assert told == pytest.approx([fmean(done.losses[:10]), fmean(done.losses[10:20])], abs=6e-4)
     events = json.loads((done.folder.attempts()[0].attempt / "trace-0.json").read_text())["traceEvents"]
-    names = [event.get("name") for event in events]
+    names = ("aten::cross_entropy_loss", "aten::item")
+    losses, waits = ([event["ts"] for event in events if event.get("name") == name] for name in names)
     # a loop that printed each loss would wait in every step; the metrics do now and then
-    assert names.count("aten::cross_entropy_loss") == 4 and names.count("aten::item") < 4
+    assert len(losses) == 4 and sum(at < max(losses) for at in waits) < 4
 
 
 def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
@@ -181,16 +162,16 @@ def test_a_sweep_compares_on_one_kind_of_device(
 
 
 def test_a_model_saved_by_a_wrapper_is_loaded_too() -> None:
-    saved, ours = (models.ResNet("resnet18", (28, 28), 10, width=4) for _ in range(2))
+    saved, ours = (networks.ResNet("resnet18", (28, 28), 10, width=4) for _ in range(2))
     wrapped = nn.DataParallel(saved).state_dict()
     assert all(name.startswith("module.") for name in wrapped)
     pairs = [*ours.named_parameters(), *ours.named_buffers()]
     assert not all(torch.equal(value, wrapped[f"module.{name}"]) for name, value in pairs)
-    state.load_tensors(pairs, wrapped)
+    state_dicts.load_tensors(pairs, wrapped)
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in pairs)
     with pytest.raises(UserError, match=r"the checkpoint has no conv1\.weight: it is of another model"):
-        state.load_tensors(pairs, nn.DataParallel(nn.Linear(2, 2)).state_dict())
+        state_dicts.load_tensors(pairs, nn.DataParallel(nn.Linear(2, 2)).state_dict())
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
     memory = {f"module.{name}": {"momentum_buffer": torch.full_like(p, 3)} for name, p in ours.named_parameters()}
-    state.load_optimizer(optimizer, list(ours.named_parameters()), memory)
+    state_dicts.load_optimizer(optimizer, list(ours.named_parameters()), memory)
     assert all((optimizer.state[p]["momentum_buffer"] == 3).all() for p in ours.parameters())

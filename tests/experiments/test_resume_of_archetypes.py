@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from common.folder import Folder
+from common.checkpoint import storage
+from common.runs.folder import Folder
 from tests.harness.processes import run
 from tests.harness.registry import ARCHETYPES, REPLICATED, STAGED, Entry
-from tests.harness.resuming import STEPS, check_that_it_goes_on, resume, whole_run
+from tests.harness.resuming import ALONE, STEPS, check_that_it_goes_on, cut_off, resume, whole_run
 
 
 @pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
@@ -54,9 +55,21 @@ def test_settings_that_make_another_run_cannot_change_when_it_goes_on(tmp_path: 
         assert f"{word.partition('=')[0]} cannot change when a run goes on" in done.stderr
 
 
+def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    words = (*quick, "checkpoint.best=test_loss", "microbatches=2", "optim.decay=constant", ALONE)
+    whole = run(STAGED.name, *words, runs=tmp_path / "whole")
+    folder = cut_off(whole.folder, 27, tmp_path)  # between the evaluations of steps 26 and 30
+    done = resume(STAGED, folder, "optim.lr=0.5")
+    assert done.returncode == 0 and "goes on after step 27" in done.stdout, done.stderr
+    scores = {row["global_step"]: row["test_loss"] for row in folder.metrics() if "test_loss" in row}
+    assert list(scores) == [13, 26, 30] and scores[26] < min(scores[13], scores[30])
+    assert storage.pointed(folder.attempts()[1], "best") is None
+
+
 def test_without_a_checkpoint_it_says_that_it_begins_anew(tmp_path: Path, digits: tuple[str, ...]) -> None:
     begun = run("mnist_pipeline", *digits, "checkpoint.every_seconds=0", "steps=3", runs=tmp_path)
     (begun.folder.path / "result.json").unlink()
+    shutil.rmtree(begun.folder.attempts()[0].attempt / "checkpoints")
     done = resume(STAGED, begun.folder)
     assert done.returncode == 0, done.stderr
     assert "has no checkpoint, and begins anew in run folder" in done.stdout

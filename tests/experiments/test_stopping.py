@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.harness.long_runs import check_hanging_rank, check_notice
 from tests.harness.registry import REPLICATED, STAGED
+from tests.harness.resuming import check_notice_in_evaluation
 
 
 def test_replicas_that_get_a_notice_save_and_leave(tmp_path: Path, quick: tuple[str, ...]) -> None:
@@ -15,3 +16,7 @@ def test_replicas_that_get_a_notice_save_and_leave(tmp_path: Path, quick: tuple[
 
 def test_a_stage_that_hangs_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(STAGED, quick, tmp_path)
+
+
+def test_a_notice_in_an_evaluation_of_stages_saves_the_state_before_it(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    check_notice_in_evaluation(STAGED, digits, tmp_path)

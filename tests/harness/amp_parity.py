@@ -28,17 +28,22 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import config, data, models, optim, scaling
-from common.folder import Folder
-from common.footprint import Footprint
-from common.launch import World
-from common.prepare import Prepared
-from common.run import Run
-from common.training import Training
+from common.checkpoint.train_state import Training
+from common.core import config
+from common.data import loader
+from common.data.prepare import Prepared
+from common.distributed.rendezvous import World
+from common.measure import step_timing
+from common.measure.memory import Footprint
+from common.models import networks
+from common.runs.folder import Folder
+from common.training import optimizers
+from common.training.run import Run
 from configs.amp_accum import Config
 from experiments import amp_accum
 from tests.harness import reference
-from tests.harness.ddp_parity import in_processes, prepared_for, whole
+from tests.harness.cases import prepare_for, save_cases
+from tests.harness.ddp_parity import whole
 
 CASE = {
     "data.name": "digits",
@@ -186,9 +191,9 @@ def expected(cache: Path, case: str) -> dict[str, Any]:
     """One process that takes each window as one batch; an epoch's last batch holds the full microbatches that are
     left."""
     cfg, _ = settings(case)
-    prepared = prepared_for(cfg, str(cache))
+    prepared = prepare_for(cfg, str(cache))
     torch.manual_seed(1234)
-    model = models.SimpleNN() if cfg.model == "mlp" else models.ConvNet((28, 28), 10)
+    model = networks.SimpleNN() if cfg.model == "mlp" else networks.ConvNet((28, 28), 10)
     return reference.trained(cfg, model.double(), prepared, grain=cfg.microbatch)
 
 
@@ -228,14 +233,14 @@ def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: F
 
 def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
     torch.manual_seed(1234)
-    train_set, test_set = data.load(prepared, cfg.data)
+    train_set, test_set = loader.load(prepared, cfg.data)
     model = amp_accum.wrap(cfg, amp_accum.build(cfg, train_set, world), world)
-    optimizer = optim.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
+    optimizer = optimizers.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = amp_accum.make_scaler(cfg, world.device)
     dtype = getattr(torch, cfg.dtype)
     share = (world.rank, world.size)
-    windows = data.Windows(
-        data.Loader(train_set, cfg.microbatch, cfg.seed, world.device, dtype, block=3, share=share), cfg.accumulate
+    windows = loader.Windows(
+        loader.Loader(train_set, cfg.microbatch, cfg.seed, world.device, dtype, block=3, share=share), cfg.accumulate
     )
     run = Run(cfg, folder, world, prepared)
     run.averaged, run.total = True, cfg.steps
@@ -245,7 +250,7 @@ def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, f
         plant(special, model, world)
     if special in ("count", "forward_outside"):
         counted(model, sent)
-    step, stop, footprint, times = 0, cfg.steps, Footprint(world.device), scaling.StepTimes(model, world.device)
+    step, stop, footprint, times = 0, cfg.steps, Footprint(world.device), step_timing.StepTimes(model, world.device)
     while step < cfg.steps:
         stop = step + 1 if special in PLANTS else cfg.steps  # step by step, to see what each changes
         step = amp_accum.train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, times, step, stop)
@@ -271,4 +276,4 @@ def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, f
 
 
 if __name__ == "__main__":
-    sys.exit(in_processes(settings, train, *sys.argv[1:]))
+    sys.exit(save_cases(settings, train, *sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import shlex
 import subprocess
 import sys
@@ -41,6 +42,50 @@ def file(name: str, text: str) -> Callable[[Path, Path], None]:
         (place / name).write_text(text)
 
     return setup
+
+
+# ---- settings
+
+
+def settings(name: str, *words: str, parts: tuple[str, ...]) -> Case:
+    return Case(name, words, parts)
+
+
+SETTINGS = [
+    settings("unknown key", "epoch=3", parts=("unknown key epoch", "did you mean epochs?")),
+    settings("unknown group", "optm.lr=1", parts=("unknown key optm.lr", "did you mean optim.lr?")),
+    settings("wrong type", "batch=many", parts=("batch=many", "int >= 1")),
+    settings("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
+    settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "whole number")),
+    settings("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
+    *(
+        settings(f"{key}=0", f"{key}=0", parts=(f"{key}=0: out of range; allowed: int ",))
+        for key in ("batch", "stages", "microbatches", "epochs", "eval_batch", "launch.nodes", "stages_per_process")
+    ),
+    settings("negative steps", "steps=-1", parts=("steps=-1", "int >= 0")),
+    settings("more stages than layers", "stages=4", parts=("stages=4", "3 layers", "at most 3")),
+    settings("microbatches that do not divide", "microbatches=5", parts=("batch=64", "microbatches=4 or 8")),
+    settings("more microbatches than samples", "batch=4", "microbatches=8", parts=("microbatches=4",)),
+    settings("batch above the set", "batch=60001", "microbatches=1", parts=("60000 training samples",)),
+    *(settings(f"no {key}", f"{key}=", parts=(f"{key}= is empty",)) for key in ("runs", "data.cache")),
+    settings("huge batch", f"batch={10**12}", parts=("60000 training samples",)),
+    settings("no word", "--frobnicate", parts=("'--frobnicate'", "usage")),
+    settings("control characters", "'runs=a\nb'", parts=("runs=", "control characters")),
+    settings("project that W&B rejects", "wandb.project=a/b", parts=("wandb.project=a/b", "128")),
+    settings("empty tag", "wandb.tags=[a,,b]", parts=("wandb.tags", "1 to 64")),
+    settings("no such --config", "--config=nowhere.yaml", parts=("nowhere.yaml", "no such configuration file")),
+    settings("--config is a folder", "--config=/", parts=("/: cannot be read",)),
+    dataclasses.replace(
+        settings("WANDB_MODE unknown", parts=("WANDB_MODE=sometimes", "auto, online, offline, disabled")),
+        env=(("WANDB_MODE", "sometimes"),),
+    ),
+]
+
+BAD_VALUES = [
+    *(case.words[0] for case in SETTINGS if len(case.words) == 1 and re.fullmatch(r"[a-z_.]+=.*", case.words[0])),
+    *("data.name=..", "runs=/proc/x", "width=1e9", "schedule=no.py:f", "optim={a: 1}", "seed=[1, 2]", "x: {"),
+]
+"""As a configuration file may hold them: `key=value`, and a text that is no YAML."""
 
 
 # ---- disks
@@ -96,7 +141,7 @@ DISKS = [
             *LONG,
             parts=("the metrics wait in memory", "rows 60"),
             shell=(
-                MOUNT.format(size="16M"),
+                MOUNT.format(size="24M"),
                 *BEGUN,
                 FILL,
                 "until grep -q WARNING disk/*/attempts/0001/metrics.jsonl said; do sleep 0.1; done 2> /dev/null",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,12 +39,3 @@ def requests(chrome: Any) -> list[str]:
     """The addresses that the page asked for since the last call."""
     events = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
     return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-
-
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """Wait until it holds, and return what it gave."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-    return found

@@ -8,14 +8,14 @@ from __future__ import annotations
 import runpy
 import sys
 
-from common import hooks
-from common.folder import Folder
-from common.preemption import Decision, SafePoints
+from common.checkpoint.preemption import Decision, SafePoints
+from common.distributed import ddp
+from common.runs.folder import Folder
 
 
 def drop_settling() -> None:
     """DDP regroups its buckets whenever it likes."""
-    hooks.settle = lambda *_: None
+    ddp.settle = lambda *_: None
 
 
 def drop_attempts() -> None:

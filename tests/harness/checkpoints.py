@@ -14,18 +14,20 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from common import launch, optim, processes, snapshots, state
-from common.checkpoint import Checkpoints, Loaded, State
-from common.folder import Folder
-from common.launch import Place, World
+from common.checkpoint import state_dicts, storage
+from common.checkpoint.checkpointer import Checkpoints, Loaded, State
+from common.distributed import local_launcher, rendezvous
+from common.distributed.rendezvous import Place, World
+from common.runs.folder import Folder
+from common.training import optimizers
 from configs.shared import Checkpoint, Launch, Optim
+from tests.harness.processes import wait_until
 
 ROUNDS = 20  # starts that are killed
 NUMBERS = 400_000  # in the tensor that they are saving
@@ -72,7 +74,7 @@ class Case:
         return [self.checkpoints.save(step, state_of(step, self.world.rank, self.world.size)) for step in steps]
 
     def files(self) -> list[str]:
-        return self.world.broadcast(sorted(path.name for path in snapshots.room(self.folder).glob("*")))
+        return self.world.broadcast(sorted(path.name for path in storage.room(self.folder).glob("*")))
 
 
 # ---- two processes
@@ -99,18 +101,18 @@ def one_rank_cannot_write(case: Case) -> Any:
 
 def rank_0_cannot_begin(case: Case) -> Any:
     if case.world.is_main:
-        snapshots.room(case.folder).write_text("in the way")
+        storage.room(case.folder).write_text("in the way")
     return {"failed": case.save(1)}
 
 
 def one_rank_sees_less(case: Case) -> Any:
     """Rank 1 cannot read the newest one: with agreement all take the older, without they part."""
     case.save(1, 2)
-    read = snapshots.read_checked
+    read = storage.read_checked
 
-    def blind(snapshot: snapshots.Snapshot, manifest: snapshots.Manifest, rank: int) -> bytes:
+    def blind(snapshot: storage.Snapshot, manifest: storage.Manifest, rank: int) -> bytes:
         if snapshot.step == 2 and case.world.rank == 1:
-            raise snapshots.Rejected("rank-0.pt is missing")
+            raise storage.Rejected("rank-0.pt is missing")
         return read(snapshot, manifest, rank)
 
     class Alone(World):
@@ -124,11 +126,11 @@ def one_rank_sees_less(case: Case) -> Any:
         def broadcast(self, value: Any) -> Any:
             return value
 
-    snapshots.read_checked = blind
+    storage.read_checked = blind
     agreed = case.checkpoints.load()
     said, case.said = case.said, []
     parted = case.start(Alone(**vars(case.world))).load()
-    snapshots.read_checked = read
+    storage.read_checked = read
     assert agreed and parted
     case.said = said
     return {"agreed": agreed.step, "right": right(agreed, case.world.rank), "parted": parted.step}
@@ -151,7 +153,7 @@ def sharded(case: Case) -> Any:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
         fully_shard(model, mesh=init_device_mesh("cpu", (case.world.size,)))
-        return model, optim.make(model.parameters(), Optim(name="adam", lr=0.1))
+        return model, optimizers.make(model.parameters(), Optim(name="adam", lr=0.1))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -160,7 +162,7 @@ def sharded(case: Case) -> Any:
 
     def everything(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[Any, Any]:
         named = list(model.named_parameters())
-        return state.tensors(named, keep), state.optimizer_state(optimizer, named, keep)
+        return state_dicts.tensors(named, keep), state_dicts.optimizer_state(optimizer, named, keep)
 
     one = build(1)
     for _ in range(2):
@@ -171,8 +173,8 @@ def sharded(case: Case) -> Any:
     loaded, other = case.checkpoints.load(), build(2)
     assert loaded is not None
     named = list(other[0].named_parameters())
-    state.load_tensors(named, loaded.model)
-    state.load_optimizer(other[1], named, loaded.optimizer)
+    state_dicts.load_tensors(named, loaded.model)
+    state_dicts.load_optimizer(other[1], named, loaded.optimizer)
     step(*other)
     return {"equal": str(everything(*one)) == str(everything(*other)), "sizes": [len(part) for part in kept]}
 
@@ -182,7 +184,7 @@ CASES = (round_trip, one_rank_cannot_write, rank_0_cannot_begin, one_rank_sees_l
 
 def two(out: Path) -> int:
     def body(place: Place) -> None:
-        with launch.group(place, Launch(device="cpu", threads=1, step_timeout=20)) as world:
+        with rendezvous.group(place, Launch(device="cpu", threads=1, step_timeout=20)) as world:
             found: dict[str, Any] = {}
             for work in CASES:
                 case = Case(world, out, work.__name__)
@@ -193,7 +195,7 @@ def two(out: Path) -> int:
             found["of_one"] = {"found": {"step": of_one.step, "whole": whole}, "said": said}
             (out / f"rank-{world.rank}.json").write_text(json.dumps(found))
 
-    return processes.fork_all(body, 2, 1, lambda: None)
+    return local_launcher.fork_all(body, 2, 1, lambda: None)
 
 
 # ---- killed in the middle
@@ -202,7 +204,7 @@ def two(out: Path) -> int:
 def endless(folder: Folder, notes: Path) -> None:
     """One start: go on where the last one was, and save every step until killed."""
     place = Place(master=str(Path(tempfile.mkdtemp()) / "store"))
-    with launch.group(place, Launch(device="cpu", threads=1)) as world:
+    with rendezvous.group(place, Launch(device="cpu", threads=1)) as world:
         folder, said = folder.claim(), list[str]()
         checkpoints = Checkpoints(folder, world, SETTINGS, said.append)
         newest = newest_of(folder)
@@ -211,7 +213,7 @@ def endless(folder: Folder, notes: Path) -> None:
         folder.set_parent(loaded.attempt if loaded else None, step)
         note = {"newest": newest, "step": step, "said": said, "right": loaded is None or right(loaded, 0, NUMBERS)}
         with open(notes, "a") as file:
-            file.write(json.dumps(note | {"left": len(snapshots.unfinished(folder))}) + "\n")
+            file.write(json.dumps(note | {"left": len(storage.unfinished(folder))}) + "\n")
         while True:
             step += 1
             checkpoints.save(step, state_of(step, numbers=NUMBERS))
@@ -227,25 +229,22 @@ def kill(out: Path, seed: str) -> int:
                 endless(folder, notes)
             finally:
                 os._exit(1)
-        until(lambda number=number: notes.exists() and notes.read_text().count("\n") > number)  # type: ignore[misc]
+        wait_until(lambda number=number: has_lines(notes, number + 1), "it saves", pause=0.002)  # type: ignore[misc]
         if number % 3 == 0:  # every third one saves something, however slow the disk is
             newest = json.loads(notes.read_text().splitlines()[number])["step"]
-            until(lambda newest=newest: newest_of(folder) > newest)  # type: ignore[misc]
+            wait_until(lambda newest=newest: newest_of(folder) > newest, "it has saved", pause=0.002)  # type: ignore[misc]
         time.sleep(chance.uniform(0, 0.1))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return 0
 
 
+def has_lines(file: Path, count: int) -> bool:
+    return file.exists() and file.read_text().count("\n") >= count
+
+
 def newest_of(folder: Folder) -> int:
-    return max((snapshot.step for snapshot in snapshots.candidates(folder)), default=0)
-
-
-def until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    return max((snapshot.step for snapshot in storage.candidates(folder)), default=0)
 
 
 if __name__ == "__main__":

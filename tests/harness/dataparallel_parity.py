@@ -1,4 +1,4 @@
-"""Train narrow ResNets by the strategies of resnet_dataparallel, many cases of one world size in one launch.
+"""Models trained by the strategies of resnet_dataparallel: narrow ResNets, many cases in one launch; and whole runs.
 
 python -m tests.harness.dataparallel_parity OUT_FILE CACHE PROCESSES key=value,key=value ...     one argument a case
 """
@@ -6,20 +6,27 @@ python -m tests.harness.dataparallel_parity OUT_FILE CACHE PROCESSES key=value,k
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import config, data, epochs, hooks, optim, scaling
-from common.folder import Folder
-from common.launch import World
-from common.models import ResNet
-from common.prepare import Prepared
-from common.run import Run
-from common.training import Training
+from common.checkpoint.train_state import Training
+from common.core import config
+from common.data import loader as data
+from common.data.prepare import Prepared
+from common.distributed import ddp
+from common.distributed.rendezvous import World
+from common.measure import step_timing
+from common.models.networks import ResNet
+from common.runs.folder import Folder
+from common.training import loop, optimizers
+from common.training.run import Run
 from configs.resnet_dataparallel import Config
 from experiments import resnet_dataparallel
-from tests.harness.ddp_parity import in_processes
+from tests.harness import processes
+from tests.harness.cases import save_cases
+from tests.harness.processes import Done
 
 CASE = {
     "model": "resnet18",
@@ -37,6 +44,14 @@ CASE = {
     "launch.threads": "1",
 }
 
+# the same images in runs of the experiment itself, whose last step is saved
+WHOLE = (
+    *("data.name=generated", "data.samples=49", "data.image_size=16", "batch=8", "epochs=2", "eval_batch=5"),
+    *("dtype=float64", "optim.warmup=2", "launch.threads=1", "checkpoint.every_seconds=0"),
+)
+# glibc keeps what is freed: otherwise a third of ResNet's time goes into page faults; not for forks of the warm server
+KEEP = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
+
 
 def settings(text: str) -> tuple[Config, str]:
     """The settings of a case; only ddp takes the number of processes."""
@@ -52,11 +67,11 @@ def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder)
     train_set, test_set = data.load(prepared, cfg.data)
     inner = ResNet("resnet18", train_set.shape, train_set.classes, width=8).to(world.device, getattr(torch, cfg.dtype))
     model = resnet_dataparallel.wrap(cfg, inner, world)
-    optimizer = optim.make(model.parameters(), cfg.optim)
+    optimizer = optimizers.make(model.parameters(), cfg.optim)
     loader = data.Loader.of(train_set, cfg, world.device, share=(world.rank, world.size), ragged=True)
-    run, times = Run(cfg, folder, world, prepared), scaling.StepTimes(model, world.device)
-    run.averaged, run.total = True, epochs.total_steps(cfg, loader)
-    run.training = Training([hooks.inner(model)], optimizer, loader, world, replicated=True)
+    run, times = Run(cfg, folder, world, prepared), step_timing.StepTimes(model, world.device)
+    run.averaged, run.total = True, loop.total_steps(cfg, loader)
+    run.training = Training([ddp.inner(model)], optimizer, loader, world, replicated=True)
     step = 0
     while step < run.total:
         step = resnet_dataparallel.train_epoch(cfg, model, optimizer, loader, world, run, times, step)
@@ -65,8 +80,19 @@ def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder)
     if not world.is_main:
         return {}
     losses = [row["loss"] for row in folder.metrics() if "loss" in row]
-    return {"losses": losses, "state": hooks.inner(model).state_dict(), "scores": scores}
+    return {"losses": losses, "state": ddp.inner(model).state_dict(), "scores": scores}
+
+
+def train_run(cache: Path, runs: Path, steps: int, *words: str, **env: Any) -> tuple[Done, dict[str, Any]]:
+    """A run of so many steps, and its losses, saved parameters and buffers, and scores."""
+    given = (*WHOLE, f"data.cache={cache}", f"steps={steps}", f"checkpoint.every_steps={steps}", *words)
+    done = processes.run("resnet_dataparallel", *given, runs=runs, timeout=280, **env)
+    assert done.status == 0, done.err + done.out
+    file = done.folder.attempts()[0].attempt / "checkpoints" / f"step-{steps:08d}" / "rank-0.pt"
+    state = torch.load(file, weights_only=True)["model"]
+    scores = {name: done.folder.result[name] for name in ("test_loss", "test_accuracy", "test_samples")}
+    return done, {"losses": done.losses, "state": state, "scores": scores}
 
 
 if __name__ == "__main__":
-    sys.exit(in_processes(settings, train, *sys.argv[1:]))
+    sys.exit(save_cases(settings, train, *sys.argv[1:]))

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +18,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import config, data, launch, models, optim, prepare, processes, scaling
-from common.config import to_yaml
-from common.folder import Folder
-from common.launch import Place, World
-from common.prepare import Prepared
-from common.run import Run
+from common.core import config
+from common.data import loader as data
+from common.data.prepare import Prepared
+from common.distributed.rendezvous import World
+from common.measure import step_timing
+from common.models import networks
+from common.runs.folder import Folder
+from common.training import optimizers
+from common.training.run import Run
 from configs.ddp_multinode import Config
-from configs.shared import Experiment
 from experiments import ddp_multinode
-from tests.harness import reference, warm
-from tests.harness.processes import environment
+from tests.harness import reference
+from tests.harness.cases import prepare_for, save_cases
 from tests.harness.reference import differences
-
-# glibc keeps what is freed: otherwise a third of ResNet's time goes into page faults
-KEEP: dict[str, Any] = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 CONVNET = {
     "data.name": "generated",
@@ -80,18 +77,13 @@ def settings(text: str) -> tuple[Config, str]:
     return config.resolve(Config, [base | chosen]), mistake
 
 
-def prepared_for(cfg: Experiment, cache: str) -> Prepared:
-    cfg.data.cache = cache
-    return prepare.prepare(cfg.data)
-
-
 def unsplit(cfg: Config) -> nn.Module:
     """The model in float64; a ResNet has few channels. At 12 pixels its last layers see 2x2: BatchNorm needs some
     values to be well conditioned."""
     shape = (3, cfg.data.image_size, cfg.data.image_size)
     if cfg.model == "resnet18":
-        return models.ResNet("resnet18", shape, 10, width=WIDTH, large=False).double()
-    return models.ConvNet(shape, 10).double()
+        return networks.ResNet("resnet18", shape, 10, width=WIDTH, large=False).double()
+    return networks.ConvNet(shape, 10).double()
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -106,7 +98,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     torch.manual_seed(1234)
     train_set, test_set = data.load(prepared, cfg.data)
     model = ddp_multinode.wrap(cfg, unsplit(cfg), world)
-    optimizer = optim.make(model.parameters(), cfg.optim)
+    optimizer = optimizers.make(model.parameters(), cfg.optim)
     share = (0 if mistake == "same_share" else world.rank, world.size)
     loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, share=share)
     run = Run(cfg, folder, world, prepared)
@@ -119,7 +111,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
         model.require_backward_grad_sync = False
     if mistake == "slow_rank" and world.rank == 1:
         model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
-    times = scaling.StepTimes(model, world.device)
+    times = step_timing.StepTimes(model, world.device)
     step = 0
     while step < cfg.steps:
         step = ddp_multinode.train_epoch(cfg, model, optimizer, loader, run, times, step, cfg.steps)
@@ -135,7 +127,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
         return {}
     losses = [row["loss"] for row in folder.metrics() if "loss" in row]
     return {"losses": losses, "state": state, "scores": scores, "sums": [float(s) for s in sums], "before": before} | {
-        "straggler": scaling.straggler(ranks) if mistake == "slow_rank" else None
+        "straggler": step_timing.straggler(ranks) if mistake == "slow_rank" else None
     }
 
 
@@ -143,43 +135,9 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
 def expected(cache: Path, case: str, shares: int = 1) -> dict[str, Any]:
     """One process that trains the unsplit model by the bare loop; shares have BatchNorm buffers of their own."""
     cfg, _ = settings(case)
-    prepared = prepared_for(cfg, str(cache))
+    prepared = prepare_for(cfg, str(cache))
     torch.manual_seed(1234)
     return reference.trained(cfg, unsplit(cfg), prepared, shares=shares)
-
-
-def in_processes(
-    settings: Callable[[str], tuple[Any, str]],
-    train: Callable[..., dict[str, Any]],
-    out: str,
-    cache: str,
-    count: str,
-    *cases: str,
-) -> int:
-    """Train every case in the same `count` processes, one after the other, and save rank 0's results; exit status."""
-    chosen = {case: settings(f"{case},processes_per_node={count}") for case in cases}
-    sets = {case: prepared_for(cfg, cache) for case, (cfg, _) in chosen.items()}
-    runs = Path(tempfile.mkdtemp(dir=Path(out).parent))
-
-    def body(place: Place) -> None:
-        with launch.group(place, chosen[cases[0]][0].launch) as world:
-            results = {}
-            for case, (cfg, special) in chosen.items():
-                path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
-                results[case] = train(cfg, special, world, sets[case], Folder(world.broadcast(path), 1))
-            if world.is_main:
-                torch.save(results, out)
-
-    return processes.fork_all(body, int(count), 1, lambda: None)
-
-
-def results(module: str, folder: Path, cache: Path, count: int, cases: list[str]) -> dict[str, Any]:
-    """What a module of this package saved of cases with one number of processes, trained in one launch."""
-    out = folder / f"results-{count}.pt"
-    words = [sys.executable, "-m", f"tests.harness.{module}", str(out), str(cache), str(count), *cases]
-    done = warm.execute(words, env=environment(), timeout=250)
-    assert done.returncode == 0, done.stderr
-    return dict(torch.load(out, weights_only=True))
 
 
 def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -191,4 +149,4 @@ def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(in_processes(settings, train, *sys.argv[1:]))
+    sys.exit(save_cases(settings, train, *sys.argv[1:]))

@@ -5,6 +5,7 @@ python -m tests.harness.ddp_pitfalls NAME ...      prints what each process foun
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import os
@@ -21,10 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import launch, processes, sparsity
-from common.launch import Place, World
-from common.models import SimpleNN
-from common.sparsity import Masks
+from common.distributed import ddp, local_launcher, rendezvous
+from common.distributed.rendezvous import Place, World
+from common.models import pruning_masks
+from common.models.networks import SimpleNN
+from common.models.pruning_masks import Masks
 from configs.ddp_multinode import Config
 from configs.shared import Launch
 from experiments import ddp_multinode
@@ -48,14 +50,14 @@ def in_two(work: Callable[[World], Any]) -> list[Any]:
     folder = Path(tempfile.mkdtemp())
 
     def body(place: Place) -> None:
-        with launch.group(place, Launch(device="cpu", threads=1, step_timeout=SECONDS)) as world:
+        with rendezvous.group(place, Launch(device="cpu", threads=1, step_timeout=SECONDS)) as world:
             (folder / str(place.rank)).write_text(json.dumps(attempt(lambda: work(world))))
             if world.is_main:  # it keeps the meeting place alive until the other has found out too
                 deadline = time.monotonic() + 3 * SECONDS
                 while not (folder / "1").exists() and time.monotonic() < deadline:
                     time.sleep(0.01)
 
-    assert processes.fork_all(body, 2, 1, lambda: None) == 0
+    assert local_launcher.fork_all(body, 2, 1, lambda: None) == 0
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
@@ -113,6 +115,24 @@ def model_parallelism() -> Any:
     return in_two(lambda world: [held(world, "ddp"), held(world, "fsdp")])
 
 
+def own_statistics() -> Any:
+    """Whether BatchNorm under ddp keeps the statistics of a process's own samples, as a model without ddp has them."""
+
+    def work(world: World) -> bool:
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+        alone = copy.deepcopy(inner)
+        model = ddp.wrapped(inner, world.device)
+        for step in range(3):
+            torch.manual_seed(10 * step + world.rank)
+            x = torch.randn(5, 3, 4, 4)
+            model(x).sum().backward()
+            alone(x)
+        return all(torch.equal(a, b) for a, b in zip(inner.buffers(), alone.buffers(), strict=True))
+
+    return in_two(work)
+
+
 def torchs_norm() -> Any:
     return in_two(lambda world: attempt(lambda: nn.SyncBatchNorm(3)(torch.randn(2, 3, 4, 4)).sum().item()))
 
@@ -129,7 +149,7 @@ def masks_per_rank() -> Any:
         gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
 
         def chosen() -> str:
-            masks.set(sparsity.globally([gradient.abs() for gradient in gradients], 0.9))
+            masks.set(pruning_masks.globally([gradient.abs() for gradient in gradients], 0.9))
             return masks.digest()
 
         own, refused = chosen(), attempt(masks.agree)

@@ -13,10 +13,11 @@ import time
 
 import torch
 
-from common import launch, memory, processes
-from common.launch import Place
-from common.messages import Messages, routes
-from common.schedules import Action, gpipe
+from common.distributed import local_launcher, rendezvous
+from common.distributed.rendezvous import Place
+from common.pipeline import shared_memory
+from common.pipeline.p2p import Messages, routes
+from common.pipeline.schedules import Action, gpipe
 from configs.shared import Launch
 
 SHAPES = [torch.Size([30_000]), torch.Size([2])]
@@ -24,11 +25,11 @@ PATIENCE = 30.0  # seconds until other tests' pipelines, which may begin just no
 
 
 def folders() -> set[str]:
-    return {path.name for path in memory.SHARED.glob("pipeline-*")}
+    return {path.name for path in shared_memory.SHARED.glob("pipeline-*")}
 
 
 def exchange(what: str, place: Place) -> None:
-    with launch.group(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
+    with rendezvous.group(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
         if what == "small":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         found = routes(gpipe(2, 2, 2), SHAPES, 4)
@@ -54,7 +55,7 @@ def exchange(what: str, place: Place) -> None:
 
 def main(what: str) -> int:
     before = folders()
-    status = processes.fork_all(lambda place: exchange(what, place), 2, 1, lambda: None)
+    status = local_launcher.fork_all(lambda place: exchange(what, place), 2, 1, lambda: None)
     deadline = time.monotonic() + PATIENCE
     while left := folders() - before:
         assert time.monotonic() < deadline, f"left in shared memory: {left}"

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.errors import user_errors
+from common.core.errors import user_errors
 from tests.harness.processes import ROOT, environment
 
 

@@ -7,26 +7,24 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from common import snapshots
-from common.errors import LEFT
-from common.folder import Folder
+from common.checkpoint import storage
+from common.core.errors import LEFT
+from common.runs.folder import Folder
 from tests.harness.chance import open_stream
-from tests.harness.processes import command, environment, processes_of
+from tests.harness.processes import PATIENCE, command, environment, processes_of, wait_until
 from tests.harness.registry import Entry
 from tests.harness.warm import Command, end_session
 
 ENDLESS = ("steps=0", "epochs=5000", "checkpoint.every_steps=0")
-PATIENCE = 200.0
-"""Seconds until a test gives up waiting: far more than a busy machine needs, and less than the runs would take."""
 
 
 @contextlib.contextmanager
-def train_long(name: str, *settings: str, runs: Path, real: bool = False) -> Iterator[Command]:
+def train_long(name: str, *settings: str, runs: Path, real: bool = False, **env: str) -> Iterator[Command]:
     """An experiment in a session of its own, once it has written its first row; nothing of it outlives the block."""
-    process = Command(command(name, *settings, runs=runs), env=environment(), session=True, real=real)
+    process = Command(command(name, *settings, runs=runs), env=environment(**env), session=True, real=real)
     try:
         wait_until(lambda: has_rows(runs) or process.poll() is not None, "the run trains")
         assert process.poll() is None, process.out + process.err
@@ -38,13 +36,6 @@ def train_long(name: str, *settings: str, runs: Path, real: bool = False) -> Ite
 
 def has_rows(runs: Path) -> bool:
     return any(file.stat().st_size for file in runs.glob("*/attempts/0001/metrics.jsonl"))
-
-
-def wait_until(true: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"in vain waited until {what}"
-        time.sleep(0.01)
 
 
 def only_folder(runs: Path) -> Folder:
@@ -61,7 +52,7 @@ def free_port() -> int:
 def ranks_of(process: Command) -> list[int]:
     """The pids of a run's ranks, the first one first."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(child) for child in children]
+    return [int(pid) for pid in children if "common.runs.wandb_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], runs: Path) -> None:
@@ -73,7 +64,7 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         assert process.returncode == (128 + number if number == signal.SIGINT else LEFT), out + err
         assert "Traceback" not in err and "go on with: make exp RESUME=" in err, err
         folder = only_folder(runs)
-        (snapshot,) = snapshots.candidates(folder)
+        (snapshot,) = storage.candidates(folder)
         assert snapshot.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
         assert folder.result["state"] == ("cancelled" if number == signal.SIGINT else "preempted"), folder.result
         assert not processes_of(str(runs))

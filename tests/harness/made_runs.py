@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import config
-from common.folder import Folder, write_atomic, write_json
+from common.core import config
+from common.runs.folder import Folder, write_atomic, write_json
 
 STARTED = 1_790_000_000.0  # seconds since 1970: the first run
 EVERY = 3600.0  # seconds between two runs
@@ -58,12 +58,12 @@ class Made:
 
     def train(self, attempt: Folder, begin: int, end: int, batch: int, processes: int) -> None:
         """Write one start's files."""
-        draw = random.Random(self.number).gauss
         world = {"processes": processes, "nodes": 1, "hosts": ["vm"] * processes, "device": "cpu"}
         write_json(attempt.attempt / "world.json", world)
         lines = []
         for step in range(begin + 1, end + 1):
-            loss = 2.3 * math.exp(-3 * step / self.steps) + 0.05 + draw(0, 0.02)
+            noise = random.Random(self.number * 1_000_003 + step).gauss(0, 0.02)  # the same when the step is done again
+            loss = 2.3 * math.exp(-3 * step / self.steps) + 0.05 + noise
             seconds = self.step_seconds * (step + 30 * (1 - math.cos(step / 300)))  # never backwards
             head = f'{{"global_step": {step}, "samples": {step * batch}, "time": {seconds:.6f}'
             lines.append(f'{head}, "loss": {loss:.17g}}}\n')

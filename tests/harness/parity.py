@@ -11,29 +11,31 @@ import functools
 import itertools
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common import config, data, launch, optim, prepare, processes, splits
-from common.config import to_yaml
-from common.evaluate import classify
-from common.folder import Folder
-from common.launch import Place, World
-from common.models import ResNet, SimpleNN
-from common.pipeline import Pipeline
-from common.run import Run
+from common.core import config
+from common.data import loader as data
+from common.data import prepare
+from common.distributed.rendezvous import World
+from common.models import partition
+from common.models.networks import ResNet, SimpleNN
+from common.pipeline.executor import Pipeline
+from common.runs.folder import Folder
+from common.training import optimizers
+from common.training.evaluate import classify
+from common.training.run import Run
 from configs import mnist_pipeline as mnist
 from configs import resnet_modelparallel as resnet
 from experiments import mnist_pipeline, resnet_modelparallel
-from tests.harness import reference, warm
-from tests.harness.processes import environment
-from tests.harness.reference import differences  # noqa: F401 (tests of commands find it beside what is trained here)
+from tests.harness import reference
+from tests.harness.cases import prepare_for, save_cases
 
 PIPELINE = {
     "data.name": "digits",
@@ -139,13 +141,13 @@ EXPERIMENTS = {
 }
 
 
-def settings(name: str, text: str, **extra: str) -> tuple[Any, str]:
+def settings(name: str, text: str) -> tuple[Any, str]:
     """The settings of a case, and the mistake it makes, if any."""
     words = re.split(r",(?![^\[]*\])", text)
     mistake = words.pop(0) if "=" not in words[0] else ""
     assert not mistake or mistake in MISTAKES
     kind = EXPERIMENTS[name]
-    return config.resolve(kind.schema, [kind.settings | extra | dict(word.split("=") for word in words)]), mistake
+    return config.resolve(kind.schema, [kind.settings | dict(word.split("=") for word in words)]), mistake
 
 
 def train(
@@ -158,7 +160,7 @@ def train(
     pipe = kind.build(cfg, train_set, world, run)
     if mistake:
         MISTAKES[mistake](pipe)
-    optimizer = optim.make(pipe.module.parameters(), cfg.optim)
+    optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}
     loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, **ends)
     run.source, run.total = pipe.last_rank, cfg.steps
@@ -174,48 +176,22 @@ def train(
     if not world.is_main:
         return {}
     losses = [row["loss"] for row in folder.metrics()]
-    return {"losses": losses, "state": splits.join(states), "scores": scores}
-
-
-def main(name: str, out: str, cache: str, count: int, cases: list[str]) -> int:
-    here = {"data.cache": cache}
-    first, _ = settings(name, cases[0], **here)
-    prepared = prepare.prepare(first.data)
-    runs = Path(tempfile.mkdtemp(dir=Path(out).parent))
-
-    def body(place: Place) -> None:
-        with launch.group(place, first.launch) as world:
-            results = {}
-            for case in cases:
-                cfg, mistake = settings(name, case, **here)
-                path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
-                folder = Folder(world.broadcast(path), 1)
-                results[case] = train(EXPERIMENTS[name], cfg, mistake, world, prepared, folder)
-            if world.is_main:
-                torch.save(results, out)
-
-    return processes.fork_all(body, count, 1, lambda: None)
+    return {"losses": losses, "state": partition.join(states), "scores": scores}
 
 
 @functools.cache
 def expected(cache: Path, name: str, case: str) -> dict[str, Any]:
     """The unsplit model trained by the bare loop, a ResNet in the microbatches that its BatchNorm sees in this case."""
-    cfg, _ = settings(name, case, **{"data.cache": str(cache)})
+    cfg, _ = settings(name, case)
+    prepared = prepare_for(cfg, str(cache))
     torch.manual_seed(1234)
     model = EXPERIMENTS[name].unsplit(cfg)
-    return reference.trained(cfg, model, prepare.prepare(cfg.data), piece=getattr(cfg, "microbatch", 0))
+    return reference.trained(cfg, model, prepared, piece=getattr(cfg, "microbatch", 0))
 
 
-def train_in_processes(
-    folder: Path, cache: Path, processes: int, wanted: list[str], name: str = "mnist_pipeline"
-) -> dict[str, Any]:
-    """The results of cases with one number of processes, trained in one launch."""
-    out = folder / f"results-{processes}.pt"
-    script = [sys.executable, "-m", "tests.harness.parity", name, str(out), str(cache), str(processes), *wanted]
-    done = warm.execute(script, env=environment(), timeout=250)
-    assert done.returncode == 0, done.stderr
-    return dict(torch.load(out, weights_only=True))
+def main(name: str, *words: str) -> int:
+    return save_cases(partial(settings, name), partial(train, EXPERIMENTS[name]), *words, counted="")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:]))
+    sys.exit(main(*sys.argv[1:]))

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common import launch, processes, splits
-from common.launch import Place
-from common.pipeline import Pipeline
-from common.pipeline_torch import TorchPipeline
+from common.distributed import local_launcher, rendezvous
+from common.distributed.rendezvous import Place
+from common.models import partition
+from common.pipeline.executor import Pipeline
+from common.pipeline.torch_engine import TorchPipeline
 from configs.pipeline import Pipeline as Settings
 from configs.shared import Launch
 
@@ -57,11 +58,11 @@ def compare(place: Place) -> None:
     x, y = torch.randn(8, 7, 6).double(), torch.randint(3, (8,))
     one, logits = whole(x, y)
     want = dict(one.named_parameters())
-    with launch.group(place, Launch(device="cpu", threads=1)) as world:
+    with rendezvous.group(place, Launch(device="cpu", threads=1)) as world:
         for settings in CASES:
             # the library needs weights in every stage
             four = ["l2", "l5", "l8"] if settings.engine == "own" else ["l3", "l5", "l9"]
-            stages = splits.cut(model(), four if settings.stages == 4 else ["l5"])
+            stages = partition.cut(model(), four if settings.stages == 4 else ["l5"])
             engine = Pipeline if settings.engine == "own" else TorchPipeline
             pipe = engine(settings, stages, F.cross_entropy, world, batch=8, sample=(7, 6), dtype=torch.float64)
             pipe.train()
@@ -84,4 +85,4 @@ def compare(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(processes.fork_all(compare, 2, 1, lambda: None))
+    sys.exit(local_launcher.fork_all(compare, 2, 1, lambda: None))

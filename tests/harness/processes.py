@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.folder import Folder
+from common.runs.folder import Folder
 from tests.harness import warm, warm_server
 from tests.harness.warm import ROOT
+
+PATIENCE = 200.0
+"""Seconds until a test gives up waiting: far more than a busy machine needs, and less than endless runs take."""
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE, pause: float = 0.05) -> Any:
+    """Wait until a condition holds; returns its value. Raises TimeoutError, which says what was waited for."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(pause)
+    return value
 
 
 def script(path: Path, text: str) -> Path:

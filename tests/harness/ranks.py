@@ -16,18 +16,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import launch, processes
-from common.errors import UserError
-from common.launch import Place
+from common.core.errors import UserError
+from common.distributed import local_launcher, rendezvous
+from common.distributed.rendezvous import Place
 from configs.shared import Launch
 
-SETTINGS = Launch(device="cpu", setup_timeout=3, step_timeout=3)
+SETTINGS = Launch(device="cpu", setup_timeout=60, step_timeout=60)
+SOON = Launch(device="cpu", setup_timeout=3, step_timeout=3)  # where somebody is waited for in vain
 FOREVER = 600.0  # longer than the test waits
 
 
 def meet_by_name(place: Place, folder: Path) -> None:
     """As ranks with nccl do it, with the real store."""
-    with launch.group(place, SETTINGS) as world:
+    with rendezvous.group(place, SETTINGS) as world:
         for name in ("a", "b"):
             if world.rank == 1:
                 time.sleep(0.3)
@@ -37,7 +38,7 @@ def meet_by_name(place: Place, folder: Path) -> None:
 
 
 def add_up(place: Place, folder: Path) -> None:
-    with launch.group(place, SETTINGS) as world:
+    with rendezvous.group(place, SETTINGS) as world:
         x = torch.ones(1) * world.rank
         dist.all_reduce(x)
         assert x.item() == 3, x
@@ -46,7 +47,7 @@ def add_up(place: Place, folder: Path) -> None:
 
 
 def one_raises(place: Place, folder: Path) -> None:
-    with launch.group(place, SETTINGS) as world:
+    with rendezvous.group(place, SETTINGS) as world:
         if world.rank == 1:
             raise KeyError("the cause")
         dist.barrier()
@@ -57,21 +58,32 @@ def user_error(place: Place, folder: Path) -> None:
 
 
 def one_is_killed(place: Place, folder: Path) -> None:
-    with launch.group(place, SETTINGS) as world:
+    with rendezvous.group(place, SETTINGS) as world:
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+
+def one_takes_too_much(place: Place, folder: Path) -> None:
+    """In the control group `folder` names, whose limit is small."""
+    with rendezvous.group(place, SETTINGS) as world:
+        if world.rank == 2:
+            group = Path((folder / "group").read_text())
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            held = [bytearray(os.urandom(1 << 20)) for _ in range(1 << 10)]
+            raise AssertionError(f"{len(held)} MB fit")
         dist.barrier()
 
 
 def one_does_not_arrive(place: Place, folder: Path) -> None:
     if place.rank == 1:
         time.sleep(FOREVER)
-    with launch.group(place, SETTINGS):
+    with rendezvous.group(place, SOON):
         pass
 
 
 def one_hangs(place: Place, folder: Path) -> None:
-    with launch.group(place, SETTINGS) as world:
+    with rendezvous.group(place, SOON) as world:
         if world.rank == 0:
             time.sleep(FOREVER)
         dist.barrier()
@@ -85,9 +97,9 @@ def one_ignores_being_asked(place: Place, folder: Path) -> None:
     sys.exit(3)
 
 
-ALL = (meet_by_name, add_up, one_raises, user_error, one_is_killed, one_does_not_arrive, one_hangs)
+ALL = (meet_by_name, add_up, one_raises, user_error, one_is_killed, one_takes_too_much, one_does_not_arrive, one_hangs)
 CASES: dict[str, Callable[[Place, Path], None]] = {case.__name__: case for case in (*ALL, one_ignores_being_asked)}
 
 if __name__ == "__main__":
     case, folder = CASES[sys.argv[1]], Path(sys.argv[2])
-    sys.exit(processes.fork_all(lambda place: case(place, folder), 3, 1, lambda: None))
+    sys.exit(local_launcher.fork_all(lambda place: case(place, folder), 3, 1, lambda: None))

@@ -41,6 +41,7 @@ EXPERIMENTS = [
         others=(
             ("strategy=fsdp", "optim.name=adam", "clip=1"),
             ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "steps=6"),
+            ("communication=powersgd", "optim.lr=0.01"),  # which begins to compress at the tenth step
         ),
     ),
     Entry(

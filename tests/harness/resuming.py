@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from common import snapshots
-from common.folder import Folder
+from common.checkpoint import storage
+from common.core.errors import LEFT
+from common.runs.folder import Folder
 from tests.harness import warm
 from tests.harness.chance import open_stream
-from tests.harness.processes import ROOT, Done, environment
+from tests.harness.long_runs import only_folder, train_long
+from tests.harness.processes import PATIENCE, ROOT, Done, environment, wait_until
 from tests.harness.registry import Entry
 from tests.harness.shared import run_once
 
@@ -38,7 +42,7 @@ def cut_off(folder: Folder, step: int, place: Path) -> Folder:
     (copy.path / "result.json").unlink()
     attempt = copy.attempts()[-1]
     begun = attempt.origin[1] if attempt.origin else 0
-    for snapshot in snapshots.of_attempt(attempt):
+    for snapshot in storage.of_attempt(attempt):
         if snapshot.step > step:
             shutil.rmtree(snapshot.path)
     rows = attempt.metrics_file.read_text().splitlines(keepends=True)
@@ -46,11 +50,11 @@ def cut_off(folder: Folder, step: int, place: Path) -> Folder:
     return copy
 
 
-def resume(entry: Entry, folder: Folder, *words: str, careless: str = "") -> CompletedProcess[str]:
+def resume(entry: Entry, folder: Folder, *words: str, careless: str = "", real: bool = False) -> CompletedProcess[str]:
     """Go on with a run; `careless` names the protection that it goes on without."""
     begin = ["-m", "tests.harness.careless", careless] if careless else []
     argv = [sys.executable, *begin, str(ROOT / "experiments" / f"{entry.name}.py"), "--resume", str(folder.path)]
-    return warm.execute([*argv, *words], env=environment())
+    return warm.execute([*argv, *words], env=environment(), real=real)
 
 
 def numbers(folder: Folder) -> list[tuple[Any, ...]]:
@@ -66,7 +70,7 @@ def trained_steps(folder: Folder) -> list[int]:
 def final_state(folder: Folder) -> dict[str, torch.Tensor]:
     """Parameters and the optimizer's memory after the last step, over all ranks."""
     (attempt, _), *_ = folder.chain()
-    path = snapshots.of_attempt(attempt)[-1].path
+    path = storage.of_attempt(attempt)[-1].path
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("rank-*.pt")):
         part = torch.load(file, weights_only=True)
@@ -86,14 +90,35 @@ def differences(one: Folder, other: Folder) -> list[str]:
     return found + [n for n in sorted(a.keys() | b.keys()) if n not in both or not torch.equal(a[n], b[n])]
 
 
-def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path) -> None:
+def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path, real: bool = False) -> None:
     """Cut a run off after one of its saved steps, go on, and compare all of it with the whole run to the bit."""
     (attempt,) = whole.folder.attempts()
-    step = open_stream(name).choice(snapshots.of_attempt(attempt)[:-1]).step
+    step = open_stream(name).choice(storage.of_attempt(attempt)[:-1]).step
     folder = cut_off(whole.folder, step, place)
-    done = resume(entry, folder)
+    done = resume(entry, folder, real=real)
     assert done.returncode == 0, f"resumed after step {step}: {done.stderr}"
     assert f"goes on after step {step}" in done.stdout, done.stdout
     assert differences(folder, whole.folder) == [], f"resumed after step {step}"
+    times = [row["time"] for row in folder.metrics()]
+    assert times == sorted(times), "the clock of the run goes on, too"
     steps = [row["global_step"] for row in whole.folder.metrics() if "loss" in row]
     assert trained_steps(folder) == steps == list(range(1, len(steps) + 1)), f"resumed after step {step}"
+
+
+def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path) -> None:
+    """Send a notice to stop in a slow evaluation: the state before it is saved, and it is done again after a resume."""
+    slow = (*digits, *entry.smallest, "steps=20", "eval_batch=2", "data.test_limit=0", "checkpoint.grace=120")
+    with train_long(entry.name, *slow, runs=runs) as process:
+        folder = only_folder(runs)
+        wait_until(lambda: len(folder.metrics()) == 20, "the evaluation begins")
+        process.send_signal(signal.SIGUSR2)
+        began = time.monotonic()
+        out, err = process.communicate(PATIENCE)
+        seconds = time.monotonic() - began
+    assert process.returncode == LEFT and "told to stop: saved after step 20" in out, out + err
+    assert len(folder.metrics()) == 20 and [s.step for s in storage.candidates(folder)] == [20]
+    assert seconds < 60, "far less than the evaluation would have taken"
+    done = resume(entry, folder, "data.test_limit=100")
+    assert done.returncode == 0, done.stderr
+    rows = numbers(folder)
+    assert [row[0] for row in rows] == [*range(1, 21), 20] and rows[-1][-1] == 100, "the evaluation is done again"

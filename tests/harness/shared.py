@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.processes import Done, run
+from tests.harness.registry import Entry
+
+Make = Callable[[Entry], Done]
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
@@ -23,8 +27,7 @@ def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # each worker has a folder of its own below the common one
-    with open(base / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(base / f"{name}.lock"):
         count = len(list(base.glob(f"{name}.try-*")))
         done = base / f"{name}.done"
         if not done.exists():
@@ -32,6 +35,14 @@ def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(base / f"{name}.try-{count}")
             done.write_text(str(base / f"{name}.try-{count}"))
         return Path(done.read_text())
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Keep other processes out meanwhile."""
+    with file.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
 
 
 def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> Done:

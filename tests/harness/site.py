@@ -8,14 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import provenance
-from common.folder import Folder
-from tests.harness.processes import ROOT, environment, processes_of
+from common.runs import provenance
+from common.runs.folder import Folder
+from tests.harness.processes import ROOT, environment, processes_of, wait_until
 
 # before a command whose time is measured, as other tests go on beside it; only root may ask for that
 FIRST = ("nice", "--adjustment=-8") if os.getuid() == 0 else ()
@@ -65,11 +64,8 @@ class Site:
         return self.call("slurm.cluster", "exec", *words, status=None, **env)
 
     def wait_for_job(self, job: str, state: str) -> None:
-        for _ in range(100):
-            if state in self.inside("squeue", "-h", "-j", job, "-o", "%T").stdout:
-                return
-            time.sleep(0.1)
-        raise AssertionError(self.inside("scontrol", "show", "job", job).stdout)
+        asked = ("squeue", "-h", "-j", job, "-o", "%T")
+        until(f"job {job} is {state}", lambda: state in self.inside(*asked).stdout)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -84,20 +80,22 @@ class Site:
 
     def wait(self, folder: Folder, state: str, seconds: float = 60) -> str:
         """Wait until `make status` shows a state; returns its last words."""
-        deadline = time.monotonic() + seconds
-        while True:
+        shown = ""
+
+        def look() -> bool:
+            nonlocal shown
             shown = self.call("slurm.status", "status", str(folder.path), status=None).stdout
-            if f"  {state}  " in shown or time.monotonic() > deadline:
-                assert f"  {state}  " in shown, shown
-                return shown
-            time.sleep(0.3)
+            return f"  {state}  " in shown
+
+        try:
+            until(f"it is {state}", look, seconds, pause=0.3)
+        except TimeoutError:
+            raise AssertionError(shown) from None
+        return shown
 
     def gone(self, folder: Folder, seconds: float = 30) -> None:
         """Wait until no process of a run is left."""
-        deadline = time.monotonic() + seconds
-        while processes_of(str(folder.path)):
-            assert time.monotonic() < deadline, processes_of(str(folder.path))
-            time.sleep(0.2)
+        until("no process is left", lambda: not processes_of(str(folder.path)), seconds)
 
 
 @contextlib.contextmanager
@@ -123,12 +121,7 @@ def own_mounts(script: str) -> Iterator[tuple[str, ...]]:
 
 def until(what: str, true: Callable[[], Any], seconds: float = 60, pause: float = 0.1) -> Any:
     """Wait for a condition; returns its value. Raises TimeoutError."""
-    deadline = time.monotonic() + seconds
-    while not (value := true()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
-        time.sleep(pause)
-    return value
+    return wait_until(true, what, seconds, pause)
 
 
 @contextlib.contextmanager

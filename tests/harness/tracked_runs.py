@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,9 +14,10 @@ from typing import Any
 
 import yaml
 
-from common.folder import Folder, read_json
+from common.runs.folder import Folder, read_json
 from tests.harness import warm
-from tests.harness.processes import environment, processes_of
+from tests.harness.long_runs import only_folder, ranks_of, train_long
+from tests.harness.processes import environment, processes_of, wait_until
 
 SECRET = "5ec" + "0" * 36 + "7"  # as long as a key of W&B
 
@@ -49,21 +52,15 @@ def exit_code(rows: list[dict[str, Any]]) -> int:
     return int(record.get("exit_code", 0))
 
 
-def until(condition: Any, seconds: float = 200.0) -> float:
-    """Wait until it holds; returns how long that took."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, "waited in vain"
-        time.sleep(0.05)
-    return time.monotonic() - start
-
-
-def track(source: Folder, place: Path, url: str = "", own: str = "", **changes: Any) -> tuple[Folder, float]:
-    """Track a copy of a finished run, with its owner gone already; returns its folder and the seconds it took.
+def track(
+    source: Folder, place: Path, url: str = "", own: str = "", number: int = 1, **changes: Any
+) -> tuple[Folder, float]:
+    """Track a start of a copy of a finished run, with its owner gone already; returns its folder and the seconds it
+    took.
 
     With a W&B id of its `own`, it is one that was tracked before.
     """
-    folder = Folder(place / source.path.name, 1)
+    folder = Folder(place / source.path.name, number)
     shutil.copytree(source.path, folder.path, ignore=shutil.ignore_patterns("wandb", "code"))
     (folder.path / "wandb").mkdir()
     if own:
@@ -74,8 +71,28 @@ def track(source: Folder, place: Path, url: str = "", own: str = "", **changes: 
     online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": SECRET} if url else {}
     env = environment(HOME=str(place), WANDB_ERROR_REPORTING="false", **online)
     del env["WANDB_MODE"]
-    words = [sys.executable, "-m", "common.tracking", str(folder.path), "1", "auto" if url else "offline", ""]
+    words = [
+        sys.executable,
+        "-m",
+        "common.runs.wandb_tracker",
+        str(folder.path),
+        str(number),
+        "auto" if url else "offline",
+        "",
+    ]
     start = time.monotonic()
     warm.execute(words, env=env, timeout=100)
-    until(lambda: not processes_of(str(place)))
+    wait_until(lambda: not processes_of(str(place)), "no process is left")
     return folder, time.monotonic() - start
+
+
+def kill_rank(number: int, words: tuple[str, ...], place: Path, seconds: float) -> tuple[warm.Command, Folder, int]:
+    """Kill a rank of a run that is tracked offline, and wait until all of it has ended; returns the rank's pid, too."""
+    env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(place)}
+    with train_long("mnist_pipeline", *words, runs=place / "runs", **env) as process:
+        folder = only_folder(place / "runs")
+        wait_until(lambda: status(folder), "it is tracked")
+        pid = ranks_of(process)[number]
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: process.poll() is not None and not processes_of(str(place)), "all has ended", seconds)
+    return process, folder, pid

@@ -1,6 +1,6 @@
 """Start the project's commands without their imports: forks of a process that has made them (warm_server.py).
 
-Status, output and run folder are those of a real process (tests/commands/test_warm.py). A command is a real process
+Status, output and run folder are those of a real process (tests/complete/test_warm.py). A command is a real process
 where that is the point: where variables are set that count when an interpreter or a library starts, and outside of the
 project's own folder, where other sources are executed.
 """
@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
-EARLY = ("OMP_", "MKL_", "KMP_", "MALLOC_", "PYTHON", "LD_", "TORCH", "GLIBC_", "COVERAGE_", "FAKETIME")
+EARLY = (
+    *("OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_"),
+    *("PYTHON", "TORCH", "COVERAGE_", "FAKETIME"),
+)
 
 
 class Server:
@@ -30,6 +33,7 @@ class Server:
 
     _process: subprocess.Popen[bytes] | None = None
     _path = ""
+    _early: dict[str, str] | None = None
 
     @classmethod
     def connect(cls) -> socket.socket:
@@ -43,11 +47,16 @@ class Server:
             assert started.stdout
             if started.stdout.readline() != b"ready\n":
                 raise RuntimeError(f"the warm server did not start: exit status {started.wait(20)}")
-            cls._process = started
+            cls._process, cls._early = started, early_variables(environ)
             atexit.register(cls._end)
         client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         client.connect(cls._path)
         return client
+
+    @classmethod
+    def early(cls) -> dict[str, str]:
+        """The variables that count at a start, as the server has them or would have them."""
+        return early_variables(os.environ) if cls._early is None else cls._early
 
     @classmethod
     def _end(cls) -> None:
@@ -144,11 +153,17 @@ def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> bool:
     """Whether a fork of the server does what a real process would."""
     if argv[0] != sys.executable or Path(cwd) != ROOT or not (argv[1] == "-m" or argv[1].endswith(".py")):
         return False
-    known = {"PYTHONPATH": str(ROOT)} | {key: value for key, value in os.environ.items() if key.startswith(EARLY)}
-    early = {key: value for key, value in env.items() if key.startswith(EARLY)}
-    if any(known.get(key) != value for key, value in early.items()):
+    if early_variables(env) != Server.early():
         return False
     return argv[1] == "-m" or Path(argv[1]).is_relative_to(ROOT)
+
+
+def early_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that count when an interpreter or a library starts, but for a path that the server has anyway."""
+    found = {key: value for key, value in env.items() if key.startswith(EARLY)}
+    if found.get("PYTHONPATH") == str(ROOT):
+        del found["PYTHONPATH"]
+    return found
 
 
 def execute(

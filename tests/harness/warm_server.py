@@ -1,11 +1,12 @@
 """A process that has imported torch and the project once, and forks for each command that a test starts.
 
-    python -m tests.harness.warm_server SOCKET      started by tests/harness/warm.py; ends when its stdin closes
+    python -m tests.harness.warm_server SOCKET      started by tests/harness/warm.py
 
 A request is one message with the command line, the environment, the working directory and three file descriptors.
 The answers are the pid, and at the end the wait status. A forked command runs as a script or module of its own
-process would: as `__main__`, with its own signals, streams, exit hooks and exit status. The server itself uses neither
-autograd nor OpenMP, whose threads a fork would lose.
+process would: as `__main__`, with its own signals, streams, exit hooks and exit status. The server ends when its stdin
+closes, as it does when pytest is killed, and the commands that still run end with it. It has one thread only, as a fork
+would lose the others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ COMMAND = "warm-command"  # the name of the open file that holds a forked comman
 LAZY = (
     "matplotlib.pyplot",
     "plotly.graph_objects",
+    "safetensors.torch",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -45,19 +47,21 @@ LAZY = (
 
 def preload() -> None:
     """Import the project and what it needs. Nothing is executed but imports."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's would start its threads when it is imported
     import common
     import configs
     import experiments
     import slurm
 
     for package in (configs, common, slurm, experiments):
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
     for name in LAZY:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # shared with the forked commands as long as nobody writes to it
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
@@ -69,6 +73,8 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
+                for pid, _ in running.values():
+                    kill_command(pid)
                 return None
             if key.fileobj is listener:
                 client, _ = listener.accept()
@@ -100,6 +106,12 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 with contextlib.suppress(OSError):  # nobody waits for it any more
                     client.send(str(status).encode())
                 client.close()
+
+
+def kill_command(pid: int) -> None:
+    """Kill a forked command; if it leads a session, its whole process group."""
+    with contextlib.suppress(ProcessLookupError):
+        (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
 
 
 def become(request: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.ddp_parity import expected, results, wrong
+from tests.harness.cases import train_cases
+from tests.harness.ddp_parity import expected, wrong
 from tests.harness.shared import make_once
 
 DDP = ["strategy=ddp", "gradient_as_bucket_view=false,bucket_mb=25", "static_graph=true", "find_unused_parameters=true"]
@@ -25,7 +26,7 @@ BRIEF = f"{SYNCED},steps=10"
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """Every ConvNet case of two processes, the right ones and the mistakes."""
     wanted = ["strategy=fsdp", *DDP, *(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
-    folder = make_once(tmp_path_factory, "ddp-of-two", lambda path: results("ddp_parity", path, cache, 2, wanted))
+    folder = make_once(tmp_path_factory, "ddp-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, wanted))
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
 
 
@@ -38,7 +39,7 @@ def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
     shared = (
         request.getfixturevalue("of_two")
         if processes == 2
-        else results("ddp_parity", tmp_path, cache, processes, cases)
+        else train_cases("ddp_parity", tmp_path, cache, processes, cases)
     )
     found = {case: wrong(shared[case], right) for case in cases}
     assert not {case: differing for case, differing in found.items() if differing}
@@ -47,7 +48,7 @@ def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
 
 
 def test_resnet_equals_one_process_with_and_without_synchronised_norms(tmp_path: Path, cache: Path) -> None:
-    trained = results("ddp_parity", tmp_path, cache, 2, [SYNCED, APART, f"{BRIEF},strategy=fsdp"])
+    trained = train_cases("ddp_parity", tmp_path, cache, 2, [SYNCED, APART, f"{BRIEF},strategy=fsdp"])
     assert wrong(trained[SYNCED], expected(cache, SYNCED)) == []
     assert wrong(trained[f"{BRIEF},strategy=fsdp"], expected(cache, BRIEF)) == []
     assert wrong(trained[APART], expected(cache, APART, shares=2)) == []

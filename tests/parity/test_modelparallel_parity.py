@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.parity import expected, train_in_processes
+from tests.harness.cases import train_cases
+from tests.harness.parity import expected
 from tests.harness.reference import differences
 
 NAME = "resnet_modelparallel"
@@ -46,7 +47,7 @@ def test_every_mode_equals_the_unsplit_resnet_fed_the_same_microbatches(
     processes: int, kind: str, tmp_path: Path, cache: Path
 ) -> None:
     wanted = cases(processes)[kind]
-    trained = train_in_processes(tmp_path, cache, processes, wanted, NAME)
+    trained = train_cases("parity", tmp_path, cache, processes, wanted, NAME)
     wrong = {
         name: differences(result, expected(cache, NAME, SIZES[8 if "split_size=8" in name else 2]))
         for name, result in trained.items()
@@ -57,7 +58,7 @@ def test_every_mode_equals_the_unsplit_resnet_fed_the_same_microbatches(
 
 def test_a_resnet_of_full_width_equals_the_unsplit_one(tmp_path: Path, cache: Path) -> None:
     kinds = ["mode=naive", "schedule=gpipe", "engine=torch,schedule=1f1b"]
-    trained = train_in_processes(tmp_path, cache, 2, [f"{WIDE},{kind},{cut(2)}" for kind in kinds], NAME)
+    trained = train_cases("parity", tmp_path, cache, 2, [f"{WIDE},{kind},{cut(2)}" for kind in kinds], NAME)
     right = expected(cache, NAME, f"{WIDE},{SIZES[2]}")
     assert right["state"]["fc.weight"].shape == (10, 512) and len(right["losses"]) == 3
     wrong = {name: differences(result, right) for name, result in trained.items()}

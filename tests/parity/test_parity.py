@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import parity
-from tests.harness.parity import expected, train_in_processes
+from tests.harness.cases import train_cases
+from tests.harness.parity import expected
 from tests.harness.processes import run
 from tests.harness.reference import TOLERANCE, differences
 
@@ -31,7 +32,7 @@ def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path
     wanted = [case(engine, name, processes, each) for name, each in itertools.product(ENGINES[engine], (1, 2))]
     if engine == "own":
         wanted += [f"{case('own', name, processes, 2)},transport=network" for name in ("gpipe", "1f1b")]
-    trained = train_in_processes(tmp_path, cache, processes, wanted)
+    trained = train_cases("parity", tmp_path, cache, processes, wanted, NAME)
     right = expected(cache, NAME, "stages=1")
     wrong = {name: differences(result, right) for name, result in trained.items()}
     assert not {name: found for name, found in wrong.items() if found}
@@ -41,7 +42,7 @@ def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path
 
 def test_the_check_sees_mistakes_of_pipelines(tmp_path: Path, cache: Path) -> None:
     wanted = [f"{mistake},{case('own', 'gpipe', 2, 1)}" for mistake in parity.MISTAKES]
-    trained = train_in_processes(tmp_path, cache, 2, wanted)
+    trained = train_cases("parity", tmp_path, cache, 2, wanted, NAME)
     assert list(trained) == wanted
     for name, result in trained.items():
         wrong = differences(result, expected(cache, NAME, "stages=1"))

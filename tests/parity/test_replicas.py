@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from common import config, prepare, seeds
-from common.models import ResNet
+from common.core import config, seeds
+from common.data import prepare
+from common.models.networks import ResNet
 from configs.resnet_modelparallel import Config
 from tests.harness import reference
 from tests.harness.processes import Done, run

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from common import data, schedules, splits
-from common.evaluate import batches
-from common.models import SimpleNN
-from common.prepare import prepare_digits
+from common.data import loader as data
+from common.data.prepare import prepare_digits
+from common.models import partition
+from common.models.networks import SimpleNN
+from common.pipeline import schedules
+from common.training.evaluate import batches
 from tests.harness.ddp_pitfalls import SECONDS, made
 from tests.harness.processes import run
 
@@ -35,7 +37,7 @@ def test_split_without_flatten_does_not_take_images() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         chain(tutorial_stages(), images)
     model = SimpleNN()
-    assert torch.equal(chain(splits.cut(model, ["fc2"]), images), model(images))
+    assert torch.equal(chain(partition.cut(model, ["fc2"]), images), model(images))
 
 
 def test_split_without_relu_is_one_linear_layer() -> None:
@@ -47,17 +49,17 @@ def test_split_without_relu_is_one_linear_layer() -> None:
 
     stages = tutorial_stages()
     assert gap(lambda x: chain(stages, x)) < 1e-5
-    right = splits.cut(SimpleNN(), ["fc2"])
+    right = partition.cut(SimpleNN(), ["fc2"])
     assert gap(lambda x: chain(right, x.view(-1, 28, 28))) > 1e-2
 
 
 def test_halves_of_two_models_are_neither_of_them() -> None:
     images = torch.randn(4, 28, 28)
     one, two = SimpleNN(), SimpleNN()
-    mixed = [splits.cut(one, ["fc2"])[0], splits.cut(two, ["fc2"])[1]]
+    mixed = [partition.cut(one, ["fc2"])[0], partition.cut(two, ["fc2"])[1]]
     for model in (one, two):
         assert not torch.allclose(chain(mixed, images), model(images))
-        assert torch.equal(chain(splits.cut(model, ["fc2"]), images), model(images))
+        assert torch.equal(chain(partition.cut(model, ["fc2"]), images), model(images))
 
 
 def overlap(timeline: list[dict[str, Any]]) -> float:
@@ -83,7 +85,6 @@ def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digit
 
 
 def test_mean_of_batch_means_is_not_the_mean_over_samples() -> None:
-    torch.manual_seed(0)
     logits, labels = torch.randn(100, 10), torch.randint(10, (100,))
     logits[-4:] *= 10  # the ragged last batch is a hard one
     pieces = list(batches(100, 32))

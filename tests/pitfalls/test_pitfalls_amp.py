@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from common import data, optim, scaling
-from common.footprint import Footprint
-from common.models import SimpleNN
-from common.prepare import prepare_digits
+from common.data import loader
+from common.data.prepare import prepare_digits
+from common.measure import step_timing
+from common.measure.memory import Footprint
+from common.models.networks import SimpleNN
+from common.training import optimizers
 from configs.amp_accum import Config as AmpConfig
 from configs.shared import Optim
 from experiments import amp_accum
@@ -34,7 +36,7 @@ def gradients(cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None)
     off = amp_accum.make_scaler(AmpConfig(precision="fp32"), torch.device("cpu"))
     model.zero_grad()
     cpu = torch.device("cpu")
-    amp_accum.add_up(cfg, model, scaler or off, window, Footprint(cpu), scaling.StepTimes(model, cpu))
+    amp_accum.add_up(cfg, model, scaler or off, window, Footprint(cpu), step_timing.StepTimes(model, cpu))
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -62,8 +64,8 @@ def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache:
                 added.append(layer.weight.grad.item())  # so many gradients are in this step
                 layer.zero_grad()
     assert added == [4, 4, 6, 4], "two microbatches of the first epoch come a whole epoch late, with too long a step"
-    images = data.Images(prepare_digits(cache), "train", limit=105)
-    windows = data.Windows(data.Loader(images, 10, 0, torch.device("cpu"), torch.float32), 4)
+    images = loader.Images(prepare_digits(cache), "train", limit=105)
+    windows = loader.Windows(loader.Loader(images, 10, 0, torch.device("cpu"), torch.float32), 4)
     assert [[len(window) for window in windows] for _ in range(2)] == [[4, 4, 2]] * 2
     assert windows.steps == 3 and windows.samples(5) == 100 + 80
 
@@ -143,4 +145,4 @@ def test_fused_sgd_makes_momentum_of_what_lies_in_memory_where_its_first_step_is
 
     torchs = [momentum(torch.optim.SGD(la.parameters(), lr=1, momentum=0.9, fused=True), la) for la in layers()]
     assert max(torchs) > 0
-    assert [momentum(optim.make(la.parameters(), Optim(), scaled=True), la) for la in layers()] == [0] * 10
+    assert [momentum(optimizers.make(la.parameters(), Optim(), scaled=True), la) for la in layers()] == [0] * 10

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import hooks, state
-from common.models import SimpleNN
+from common.checkpoint import state_dicts
+from common.distributed import ddp
+from common.models.networks import SimpleNN
 
 
 class OnTheCpu(nn.DataParallel):
@@ -88,8 +89,8 @@ def test_a_wrapper_changes_the_names_in_a_checkpoint() -> None:
     saved = nn.DataParallel(model).state_dict()
     with pytest.raises(RuntimeError, match=r'Missing key.*"fc1.weight"'):
         other.load_state_dict(saved)
-    other.load_state_dict(hooks.inner(nn.DataParallel(model)).state_dict())
-    state.load_tensors(other.named_parameters(), saved)
+    other.load_state_dict(ddp.inner(nn.DataParallel(model)).state_dict())
+    state_dicts.load_tensors(other.named_parameters(), saved)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import splits
-from common.models import ResNet, SimpleNN
+from common.models import partition
+from common.models.networks import ResNet, SimpleNN
 from tests.harness.processes import run
 
 
@@ -27,7 +27,7 @@ def held(parts: list[nn.Sequential]) -> list[dict[str, int]]:
 def test_moving_the_placed_model_puts_both_parts_on_one_device() -> None:
     model = SimpleNN()
     sizes = [128 * 784 + 128, 64 * 128 + 64 + 10 * 64 + 10]
-    parts = splits.cut(model, ["fc2"])
+    parts = partition.cut(model, ["fc2"])
     for part, device in zip(parts, ("cpu", "meta"), strict=True):
         part.to(device)
     assert held(parts) == [{"cpu": sizes[0]}, {"meta": sizes[1]}]
@@ -51,12 +51,11 @@ def test_layers_registered_twice_stand_twice_in_the_state_dict() -> None:
     assert len(list(doubled.parameters())) == len(list(whole.parameters())), "the optimizer does not notice"
     with pytest.raises(RuntimeError, match="Unexpected key"):
         whole.load_state_dict(doubled.state_dict())
-    stages = splits.cut(whole, ["layer3_0"])
-    assert list(splits.join(stage.state_dict() for stage in stages)) == list(whole.state_dict())
+    stages = partition.cut(whole, ["layer3_0"])
+    assert list(partition.join(stage.state_dict() for stage in stages)) == list(whole.state_dict())
 
 
 def test_pieces_of_a_batch_are_concatenated_not_summed() -> None:
-    torch.manual_seed(0)
     model, x, y = SimpleNN(), torch.randn(8, 28, 28), torch.randint(10, (8,))
     outputs = [model(piece) for piece in x.split(2)]
     summed = torch.stack(outputs).sum(0)
@@ -66,7 +65,8 @@ def test_pieces_of_a_batch_are_concatenated_not_summed() -> None:
 
 
 def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
-    words = ("data.name=digits", f"data.cache={cache}", "data.test_limit=50", "width=8", "batch=32", "steps=8")
+    data = ("data.name=digits", f"data.cache={cache}", "data.test_limit=50")
+    words = (*data, "width=8", "batch=16", "steps=8", "launch.threads=1")  # tests run two at a time
 
     def shares(mode: str) -> list[float]:
         done = run("resnet_modelparallel", *words, f"mode={mode}", "plot=false", runs=tmp_path / mode)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import compact, sparsity
-from common.models import SimpleNN
-from common.sparsity import Masks
+from common.models import pruning_masks, pruning_savings
+from common.models.networks import SimpleNN
+from common.models.pruning_masks import Masks
 from experiments.sparse_prune import shrink
 from tests.harness.ddp_pitfalls import made
 
@@ -23,13 +23,12 @@ def pruned(share: float = 0.9) -> tuple[nn.Sequential, Masks]:
     torch.manual_seed(0)
     model = SimpleNN()
     masks = Masks(model)
-    masks.set(sparsity.globally([weight.detach().abs() for weight in masks.weights], share))
+    masks.set(pruning_masks.globally([weight.detach().abs() for weight in masks.weights], share))
     masks.apply()
     return model, masks
 
 
 def test_pruning_whole_tensors_by_their_mean_empties_the_first_layer() -> None:
-    torch.manual_seed(0)
     model, x = SimpleNN(), torch.randn(9, 28, 28)
     weights = {name: value.detach() for name, value in model.named_parameters() if name.endswith("weight")}
     mean = torch.cat([weight.flatten() for weight in weights.values()]).abs().mean()
@@ -55,14 +54,13 @@ def test_without_a_mask_pruned_weights_grow_back(kind: Callable[..., torch.optim
             optimizer.step()
             if keep:
                 masks.apply()
-        return 1 - sum(map(sparsity.count, masks.weights)) / masks.total
+        return 1 - sum(map(pruning_masks.count, masks.weights)) / masks.total
 
     assert zeros_after(keep=False) < 0.1, "nine of ten were zero"
     assert zeros_after(keep=True) == pytest.approx(0.9, abs=1e-5)
 
 
 def test_the_sign_of_a_magnitude_moves_all_weights_the_same_way() -> None:
-    torch.manual_seed(0)
     weight = torch.randn(100, 100)
     mistake, right = weight.clone(), weight.clone()
     for _ in range(50):
@@ -96,9 +94,9 @@ def test_compilers_are_no_sparsity_tools() -> None:
 
     models = [nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10)) for _ in range(2)]
     masks = Masks(models[1])
-    masks.set(sparsity.globally([weight.detach().abs() for weight in masks.weights], 0.9))
+    masks.set(pruning_masks.globally([weight.detach().abs() for weight in masks.weights], 0.9))
     masks.apply()
-    bare = [compact.bare(model) for model in models]
+    bare = [pruning_savings.bare(model) for model in models]
     (graph, size), (other_graph, other_size) = (script(model) for model in bare)
     assert "aten::linear" in graph and "sparse" not in other_graph
     assert graph.count("aten::") == other_graph.count("aten::") and size == pytest.approx(other_size, rel=1e-3)
@@ -115,11 +113,11 @@ def test_zeros_are_multiplied_like_any_other_number() -> None:
             of(x)
         return counter.get_total_flops()
 
-    assert sum(map(sparsity.count, masks.weights)) == pytest.approx(0.1 * masks.total, abs=1), (
+    assert sum(map(pruning_masks.count, masks.weights)) == pytest.approx(0.1 * masks.total, abs=1), (
         "a tenth of the operations?"
     )
     assert operations(model) == operations(dense) == 2 * 16 * masks.total
-    bare = compact.bare(model)
-    assert compact.packed(bare)[0] == compact.packed(compact.bare(dense))[0]
-    times = compact.inference(bare, x)  # so time is measured, with kernels that leave the zeros out
+    bare = pruning_savings.bare(model)
+    assert pruning_savings.packed(bare)[0] == pruning_savings.packed(pruning_savings.bare(dense))[0]
+    times = pruning_savings.inference(bare, x)  # so time is measured, with kernels that leave the zeros out
     assert times.keys() == {"fp32", "bf16", "csr"} and min(times.values()) > 0

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import checkpoint, snapshots
-from common.checkpoint import Checkpoints, Loaded, State
-from common.config import UserError
-from common.folder import Folder
-from common.launch import World
-from common.snapshots import Draft, Manifest, Snapshot
+from common.checkpoint import checkpointer, storage
+from common.checkpoint.checkpointer import Checkpoints, Loaded, State
+from common.checkpoint.storage import Draft, Manifest, Snapshot
+from common.core.config import UserError
+from common.distributed.rendezvous import World
+from common.runs.folder import Folder
 from configs.shared import Checkpoint
 from tests.harness import warm
 from tests.harness.chance import draw_seed
@@ -63,8 +63,8 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
             for rank in range(RANKS):
                 seat = dataclasses.replace(world, rank=rank, size=RANKS)
                 content = Checkpoints(attempt, seat, Checkpoint(), print)._content(step, part_of(number, step, rank))
-                name = snapshots.rank_file(rank)
-                entries[name] = checkpoint.write(draft.path / name, content)
+                name = storage.rank_file(rank)
+                entries[name] = checkpointer.write(draft.path / name, content)
             draft.commit(Manifest(step, number, RANKS, entries, {}))
     return folder.path
 
@@ -139,7 +139,7 @@ class Vandal:
             content = self.chance.choice(wrong)
         elif self.chance.random() < 0.6:
             content.pop("sha256")
-            content["sha256"] = snapshots.digest(content)
+            content["sha256"] = storage.digest(content)
         path.write_text(json.dumps(content))
 
     def link(self, one: Path, other: Path, file: Path, other_file: Path) -> None:

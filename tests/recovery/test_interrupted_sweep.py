@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from common.folder import Folder, read_json
+from common.runs.folder import Folder, read_json
 from tests.harness import warm
 from tests.harness.processes import environment
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common import snapshots
-from common.errors import LEFT
+from common.checkpoint import storage
+from common.core.errors import LEFT
 from slurm import diagnosis, status
 from tests.harness.long_runs import (
     ENDLESS,
@@ -23,9 +23,11 @@ from tests.harness.long_runs import (
     only_folder,
     ranks_of,
     train_long,
+    wait_until,
 )
 from tests.harness.processes import processes_of
 from tests.harness.registry import EXPERIMENTS, REPLICATED, STAGED, Entry
+from tests.harness.resuming import check_notice_in_evaluation, resume
 
 NOTICES = [(STAGED, number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)]
 NOTICES += [(entry, signal.SIGUSR2) for entry in EXPERIMENTS if entry not in (STAGED, REPLICATED)]
@@ -43,12 +45,19 @@ def test_a_rank_that_hangs_is_named(entry: Entry, tmp_path: Path, quick: tuple[s
     check_hanging_rank(entry, quick, tmp_path)
 
 
+@pytest.mark.parametrize("entry", [e for e in EXPERIMENTS if e != STAGED], ids=lambda entry: entry.name)
+def test_a_notice_in_an_evaluation_saves_the_state_before_it(
+    entry: Entry, tmp_path: Path, digits: tuple[str, ...]
+) -> None:
+    check_notice_in_evaluation(entry, digits, tmp_path)
+
+
 def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[str, ...]) -> None:
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         assert status.cancel(folder).startswith("cancelled process ")
         process.communicate(PATIENCE)
-    assert process.returncode == LEFT and snapshots.candidates(folder)
+    assert process.returncode == LEFT and storage.candidates(folder)
     assert status.state_of(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
     assert diagnosis.examine(folder)["cause"] == "it was cancelled"
     assert "after step" in status.what_rank_0_said(folder)
@@ -84,3 +93,21 @@ def test_a_rank_that_hangs_after_a_notice_is_waited_for_no_longer_than_the_grace
         log = only_folder(tmp_path).attempts()[0].log_file(0).read_text()
         assert "Timeout (0:00:02)" in log, "the stacks of all threads"
         assert not processes_of(str(tmp_path))
+
+
+def test_a_notice_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    words = (*quick, "export=true", "int8=true", "processes_per_node=1")
+    with train_long("sparse_prune", *words, runs=tmp_path) as process:
+        folder = only_folder(tmp_path)
+        wait_until(
+            lambda: [row for row in folder.metrics() if row["global_step"] == 30 and "test_loss" in row], "it ends"
+        )
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(PATIENCE)
+    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err, out + err
+    before = folder.metrics()[-1]
+    (entry,) = (entry for entry in EXPERIMENTS if entry.name == "sparse_prune")
+    done = resume(entry, folder, "export=false", "int8=false")
+    assert done.returncode == 0, done.stderr
+    assert folder.result["state"] == "finished" and folder.result["test_loss"] == before["test_loss"]
+    assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 31))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from common import snapshots
-from common.errors import LEFT
-from common.folder import Folder
-from tests.harness.long_runs import PATIENCE, only_folder, ranks_of, wait_until
-from tests.harness.processes import ROOT, environment, processes_of, run
+from common.checkpoint import storage
+from common.core.errors import LEFT
+from common.runs.folder import Folder
+from tests.harness.long_runs import PATIENCE, only_folder, ranks_of
+from tests.harness.processes import ROOT, environment, processes_of, run, wait_until
 from tests.harness.warm import Command, end_session
 
 STEPS = 600
@@ -87,7 +87,7 @@ def test_all_ranks_leave_when_one_is_told(tmp_path: Path, digits: tuple[str, ...
         os.kill(last, signal.SIGUSR2)
         _, errors = process.communicate(PATIENCE)
         waited = time.monotonic() - told
-    saved = snapshots.candidates(folder)
+    saved = storage.candidates(folder)
     if without:
         assert process.returncode not in (0, LEFT) and not saved and waited > timeout / 2  # it hung
         assert "did not answer" in errors or "timed out" in errors.lower() or "error" in errors, errors

@@ -1,4 +1,4 @@
-"""torchrun that starts its processes again after one of them has failed."""
+"""torchrun starts the same script, and starts its processes again after one of them has failed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.harness.long_runs import PATIENCE, free_port, only_folder, ranks_of, wait_until
-from tests.harness.processes import command, environment
+from tests.harness import warm
+from tests.harness.long_runs import PATIENCE, free_port, only_folder, ranks_of
+from tests.harness.processes import command, environment, run, wait_until
 from tests.harness.resuming import trained_steps
 from tests.harness.warm import Command, end_session
 
@@ -35,3 +36,17 @@ def test_torchrun_that_starts_again_goes_on_in_the_same_folder(tmp_path: Path, d
     assert folder.result["state"] == "finished" and len(folder.attempts()) == 2
     assert folder.attempts()[1].origin[1] >= 5  # type: ignore[index]
     assert trained_steps(folder) == list(range(1, 101))
+
+
+def test_torchrun_starts_the_same_script(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    own = run("mnist_pipeline", *digits, runs=tmp_path / "own")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    script = command("mnist_pipeline", *digits, runs=tmp_path / "torchrun")[1:]
+    argv = [*launcher, f"--master-port={free_port()}", *script]
+    done = warm.execute(argv, env=environment(), timeout=PATIENCE, real=True)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "torchrun").iterdir()
+    rows = [line for line in (folder / "attempts/0001/metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert len(rows) == 30 == len(own.losses)
+    assert all(f'"loss": {loss!r}' in row for row, loss in zip(rows, own.losses, strict=True))
+    assert '"launched_by": "torchrun"' in (folder / "meta.json").read_text()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common import hashed
-from common.hashed import DIRECT, PIECE, PIECES, Hashed
+from common.checkpoint import hashing_writer
+from common.checkpoint.hashing_writer import DIRECT, PIECE, PIECES, Hashed
 
 SIZES = [0, 1, mmap.PAGESIZE, PIECE - 1, PIECE, PIECE + 1, PIECES * PIECE, (PIECES + 2) * PIECE + 12345]
 
@@ -45,7 +45,9 @@ def test_the_file_and_its_checksum_are_those_of_the_content(size: int, folder: s
 
 
 def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashed.mmap, "PAGESIZE", 1)  # so that the last write has a length that none can take directly
+    monkeypatch.setattr(
+        hashing_writer.mmap, "PAGESIZE", 1
+    )  # so that the last write has a length that none can take directly
     with open(tmp_path / "probe", "xb", buffering=0) as file:
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | DIRECT)
         with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):

@@ -7,15 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from common import config
-from common.config import UserError, keys, load
+from common.core import config
+from common.core.config import UserError, keys, load
 from configs.mnist_pipeline import Config
+from configs.profile import Profile
 
 
 def refused(*words: str) -> str:
     with pytest.raises(UserError) as caught:
         load(Config, list(words), {})
     return str(caught.value)
+
+
+SCHEMAS: list[type] = [Profile, *(config.schema_of(name) for name in config.names())]
+BOUNDED = {(key.name, key.low, key.high): key for schema in SCHEMAS for key in keys(schema).values()}
+
+
+@pytest.mark.parametrize("key", [key for key in BOUNDED.values() if key.low is not None], ids=lambda key: key.name)
+def test_the_least_and_the_largest_value_are_taken_and_those_beyond_refused(key: config.Key) -> None:
+    bounds = [(bound, beyond) for bound, beyond in ((key.low, -1), (key.high, 1)) if bound is not None]
+    for bound, beyond in bounds:
+        assert config.read(key, str(int(bound)) if key.type is int else str(bound)) == bound
+        with pytest.raises(UserError, match="out of range"):
+            config.read(key, str(int(bound) + beyond))
 
 
 def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:
@@ -28,9 +42,12 @@ def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:
     assert (found.epochs, found.optim.lr, found.batch) == (9, 0.25, 64)
 
 
-def test_data_root_comes_from_the_environment_unless_it_is_set() -> None:
+def test_data_root_comes_from_the_environment_unless_it_is_set(tmp_path: Path) -> None:
     assert load(Config, [], {"DATA_ROOT": "/there"}).data.root == "/there"
     assert load(Config, ["data.root=/here"], {"DATA_ROOT": "/there"}).data.root == "/here"
+    file = tmp_path / "mine.yaml"
+    file.write_text("data:\n  root: /mine\n")
+    assert load(Config, ["--config", str(file)], {"DATA_ROOT": "/there"}).data.root == "/mine"
 
 
 def test_printed_config_repeats_the_settings(tmp_path: Path) -> None:
@@ -132,3 +149,15 @@ def test_every_experiment_has_script_settings_and_values() -> None:
     assert "mnist_pipeline" in config.names()
     for name in config.names():
         assert config.name_of(config.schema_of(name)) == name
+
+
+def test_changed_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "attempts/0001/changed.json"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"devices": [["auto"], ["cpu", "cpu"]], "optim.lr": ["0.1", "0.2"]}')
+    found = config.last_changes(tmp_path)
+    assert found == {"devices": (["auto"], ["cpu", "cpu"]), "optim.lr": ("0.1", "0.2")}
+    for text in ("", "[1]", '{"optim.lr": "0.1"}', '{"optim.lr": ["0.1"]}', '{"optim.lr": ["0.1", null]}'):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"changed.json is damaged"):
+            config.last_changes(tmp_path)

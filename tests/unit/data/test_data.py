@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import data, digits, prepare
-from common.config import UserError
+from common.core.config import UserError
+from common.data import loader as data
+from common.data import prepare, synthetic_digits
 from configs.shared import Data
 
 
@@ -36,10 +37,10 @@ def batches(source: data.Loader) -> list[tuple[bytes, list[int]]]:
 
 
 def test_digits_are_the_same_bytes_for_a_seed_and_balanced() -> None:
-    first, labels = digits.generate(503, seed=5, part="train")
-    again, _ = digits.generate(503, seed=5, part="train")
-    other, _ = digits.generate(503, seed=6, part="train")
-    test, _ = digits.generate(503, seed=5, part="test")
+    first, labels = synthetic_digits.generate(503, seed=5, part="train")
+    again, _ = synthetic_digits.generate(503, seed=5, part="train")
+    other, _ = synthetic_digits.generate(503, seed=6, part="train")
+    test, _ = synthetic_digits.generate(503, seed=5, part="test")
     assert first.shape == (503, 28, 28) and first.dtype == labels.dtype == np.uint8
     assert first.tobytes() == again.tobytes()
     assert len({part.tobytes() for part in (first, other, test)}) == 3
@@ -110,7 +111,7 @@ def test_prepared_once_by_processes_that_start_together(tmp_path: Path) -> None:
         with open(made, "a") as file:
             file.write("x")
         time.sleep(0.3)  # long enough for the others to find nothing there
-        return (*digits.generate(50, 0, "train"), *digits.generate(20, 0, "test"))
+        return (*synthetic_digits.generate(50, 0, "train"), *synthetic_digits.generate(20, 0, "test"))
 
     def body() -> None:
         prepare.cached(tmp_path / "cache", "digits", "small", prepare.saved(small)).verify()
@@ -130,7 +131,7 @@ def raw(tmp_path: Path) -> Path:
     """A small MNIST in torchvision's layout; sizes are those of RAW scaled down by the test."""
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
-    train, test = digits.generate(100, 1, "train"), digits.generate(50, 1, "test")
+    train, test = synthetic_digits.generate(100, 1, "train"), synthetic_digits.generate(50, 1, "test")
     for prefix, (pixels, labels) in (("train", train), ("t10k", test)):
         count = len(labels)
         header = np.array([0x803, count, 28, 28], ">i4").tobytes()
@@ -146,8 +147,8 @@ def test_mnist_comes_through_torchvision(raw: Path, tmp_path: Path, monkeypatch:
     settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
     found = prepare.prepare(settings)
     assert found.name == "mnist" and not found.notice
-    assert (found.array("train_images") == digits.generate(100, 1, "train")[0]).all()
-    assert (found.array("test_labels") == digits.generate(50, 1, "test")[1]).all()
+    assert (found.array("train_images") == synthetic_digits.generate(100, 1, "train")[0]).all()
+    assert (found.array("test_labels") == synthetic_digits.generate(50, 1, "test")[1]).all()
     shutil.copy(raw / "t10k-labels-idx1-ubyte", raw / "kept")
     (raw / "t10k-labels-idx1-ubyte").write_bytes(b"short")
     with pytest.raises(UserError, match="t10k-labels-idx1-ubyte is damaged: 5 bytes"):

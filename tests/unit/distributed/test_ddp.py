@@ -7,8 +7,6 @@ import hashlib
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,20 @@ import torch
 from PIL import Image
 from torch import nn
 
-from common import config, data, models, norm, prepare, scaling
-from common.config import UserError
-from common.evaluate import shares
-from common.scaling import Rank, ScalingReport
+from common.core import config
+from common.core.config import UserError
+from common.data import loader as data
+from common.data import prepare
+from common.distributed import sync_batchnorm
+from common.measure import step_timing
+from common.measure.step_timing import Rank, ScalingReport
+from common.models import networks
+from common.training.evaluate import shares
 from configs.ddp_multinode import Config
 from configs.mnist_pipeline import Config as Pipelined
 from configs.shared import Data
 from tests.harness.ddp_pitfalls import made
-from tests.harness.processes import ROOT, run
+from tests.harness.processes import run
 
 
 @pytest.mark.parametrize(("count", "size", "ranks"), [(101, 16, 2), (101, 16, 4), (9, 4, 2), (1, 10, 3), (64, 64, 1)])
@@ -84,24 +87,27 @@ def test_the_pipeline_takes_only_its_own_images() -> None:
 
 def test_resnet_is_torchvisions_with_another_stem() -> None:
     torchvision = pytest.importorskip("torchvision")
-    torch.manual_seed(0)
     theirs = torchvision.models.resnet18(num_classes=10)
     theirs.conv1, theirs.maxpool = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False), torch.nn.Identity()
-    ours = models.ResNet18((3, 32, 32), 10)
+    ours = networks.ResNet18((3, 32, 32), 10)
     for mine, other in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
         assert mine.shape == other.shape
         mine.copy_(other)
     x = torch.randn(2, 3, 32, 32)
     assert torch.allclose(ours(x), theirs(x), atol=1e-5)
-    assert models.ConvNet((28, 28), 10).state_dict()["fc1.weight"].shape == (100, 64 * 12 * 12)
+    assert networks.ConvNet((28, 28), 10).state_dict()["fc1.weight"].shape == (100, 64 * 12 * 12)
+
+
+def test_each_process_keeps_its_own_statistics() -> None:
+    assert made("own_statistics")["own_statistics"] == [True, True]
 
 
 def test_torchs_own_synchronised_norm_refuses_the_cpu() -> None:
     assert all("GPU" in answer["error"] for answer in made("torchs_norm")["torchs_norm"])
-    plain, other = (models.ResNet("resnet18", (3, 32, 32), 10, width=8) for _ in range(2))
-    ours = norm.synchronised(other, torch.device("cpu"))
+    plain, other = (networks.ResNet("resnet18", (3, 32, 32), 10, width=8) for _ in range(2))
+    ours = sync_batchnorm.synchronised(other, torch.device("cpu"))
     assert ours.state_dict().keys() == plain.state_dict().keys()
-    assert sum(isinstance(module, norm.SyncBatchNorm2d) for module in ours.modules()) == 20
+    assert sum(isinstance(module, sync_batchnorm.SyncBatchNorm2d) for module in ours.modules()) == 20
 
 
 def rank(before: float, exposed: tuple[float, ...] = ()) -> Rank:
@@ -114,13 +120,13 @@ def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
     assert found.straggler == 1 and "rank 1 on b: 20.00 ms" in found.rows()["straggler"]
     assert found.exposed == pytest.approx(0.2 / 0.4)  # the median of 0.1, 0.2, 0.2
     assert found.efficiency == pytest.approx(0.15 / 0.1 / 3) and "50%" in found.rows()["efficiency"]
-    assert scaling.straggler([rank(0.010), rank(0.011)]) is None
-    assert ScalingReport(ranks, "abc", None, 0, 0.1, names_stragglers=False).rows().keys() == {"ms per step"}
+    assert step_timing.straggler([rank(0.010), rank(0.011)]) is None
+    assert ScalingReport(ranks[:1], "a", None, 0, 0.1).rows().keys() == {"ms per step"}
 
 
 def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
-    times = scaling.StepTimes(nn.Linear(1, 1), torch.device("cpu"))
-    for _ in times.batches(range(scaling.WARM_UP + scaling.ENOUGH)):
+    times = step_timing.StepTimes(nn.Linear(1, 1), torch.device("cpu"))
+    for _ in times.batches(range(step_timing.WARM_UP + step_timing.ENOUGH)):
         times.mark("backward")
         assert times.recent() is None
     assert times.recent() is not None
@@ -258,41 +264,6 @@ def test_links_that_lead_back_and_links_to_nowhere(linked: Path) -> None:
     (linked / "val" / "red" / "gone.png").symlink_to("nowhere.png")
     with pytest.raises(UserError, match=r"1 file: val/red/gone.png \(no file\) cannot be read"):
         prepare.prepare(settings)
-
-
-@pytest.fixture
-def many(tmp_path: Path) -> Data:
-    """A folder whose 200 training images take 157 MB once prepared."""
-    for part, count in (("train", 200), ("val", 1)):
-        (tmp_path / part / "noise").mkdir(parents=True)
-        noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(tmp_path / part / "noise" / "0.jpg")
-        for number in range(1, count):
-            (tmp_path / part / "noise" / f"{number}.jpg").hardlink_to(tmp_path / part / "noise" / "0.jpg")
-    return Data(name="imagefolder", root=str(tmp_path), cache=str(tmp_path / "cache"), image_size=512)
-
-
-def test_an_image_folder_need_not_fit_into_memory(many: Data) -> None:
-    few = Path(many.root) / "few"
-    for part in ("train", "val"):
-        (few / part / "noise").mkdir(parents=True)
-        for number in range(8):
-            (few / part / "noise" / f"{number}.jpg").hardlink_to(Path(many.root) / "train" / "noise" / "0.jpg")
-    program = f"""
-import dataclasses, os, resource
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # some images a core are decoded ahead
-from common import prepare
-from configs.shared import Data
-def peak(whose): return resource.getrusage(whose).ru_maxrss * 1024
-settings = {many!r}
-prepare.prepare(dataclasses.replace(settings, root={str(few)!r}, image_size=8))
-before = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
-prepare.prepare(settings)
-print(peak(resource.RUSAGE_SELF) - before[0], peak(resource.RUSAGE_CHILDREN) - before[1])
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    here, child = (int(number) for number in done.stdout.split())
-    assert here < 20e6 and child < 80e6, done.stdout
 
 
 def test_what_a_killed_preparation_left_goes_with_the_next(many: Data) -> None:

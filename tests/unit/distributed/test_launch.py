@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common import processes
-from common.errors import LEFT
-from common.launch import Place, first_host, outside
+from common.core import config, host_memory
+from common.core.errors import LEFT
+from common.distributed import local_launcher
+from common.distributed.rendezvous import Place, first_host, outside
+from common.runs.folder import Folder, read_json
+from configs.amp_accum import Config as Precision
+from configs.resnet_modelparallel import Config as Split
 from slurm import status
 from tests.harness import warm
 from tests.harness.long_runs import ENDLESS, PATIENCE, free_port, only_folder, ranks_of, train_long
-from tests.harness.processes import command, environment, processes_of, run
+from tests.harness.processes import command, environment, processes_of, run, wait_until
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
@@ -94,6 +100,94 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 300 MB, without swap."""
+    first = Path("/sys/fs/cgroup/memory")
+    base, limit = (first, "memory.limit_in_bytes") if first.is_dir() else (Path("/sys/fs/cgroup"), "memory.max")
+    group = base / f"test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(300 << 20))
+    except OSError as error:
+        pytest.skip(f"needs a control group of its own: {error}")
+    for name, value in (("memory.memsw.limit_in_bytes", str(300 << 20)), ("memory.swap.max", "0")):
+        with contextlib.suppress(OSError):  # where the kernel counts swap
+            (group / name).write_text(value)
+    yield group
+    end = time.monotonic() + 10
+    while group.exists() and time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_told_from_others(small_group: Path, tmp_path: Path) -> None:
+    (tmp_path / "group").write_text(str(small_group))
+    done = fork_ranks("one_takes_too_much", tmp_path)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL: the kernel ran out of memory; the other 2 were stopped" in done.stderr
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Path, cache: Path) -> None:
+    words = ("data.name=digits", f"data.cache={cache}", "width=65536", "depth=256")
+    done = run("mnist_pipeline", *words, runs=tmp_path / "runs")
+    assert done.status == 2 and "Traceback" not in done.err
+    assert re.search(r"the model needs [\d,]+\.\d GB on a host .* of 2 processes, and [\d.]+ GB are free", done.err)
+    assert not (tmp_path / "runs").exists()
+    done = run("resnet_modelparallel", "width=4096", "data.name=generated", runs=tmp_path / "runs")
+    assert done.status == 2 and "the model needs" in done.err
+
+
+def test_the_smallest_of_all_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, what = host_memory.available()
+    assert 1 << 28 < free < 1 << 50 and what
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "100")
+    assert host_memory.available() == (100 << 20, "what SLURM gave the job")
+
+
+def test_files_that_the_kernel_keeps_are_no_use_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/self/cgroup": "0::/job\n",
+        "/sys/fs/cgroup/job/memory.max": "1000000\n",
+        "/sys/fs/cgroup/job/memory.current": "990000\n",
+        "/sys/fs/cgroup/job/memory.stat": "anon 90000\nactive_file 100\ninactive_file 900000\n",
+    }
+    monkeypatch.setattr(host_memory, "read", lambda path: files.get(path, ""))
+    assert host_memory.cgroup_limits() == [(910_000, "the limit of control group /job")]
+
+
+def test_memory_for_each_core_is_a_limit_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_MEM_PER_NODE", raising=False)
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "10")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    assert host_memory.slurm_limit() == 40 << 20
+
+
+def test_replicas_and_known_models_are_counted() -> None:
+    words = ["model=resnet18", "width=64", "stages=2", "balance=parameters"]
+    one, four = (config.load(Split, [*words, f"replicas={count}"], {}) for count in (1, 4))
+    assert four.memory_bytes > 3 * one.memory_bytes
+    assert config.load(Precision, ["model=resnet50"], {}).memory_bytes > 2 * 3 * 4 * 25e6
+
+
+def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(tmp_path: Path, cache: Path) -> None:
+    """One waits for a message of the other, which leaves."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = (f"runs={tmp_path / 'runs'}", "data.name=digits", f"data.cache={cache}", "launch.step_timeout=100")
+    argv = [sys.executable, "-m", "tests.harness.waiting_ranks", *words]
+    ranks = [
+        warm.Command(argv, env=environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)), session=True)
+        for rank in range(2)
+    ]
+    wait_until(lambda: all("waiting" in rank.out for rank in ranks), "both stand in main()")
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR2)
+    assert [rank.wait(60) for rank in ranks] == [LEFT, LEFT], ranks[0].err + ranks[1].err
+    assert "Traceback" not in ranks[0].err + ranks[1].err
+    (path,) = (tmp_path / "runs").iterdir()
+    assert read_json(path / "result.json")["reason"] == "told to stop, before the first step"
+
+
 def test_rank_that_does_not_arrive_is_named(tmp_path: Path) -> None:
     done = fork_ranks("one_does_not_arrive", tmp_path)
     assert done.returncode == 2
@@ -114,17 +208,17 @@ def test_only_meeting_places_of_killed_launchers_are_swept(tmp_path: Path, monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not (launcher := os.fork()):
         try:
-            processes.meeting_place()
+            local_launcher.meeting_place()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(launcher, 0)
     (killed,) = tmp_path.iterdir()
-    living, lock = processes.meeting_place()
+    living, lock = local_launcher.meeting_place()
     for path in (killed, living):
         os.utime(path, (0, 0))
     unlocked = tmp_path / "rendezvous-1-new"  # about to be locked
     unlocked.mkdir()
-    mine, other = processes.meeting_place()
+    mine, other = local_launcher.meeting_place()
     assert set(tmp_path.iterdir()) == {living, unlocked, mine}
     os.close(lock)
     os.close(other)
@@ -186,18 +280,19 @@ def test_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], rank
         assert not processes_of(str(tmp_path))
 
 
-def test_torchrun_starts_the_same_script(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_processes_of_a_launcher_train_as_own_ones(tmp_path: Path, digits: tuple[str, ...]) -> None:
     own = run("mnist_pipeline", *digits, runs=tmp_path / "own")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    script = command("mnist_pipeline", *digits, runs=tmp_path / "torchrun")[1:]
-    argv = [*launcher, f"--master-port={free_port()}", *script]
-    done = warm.execute(argv, env=environment(), timeout=PATIENCE, real=True)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "torchrun").iterdir()
-    rows = [line for line in (folder / "attempts/0001/metrics.jsonl").read_text().splitlines() if '"loss"' in line]
-    assert len(rows) == 30 == len(own.losses)
-    assert all(f'"loss": {loss!r}' in row for row, loss in zip(rows, own.losses, strict=True))
-    assert '"launched_by": "torchrun"' in (folder / "meta.json").read_text()
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argv = command("mnist_pipeline", *digits, runs=tmp_path / "theirs")
+    ranks = [
+        warm.Command(argv, env=environment(**place, RANK=str(rank), LOCAL_RANK=str(rank)), session=True)
+        for rank in range(2)
+    ]
+    assert [rank.wait(PATIENCE) for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    (path,) = (tmp_path / "theirs").iterdir()
+    folder = Folder(path)
+    assert [row["loss"] for row in folder.metrics() if "loss" in row] == own.losses and len(own.losses) == 30
+    assert read_json(path / "meta.json")["world"]["launched_by"] == "torchrun"
 
 
 def test_torchrun_with_the_wrong_number_is_refused(tmp_path: Path, digits: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -14,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import preemption
-from common.launch import World
-from common.preemption import name_the_silent
+from common.checkpoint import preemption
+from common.checkpoint.preemption import SilenceWatch, name_the_silent
+from common.distributed.rendezvous import World
+from tests.harness.processes import wait_until
 
 SECONDS = datetime.timedelta(seconds=30)
 DEAF = "rank 0 on a, through which the others meet, does not answer"
@@ -35,6 +37,8 @@ def found() -> Iterator[tuple[World, int]]:
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
     process.start()
+    before = set(threading.enumerate())
+    assert ours.poll(SECONDS.total_seconds()), "the store's process has begun"
     store = dist.TCPStore("127.0.0.1", ours.recv(), 2, False, SECONDS, wait_for_workers=False)
     yield (
         World(
@@ -45,6 +49,8 @@ def found() -> Iterator[tuple[World, int]]:
     )  # fmt: skip
     process.kill()
     process.join()
+    for thread in set(threading.enumerate()) - before:  # it asked the store: a fork would inherit the locks it holds
+        thread.join(SECONDS.total_seconds())
 
 
 def test_who_has_not_waited_is_named(found: tuple[World, int]) -> None:
@@ -68,3 +74,38 @@ def test_a_store_that_is_gone_is_told(found: tuple[World, int]) -> None:
     world, server = found
     os.kill(server, signal.SIGKILL)
     assert name_the_silent(world, 0.1) == DEAF
+
+
+def test_a_message_that_nothing_ends_is_watched(found: tuple[World, int]) -> None:
+    """As long as steps come nothing is said; then who is missing is named, once."""
+    world, _ = found
+    said = list[str]()
+    watch = SilenceWatch(world, 0.5, 0.1, said.append)
+    for _ in range(20):
+        time.sleep(0.05)
+        watch.restart()
+    assert not said
+    wait_until(lambda: said, "the missing rank is named", 20)
+    assert said == [name_the_silent(world, 0.1)] and said[0].startswith("rank 0 on a did not answer")
+
+
+def test_a_wait_of_all_is_no_end_of_the_watch(found: tuple[World, int]) -> None:
+    world, _ = found
+    assert world.store
+    said = list[str]()
+    world.store.set("waited/1/0", "")  # rank 0 waits, too
+    watch = SilenceWatch(world, 0.2, 0.1, said.append)
+    time.sleep(1)
+    assert not said
+    watch.restart()
+    wait_until(lambda: said, "the missing rank is named", 20)
+
+
+def test_a_watch_that_is_closed_says_nothing(found: tuple[World, int]) -> None:
+    world, _ = found
+    said = list[str]()
+    watch = SilenceWatch(world, 0.1, 0.3, said.append)
+    time.sleep(0.2)  # it asks by now
+    watch.close()
+    time.sleep(0.5)
+    assert not said

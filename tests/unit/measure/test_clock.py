@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from common import clock, scaling
+from common.measure import device_clock, step_timing
+from common.pipeline.stage_tracer import StageTracer
 
 
 class Played:
     """A host and its GPU, at `now` seconds; as an event, CUDA's: milliseconds between two are a C float."""
 
     now = 0.0
+    behind = 0.0
+    """Seconds that the GPU is behind the host."""
 
     def __init__(self, **_: Any) -> None: ...
 
@@ -23,6 +26,9 @@ class Played:
         self.at = Played.now
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.at <= Played.now - Played.behind
 
     def elapsed_time(self, later: Played) -> float:
         return float(np.float32((later.at - self.at) * 1e3))
@@ -34,14 +40,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Played)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: Played.now)
+    monkeypatch.setattr(device_clock.time, "perf_counter", lambda: Played.now)
 
 
 STEP, DAY = 0.0123456, 86_400.0
 
 
 def test_stamps_of_a_step_are_as_precise_after_a_day_as_at_once() -> None:
-    device = clock.Clock(torch.device("cuda", 0))
+    device = device_clock.Clock(torch.device("cuda", 0))
     device.begin()
     early = device.stamp()
     Played.now += DAY
@@ -56,7 +62,7 @@ def test_stamps_of_a_step_are_as_precise_after_a_day_as_at_once() -> None:
 def test_steps_within_a_zero_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(Played.now))
-    device = clock.Clock(torch.device("cuda", 0))
+    device = device_clock.Clock(torch.device("cuda", 0))
     for _ in range(1000):
         Played.now += 0.025
         device.begin()
@@ -65,8 +71,8 @@ def test_steps_within_a_zero_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_watch_and_step_times_begin_their_steps() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
-    watch = clock.Watch([model], [torch.device("cuda", 0)])
-    times = scaling.StepTimes(model, torch.device("cuda", 0))
+    watch = StageTracer([model], [torch.device("cuda", 0)])
+    times = step_timing.StepTimes(model, torch.device("cuda", 0))
     times.skip = 0
     Played.now += DAY
     for x in times.batches([torch.ones(1, 1)] * 3):
@@ -82,11 +88,23 @@ def test_watch_and_step_times_begin_their_steps() -> None:
         assert forward.start == forward.end and backward.start - forward.end == pytest.approx(STEP, abs=2e-6)
 
 
+def test_a_gpu_is_asked_only_for_steps_that_it_has_come_to_the_end_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = step_timing.StepTimes(nn.Sequential(nn.Linear(1, 1)), torch.device("cuda", 0))
+    for number, _ in enumerate(times.batches([0] * (step_timing.WARM_UP + 2 * step_timing.ENOUGH))):
+        Played.now += STEP if number < step_timing.WARM_UP + step_timing.ENOUGH else 3 * STEP
+        times.mark("backward")
+    assert times.recent() == pytest.approx(2 * STEP, abs=2e-6), "the median of all"
+    monkeypatch.setattr(Played, "behind", 3 * STEP * (step_timing.ENOUGH - 0.5))
+    assert times.recent() == pytest.approx(STEP, abs=2e-6), "of those that it has come to"
+    monkeypatch.setattr(Played, "behind", 100.0)
+    assert times.recent() is None
+
+
 def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for booted in (0.0, 50_000.0):
-        monkeypatch.setattr(clock.time, "perf_counter", lambda booted=booted: Played.now - booted)
-        host = clock.Clock(torch.device("cpu"))
+        monkeypatch.setattr(device_clock.time, "perf_counter", lambda booted=booted: Played.now - booted)
+        host = device_clock.Clock(torch.device("cpu"))
         monkeypatch.setattr(Played, "now", 60_000.0)
         host.start_now()  # behind a barrier
         monkeypatch.setattr(Played, "now", 60_001.5)

@@ -7,8 +7,10 @@ import multiprocessing
 import pytest
 import torch
 
-from common import report, schedules
-from common.schedules import Action, Span, play
+from common.measure import tables
+from common.measure.memory import read_peak, reset_peak
+from common.pipeline import report, schedules
+from common.pipeline.schedules import Action, Span, play
 
 
 def test_idle_shares_of_a_known_step() -> None:
@@ -43,18 +45,18 @@ def test_the_legend_tells_of_capitals_where_there_are_some() -> None:
 
 
 def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:
-    assert report.table({"a": "1", "long name": "2\n3"}) == "  a          1\n  long name  2\n             3"
+    assert tables.table({"a": "1", "long name": "2\n3"}) == "  a          1\n  long name  2\n             3"
 
 
 def test_the_peak_of_memory_begins_anew() -> None:
     def check() -> None:
         cpu, size = torch.device("cpu"), 300_000_000
-        before = report.peak_memory(cpu)
+        before = read_peak(cpu)
         large = torch.ones(size, dtype=torch.uint8)
-        assert report.peak_memory(cpu) > before + 0.9 * size
+        assert read_peak(cpu) > before + 0.9 * size
         del large
-        report.forget_peak(cpu)
-        assert report.peak_memory(cpu) < before + 0.1 * size
+        reset_peak(cpu)
+        assert read_peak(cpu) < before + 0.1 * size
 
     child = multiprocessing.get_context("fork").Process(target=check)  # its peak begins with what it has
     child.start()

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import data, prepare
-from common import run as running
-from common.checkpoint import State
-from common.folder import Folder
-from common.launch import World
-from common.preemption import Notice
-from common.run import Run
-from common.training import Training
+from common.checkpoint.checkpointer import State
+from common.checkpoint.preemption import Notice
+from common.checkpoint.train_state import Training
+from common.data import loader as data
+from common.data import prepare
+from common.distributed.rendezvous import World
+from common.runs.folder import Folder
+from common.training import run as running
+from common.training.run import Run
 from configs.mnist_pipeline import Config
 from configs.shared import Checkpoint, Data
 

@@ -11,56 +11,56 @@ import torch
 import torchvision
 from torch import nn
 
-from common import models, splits
-from common.config import UserError
+from common.core.config import UserError
+from common.models import model_file, networks, partition
+
+
+def load(model: nn.Module, file: Path | str) -> None:
+    networks.load(model, model_file.read_weights(str(file), Path("runs")), str(file))
 
 
 @pytest.mark.parametrize(("name", "side"), [("resnet18", 65), ("resnet50", 64)])
 def test_the_same_outputs_as_torchvision_with_the_same_weights(name: str, side: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
     theirs = getattr(torchvision.models, name)(num_classes=7).double()
     theirs(torch.randn(4, 3, side, side).double())  # running statistics of its own
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
-    ours = models.ResNet(name, (3, side, side), 7).double()
-    models.load(ours, str(tmp_path / "weights.pt"))
+    ours = networks.ResNet(name, (3, side, side), 7).double()
+    load(ours, tmp_path / "weights.pt")
     x = torch.randn(2, 3, side, side).double()
     for mode in (True, False):
         assert torch.allclose(ours.train(mode)(x), theirs.train(mode)(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", list(models.RESNETS))
+@pytest.mark.parametrize("name", list(networks.RESNETS))
 def test_the_same_names_and_shapes_as_torchvision(name: str) -> None:
     with torch.device("meta"):
-        theirs, ours = getattr(torchvision.models, name)(num_classes=7), models.ResNet(name, (3, 64, 64), 7)
-    states = models.own_names(theirs.state_dict()), ours.state_dict()
+        theirs, ours = getattr(torchvision.models, name)(num_classes=7), networks.ResNet(name, (3, 64, 64), 7)
+    states = networks.own_names(theirs.state_dict()), ours.state_dict()
     shapes = [{key: value.shape for key, value in state.items()} for state in states]
     assert shapes[0] == shapes[1] and len(shapes[0]) > 100
 
 
 def test_small_images_keep_their_size_at_the_stem() -> None:
-    torch.manual_seed(0)
-    small, large = (models.ResNet("resnet18", (3, side, side), 10, width=4) for side in (32, 64))
+    small, large = (networks.ResNet("resnet18", (3, side, side), 10, width=4) for side in (32, 64))
     assert small[0](torch.zeros(1, 3, 32, 32)).shape[-1] == 32 and "maxpool" not in dict(small.named_children())
     assert large[0](torch.zeros(1, 3, 64, 64)).shape[-1] == 32 and "maxpool" in dict(large.named_children())
 
 
-@pytest.mark.parametrize("name", list(models.RESNETS))
+@pytest.mark.parametrize("name", list(networks.RESNETS))
 def test_resnets_can_be_cut_behind_every_layer(name: str) -> None:
-    torch.manual_seed(0)
-    model = models.ResNet(name, (1, 16, 16), 3, width=2).eval()
+    model = networks.ResNet(name, (1, 16, 16), 3, width=2).eval()
     x = torch.randn(2, 16, 16)
     layers = list(dict(model.named_children()))
     out = x
-    for stage in splits.cut(model, layers[1:]):
+    for stage in partition.cut(model, layers[1:]):
         out = stage(out)
     assert torch.equal(out, model(x))
 
 
 def test_weights_of_ddp_have_a_prefix_that_is_taken_off(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, other = (models.ResNet("resnet18", (3, 8, 8), 3, width=2) for _ in range(2))
+    model, other = (networks.ResNet("resnet18", (3, 8, 8), 3, width=2) for _ in range(2))
     torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, tmp_path / "ddp.pt")
-    models.load(other, str(tmp_path / "ddp.pt"))
+    load(other, tmp_path / "ddp.pt")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
 
 
@@ -69,20 +69,20 @@ def test_old_files_that_do_not_count_batches_are_read(tmp_path: Path) -> None:
     theirs.bn1.running_mean.fill_(5)
     old = {name: value for name, value in theirs.state_dict().items() if not name.endswith("num_batches_tracked")}
     assert len(old) < len(theirs.state_dict())
-    ours = models.ResNet("resnet18", (3, 64, 64), 3)
-    models.load(ours, saved(tmp_path, old))
+    ours = networks.ResNet("resnet18", (3, 64, 64), 3)
+    load(ours, saved(tmp_path, old))
     counted = ours.state_dict()
     assert counted["bn1.num_batches_tracked"] == 0 and (counted["bn1.running_mean"] == 5).all()
     assert torch.equal(counted["layer4_1.conv2.weight"], old["layer4.1.conv2.weight"])
     with pytest.raises(UserError, match=r"has no bn1\.running_mean \(1 such names\)"):
-        models.load(ours, saved(tmp_path, {name: value for name, value in old.items() if name != "bn1.running_mean"}))
+        load(ours, saved(tmp_path, {name: value for name, value in old.items() if name != "bn1.running_mean"}))
 
 
 @pytest.mark.parametrize(("file", "here"), [(64, 32), (32, 64)])
 def test_the_stem_of_another_size_of_images_is_named(file: int, here: int, tmp_path: Path) -> None:
-    theirs, ours = (models.ResNet("resnet18", (3, side, side), 3, width=2) for side in (file, here))
+    theirs, ours = (networks.ResNet("resnet18", (3, side, side), 3, width=2) for side in (file, here))
     with pytest.raises(UserError, match=r"conv1\.weight .* here .*; images from 64 pixels .* set data\.image_size"):
-        models.load(ours, saved(tmp_path, theirs.state_dict()))
+        load(ours, saved(tmp_path, theirs.state_dict()))
 
 
 class Evil:
@@ -106,25 +106,25 @@ def saved(tmp_path: Path, content: Any) -> str:
     ],
 )
 def test_weights_that_do_not_fit_are_refused(change: Any, words: str, tmp_path: Path, capfd: Any) -> None:
-    model = models.ResNet("resnet18", (3, 8, 8), 3, width=2)
+    model = networks.ResNet("resnet18", (3, 8, 8), 3, width=2)
     state = model.state_dict()
     change(state)
     with pytest.raises(UserError, match=words):
-        models.load(model, saved(tmp_path, state))
+        load(model, saved(tmp_path, state))
     assert "executed" not in capfd.readouterr().out
 
 
 def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(UserError, match="no such file"):
-        models.load(model, str(tmp_path / "nowhere.pt"))
+        load(model, tmp_path / "nowhere.pt")
     for content in (b"", b"text", pickle.dumps([1])):
         (tmp_path / "file").write_bytes(content)
         with pytest.raises(UserError, match=r"weights=.*file: "):
-            models.load(model, str(tmp_path / "file"))
-    with pytest.raises(UserError, match="not a file"):
-        models.load(model, str(tmp_path))
+            load(model, tmp_path / "file")
+    with pytest.raises(UserError, match="neither a run folder nor a checkpoint folder"):
+        load(model, tmp_path)
 
 
 def test_the_toy_is_10_10_5() -> None:
-    assert [tuple(p.shape) for p in models.Toy((10,), 5).parameters()] == [(10, 10), (10,), (5, 10), (5,)]
+    assert [tuple(p.shape) for p in networks.Toy((10,), 5).parameters()] == [(10, 10), (10,), (5, 10), (5,)]

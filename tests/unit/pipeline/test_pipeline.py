@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from common import launch
-from common.config import UserError
-from common.launch import Place, choose_device
+from common.core.config import UserError
+from common.distributed import rendezvous
+from common.distributed.rendezvous import Place, choose_device
 from configs.shared import Launch
 from tests.harness import warm
 from tests.harness.processes import environment
@@ -37,8 +37,8 @@ def test_a_gpu_each_where_there_are_enough(
     monkeypatch: pytest.MonkeyPatch, gpus: int, asked: str, processes: int, expected: tuple[str, str] | str
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(launch.torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(rendezvous.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(rendezvous.torch.cuda, "set_device", taken.append)
     place, settings = Place(rank=1, size=processes, local_rank=1, local_size=processes), Launch(device=asked)  # type: ignore[arg-type]
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common import schedules
-from common.config import UserError
-from common.schedules import Action, check, draw, idle_share, play
+from common.core.config import UserError
+from common.pipeline import schedules
+from common.pipeline.schedules import Action, check, draw, idle_share, play
 from configs.pipeline import Pipeline
 from tests.harness.processes import ROOT
 
@@ -115,7 +115,7 @@ def test_broken_files_are_refused(tmp_path: Path, body: str, function: str, mess
 
 
 def test_a_schedule_is_printed() -> None:
-    words = [sys.executable, "-m", "common.schedules", "gpipe", "2", "4"]
+    words = [sys.executable, "-m", "common.pipeline.schedules", "gpipe", "2", "4"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[:2] == ["process 0 |0123...aabbccdd|", "process 1 |.0123aabbccdd..|"]
     assert "idle share 20.0%" in done.stdout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.folder import Folder
+from common.runs.folder import Folder
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def begin(folder: Folder, parent: int | None, step: int, steps: range, tail: str
     for number in steps:
         rows.append({"global_step": number, "loss": number + attempt.number / 10})
         if number % 2 == 0:
-            rows += [{"global_step": number, "part": part, "by": attempt.number} for part in ("a", "b")]
+            rows += [{"global_step": number, "part": part, "by": attempt.number} for part in (1, 2)]
     attempt.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
     return attempt
 
@@ -62,7 +62,7 @@ def test_metrics_follow_the_chain_without_gap_or_repeat(folder: Folder) -> None:
     assert chain(folder) == [(4, None), (2, 6), (1, 4)]
     assert losses(folder) == [1.1, 2.1, 3.1, 4.1, 5.2, 6.2, 7.4, 8.4, 9.4]
     evaluations = [(row["global_step"], row["part"], row["by"]) for row in folder.metrics() if "part" in row]
-    assert evaluations == [(s, p, by) for s, by in ((2, 1), (4, 1), (6, 2), (8, 4)) for p in "ab"]
+    assert evaluations == [(s, p, by) for s, by in ((2, 1), (4, 1), (6, 2), (8, 4)) for p in (1, 2)]
 
 
 def test_rows_of_a_start_that_was_cut_off_do_not_count(folder: Folder) -> None:
@@ -80,8 +80,8 @@ def test_an_evaluation_after_the_last_step_saved_comes_once(folder: Folder) -> N
     second = begin(folder, 1, 4, range(5, 7))
     second.set_parent(1, 4, rows=6)
     assert [(row["global_step"], row.get("part")) for row in folder.metrics()] == [
-        *((1, None), (2, None), (2, "a"), (2, "b"), (3, None), (4, None)),
-        *((5, None), (6, None), (6, "a"), (6, "b")),
+        *((1, None), (2, None), (2, 1), (2, 2), (3, None), (4, None)),
+        *((5, None), (6, None), (6, 1), (6, 2)),
     ]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import LEFT
-from common.folder import Folder
+from common.core.errors import LEFT
+from common.runs.folder import Folder
 from slurm import after
 from tests.harness.fake_slurm import Fake, call
 

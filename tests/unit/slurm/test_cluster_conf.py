@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
+from common.core.errors import UserError
 from slurm import cluster, cluster_conf, cluster_net
 from slurm.cluster_conf import Plan
 from tests.harness import warm

@@ -9,14 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common import config, provenance
-from common.config import UserError
-from common.folder import Folder, write_json
+from common.core import config
+from common.core.config import UserError
+from common.runs import provenance
+from common.runs.folder import Folder, write_json
 from configs import resnet_modelparallel
 from configs.profile import Profile
 from slurm import sbatch, scheduler, status
@@ -269,6 +271,34 @@ def test_status_asks_in_turn(fake: Fake, answers: dict[str, str], state: str, ex
     assert done.returncode == exit_status
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "expected"), [("0:9", 128 + 9), ("3:0", 3), ("0:0", 1), ("1:15", 1), ("0:53", 1)]
+)
+def test_the_exit_status_of_a_job_without_a_result_is_what_slurm_saw(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, exit_code: str, expected: int
+) -> None:
+    folder = waiting(fake.bin.parent / "runs", 0, "17")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    fake.answer("scontrol", f'echo "JobId=17 JobState=FAILED ExitCode={exit_code} DerivedExitCode=0:0"')
+    assert status.exit_status(folder) == expected
+    fake.answer("scontrol", "exit 1")
+    fake.answer("sacct", f"echo {exit_code}")
+    assert status.exit_status(folder) == expected
+
+
+def test_each_task_of_an_array_finds_its_own_run(tmp_path: Path) -> None:
+    runs = [tmp_path / "runs" / f"run {letter}" for letter in "abc"]
+    tasks = tmp_path / "tasks's.txt"
+    tasks.write_text("".join(f"{run}\n" for run in runs))
+    asked = sbatch.parameters(Profile(), "mnist_pipeline", 1, 2, tmp_path, tasks)
+    (line,) = (line for line in asked["setup"] if line.startswith("RUN="))
+    for number, run in enumerate(runs):
+        script = f'{line}\nprintf %s "$RUN"'
+        env = {"SLURM_ARRAY_TASK_ID": str(number), "PATH": os.environ["PATH"]}
+        done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout == str(run)
+
+
 def waiting(folder: Path, number: int, job: str) -> Folder:
     """A run that a job was submitted for."""
     found = Made(number=number, steps=0, state="lost").write(folder)
@@ -302,7 +332,7 @@ def test_a_controller_that_hangs_is_waited_for_once(
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     assert {status.state_of(run)[0] for run in runs} == {"UNKNOWN"}
     asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
-    assert asked == ["squeue", "scontrol", "sacct"]
+    assert asked == ["squeue", "sacct"], "scontrol asks the same controller as squeue"
     monkeypatch.setattr(scheduler, "AGAIN", 0.0)
     fake.answer("squeue", "echo '3|RUNNING|None'")
     assert status.state_of(runs[3])[0] == "RUNNING"
@@ -357,6 +387,39 @@ def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
             if state == "LOST":
                 assert "is LOST already" in answer and sleep.poll() is None
         assert sleep.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_runs_are_listed_within_seconds_when_the_controller_is_dead(fake: Fake, tmp_path: Path) -> None:
+    for number in range(5):
+        waiting(tmp_path / "runs", number, str(number))
+    for name in ("squeue", "scontrol", "sacct"):
+        fake.answer(name, "exec sleep 60")
+    began = time.monotonic()
+    done = call(fake, "slurm.status", f"--runs={tmp_path / 'runs'}", "status")
+    assert done.returncode == 0 and done.stdout.count("UNKNOWN") == 5, done.stdout + done.stderr
+    assert time.monotonic() - began < 30, "far less than one patience of 15 s for each run"
+    asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
+    assert asked == ["squeue", "sacct"]
+
+
+def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) -> None:
+    folder = Made(steps=10, state="running").write(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as sleep:
+        process = Process.of(sleep.pid)
+        known = {"host": "before", "boot": provenance.boot_id(), "pid": sleep.pid, "pid_started": process.start}
+        write_json(folder.path / "meta.json", {"history": [known]})
+        old = time.time() - 100_000
+        for path in folder.path.rglob("*"):
+            os.utime(path, (old, old))
+        assert status.state_of(folder) == ("RUNNING", ""), "its process is seen, under another name of the host"
+        sleep.kill()
+    state, detail = status.state_of(folder)
+    assert state == "LOST" and "no sign of life for 10" in detail and "on before cannot be seen" in detail
+    folder.attempts()[0].heartbeat(0, 10, time.time())
+    assert status.state_of(folder)[0] == "RUNNING", "it may run on another host"
+    write_json(folder.path / "meta.json", {"history": [known | {"boot": "another", "pid": os.getpid()}]})
+    with pytest.raises(UserError, match="runs on before; cancel it there"):
+        status.cancel(folder)
 
 
 def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: Path) -> None:

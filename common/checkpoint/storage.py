@@ -1,0 +1,269 @@
+"""Checkpoint folders on disk: their names, their manifest, how they come and go. Knows no torch.
+
+attempts/0002/checkpoints/
+  step-00000400/        complete: it got this name in one rename, after all of it had reached the disk
+    rank-0.pt ...       one file a process
+    manifest.json       format, step, attempt, processes, facts; size and SHA-256 of each file and of itself
+  .step-00000500.new/   being written, or left by a process that was killed; never read
+  latest, best          names, for people: loading looks for itself
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.runs.folder import Folder, sync
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+LONGEST = 1 << 24  # bytes of a manifest: what is longer is none
+
+
+class Rejected(Exception):
+    """Why a checkpoint is not used, in a few words."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file as the manifest knows it."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    attempt: int
+    processes: int
+    files: dict[str, Entry]
+    """The files of the ranks, in their order."""
+    facts: dict[str, Any]
+    """What people may want to know without reading the files, such as the W&B id."""
+
+    def text(self) -> str:
+        content: dict[str, Any] = {"format": FORMAT, "step": self.step, "attempt": self.attempt}
+        content |= {"processes": self.processes, "facts": self.facts}
+        content["files"] = {name: {"bytes": e.bytes, "sha256": e.sha256} for name, e in self.files.items()}
+        return json.dumps(content | {"sha256": digest(content)}, indent=1) + "\n"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The place of one checkpoint, which may exist or not."""
+
+    attempt: Folder
+    step: int
+
+    @property
+    def path(self) -> Path:
+        return room(self.attempt) / self.name
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08d}"
+
+    def __str__(self) -> str:
+        return f"{self.name} of attempt {self.attempt.number}"
+
+
+def room(attempt: Folder) -> Path:
+    """Where an attempt keeps its checkpoints."""
+    return attempt.attempt / "checkpoints"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank}.pt"
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its own digest, however it is spaced."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# ---- finding
+
+
+def of_attempt(attempt: Folder) -> list[Snapshot]:
+    """The checkpoints of an attempt by their names, oldest first; whether they are sound shows when they are read."""
+    names = [path.name for path in room(attempt).glob("step-*")]
+    steps = {int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{8,15}", name)}
+    found = [Snapshot(attempt, step) for step in sorted(steps)]
+    return [snapshot for snapshot in found if snapshot.name in names]
+
+
+def candidates(folder: Folder) -> list[Snapshot]:
+    """All checkpoints that a new start may continue, the best choice first."""
+    found: list[Snapshot] = []
+    for attempt, bound in folder.chain():
+        found += [s for s in reversed(of_attempt(attempt)) if bound is None or s.step <= bound]
+    return found
+
+
+def unfinished(folder: Folder) -> list[Path]:
+    """Half-written checkpoints that killed processes left."""
+    return [path for attempt, _ in folder.chain() for path in sorted(room(attempt).glob(".step-*.new"))]
+
+
+# ---- reading
+
+
+@contextlib.contextmanager
+def opened(name: str | Path, flags: int, what: str, within: int | None = None) -> Iterator[int]:
+    """A handle on a file or folder that is ours or root's and no link. Raises Rejected."""
+    try:
+        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=within)
+    except FileNotFoundError:
+        raise Rejected(f"{what} is missing") from None
+    except OSError as error:
+        linked = error.errno == errno.ELOOP or (within is None and Path(name).is_symlink())
+        raise Rejected(f"{what} is a link" if linked else f"{what}: {error.strerror}") from None
+    try:
+        owner = os.fstat(handle).st_uid
+        if owner not in (os.geteuid(), 0):
+            raise Rejected(f"{what} belongs to user {owner}, not to you ({os.geteuid()})")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read(snapshot: Snapshot, name: str, size: int | None = None) -> bytes:
+    """The bytes of one of its files; they are then checked, and nothing is read twice. Raises Rejected."""
+    with (
+        opened(snapshot.path, os.O_DIRECTORY, "the folder") as folder,
+        opened(name, 0, name, folder) as handle,
+    ):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise Rejected(f"{name} is no file")
+        if size is not None and status.st_size != size:
+            raise Rejected(f"{name} has {status.st_size} bytes instead of {size}")
+        if size is None and status.st_size > LONGEST:
+            raise Rejected(f"{name} has {status.st_size} bytes")
+        try:
+            with open(handle, "rb", closefd=False) as file:
+                return file.read(status.st_size)
+        except OSError as error:
+            raise Rejected(f"{name}: {error.strerror}") from None
+
+
+def read_checked(snapshot: Snapshot, manifest: Manifest, rank: int) -> bytes:
+    """The file of one rank, as it was written. Raises Rejected."""
+    name = rank_file(rank)
+    entry = manifest.files[name]
+    content = read(snapshot, name, entry.bytes)
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise Rejected(f"{name} has another checksum")
+    return content
+
+
+def read_manifest(snapshot: Snapshot) -> Manifest:
+    """What the checkpoint must hold. Raises Rejected."""
+    raw = read(snapshot, MANIFEST)
+    try:
+        content = json.loads(raw)
+        version = content["format"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise Rejected(f"{MANIFEST} cannot be read") from None
+    if version != FORMAT:
+        raise Rejected(f"it has format {str(version)[:20]}, and this version of the code reads {FORMAT}")
+    try:
+        if content.pop("sha256") != digest(content):
+            raise Rejected(f"{MANIFEST} has another checksum")
+        files = {name: Entry(int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
+        step, attempt, processes = (int(content[name]) for name in ("step", "attempt", "processes"))
+        manifest = Manifest(step, attempt, processes, files, dict(content["facts"]))
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise Rejected(f"{MANIFEST} cannot be read") from None
+    if list(files) != [rank_file(rank) for rank in range(len(files))] or len(files) != manifest.processes:
+        raise Rejected(f"{MANIFEST} does not name one file for each of {manifest.processes} processes")
+    if (manifest.step, manifest.attempt) != (snapshot.step, snapshot.attempt.number):
+        raise Rejected(f"it is that of step {manifest.step} of attempt {manifest.attempt}")
+    return manifest
+
+
+# ---- writing
+
+
+class Draft:
+    """A checkpoint that is being written beside the others. One process calls these; all raise OSError."""
+
+    def __init__(self, attempt: Folder, step: int) -> None:
+        self.target = Snapshot(attempt, step)
+        self.room = room(attempt)
+        self.path = self.room / f".{self.target.name}.new"
+
+    def begin(self) -> None:
+        """Make the folder, and remove what earlier failures left."""
+        if not self.room.exists():
+            self.room.mkdir()
+            sync(self.room.parent)
+        for left in self.room.glob(".step-*"):
+            shutil.rmtree(left)
+        self.path.mkdir()
+
+    def commit(self, manifest: Manifest) -> None:
+        """All files are on the disk: the manifest follows, then one rename makes it a checkpoint."""
+        for name, entry in manifest.files.items():
+            if (self.path / name).stat().st_size != entry.bytes:
+                raise OSError(errno.EIO, f"{name} is shorter here than where it was written")
+        with open(self.path / MANIFEST, "x") as file:
+            file.write(manifest.text())
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self.path)
+        if self.target.path.exists():  # renamed before, but then the disk failed
+            shutil.rmtree(set_aside(self.target))
+        self.path.rename(self.target.path)
+        sync(self.room)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def set_aside(snapshot: Snapshot) -> Path:
+    """Give a checkpoint a name that is never read: no half of it can be taken for one. Raises OSError."""
+    return snapshot.path.rename(snapshot.path.with_name(f".{snapshot.name}.old"))
+
+
+def prune(attempt: Folder, keep: int, best: int | None) -> list[Path]:
+    """Set aside all but the newest `keep` checkpoints, at least 2, and the one of step `best`. Raises OSError.
+
+    Those of older attempts stay until this one has as many of its own, the last best one until this has a better.
+    Once a newer attempt exists all are kept: it may have started from any of these.
+    """
+    if attempt.superseded:
+        return []
+    keep, own = max(2, keep), of_attempt(attempt)
+    old, left = [snapshot for snapshot in own[:-keep] if snapshot.step != best], list[Path]()
+    for earlier in (one for one in attempt.attempts() if one.number < attempt.number):
+        left += room(earlier).glob(".step-*")  # half-written when its processes ended
+        if len(own) >= keep:
+            spared = None if best is not None else pointed(earlier, "best")
+            old += [snapshot for snapshot in of_attempt(earlier) if snapshot.name != spared]
+    return [set_aside(snapshot) for snapshot in old] + left
+
+
+def pointed(attempt: Folder, pointer: str) -> str | None:
+    """The name of the checkpoint that `latest` or `best` points to."""
+    try:
+        return (room(attempt) / pointer).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def sweep(paths: list[Path]) -> None:
+    """Remove what was set aside, as far as the disk lets us."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)

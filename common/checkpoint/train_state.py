@@ -1,0 +1,103 @@
+"""What a training consists of in one process, as a checkpoint keeps it: its parts of the model, optimizer, place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.optim import Optimizer
+
+from common.checkpoint import state_dicts
+from common.checkpoint.checkpointer import Loaded, State
+from common.data.loader import Loader, Windows
+from common.distributed import ddp
+from common.distributed.rendezvous import World
+
+
+class Training:
+    """`parts` are this process's parts of the model; their parameters have the names of the whole model.
+
+    With `replicated` every process holds the whole model, as in data parallelism: rank 0's is kept. BatchNorm's
+    statistics differ between such processes, so each keeps its own, too. Where only some hold the same parts, as the
+    replicas of a stage do, these are the `peers`. A `scaler` of the loss is alike in all processes; the memory of a
+    `compression` of gradients is each process's own.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        loader: Loader | Windows,
+        world: World,
+        *,
+        replicated: bool = False,
+        peers: World | None = None,
+        scaler: GradScaler | None = None,
+        compression: PowerSGDState | None = None,
+    ) -> None:
+        self.optimizer, self.loader = optimizer, loader
+        self.peers = world if replicated else peers
+        self.scaler, self.compression = scaler, compression
+        self.parameters = [pair for part in parts for pair in part.named_parameters()]
+        self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
+        kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
+        self.buffers = [(name, value) for part in parts for name, value in part.named_buffers() if name in kept]
+        self.held: list[Tensor] | None = None
+        self.recipe: dict[str, Any] | None = getattr(parts[0], "recipe", None)
+
+    @torch.no_grad()
+    def hold_buffers(self) -> None:
+        """Let `state` give the buffers as they are now: an evaluation replaces those of several processes by means."""
+        self.held = [value.clone() for _, value in self.buffers]
+
+    def release_buffers(self) -> None:
+        """Let `state` give the buffers as they are when it is called."""
+        self.held = None
+
+    def state(self) -> State:
+        """All processes call it."""
+        keep = self.peers is None or self.peers.is_main
+        model = state_dicts.tensors(self.parameters, keep)
+        values = [value for _, value in self.buffers] if self.held is None else self.held
+        buffers = {name: value for (name, _), value in zip(self.buffers, values, strict=True)}
+        means = {name: self._mean(value) for name, value in buffers.items()}
+        return State(
+            model=model | means if keep else {},
+            optimizer=state_dicts.optimizer_state(self.optimizer, self.parameters, keep),
+            common=self.loader.state_dict() | ({"scaler": self.scaler.state_dict()} if self.scaler else {}),
+            local={"random": state_dicts.random_state(), "buffers": buffers if self.peers else {}}
+            | ({"compression": ddp.read_memory(self.compression)} if self.compression else {}),
+        )
+
+    def _mean(self, buffer: Tensor) -> Tensor:
+        """The mean over all processes that hold the same buffer; counters are equal."""
+        if self.peers is None or self.peers.size == 1 or not buffer.is_floating_point():
+            return buffer
+        total = buffer.clone()
+        dist.all_reduce(total, group=self.peers.group)
+        return total / self.peers.size
+
+    def _own(self, loaded: Loaded) -> dict[str, Tensor]:
+        """The buffers that this process saved, if it held the same parts among others then; else the means count."""
+        shared = self.peers is not None and self.peers.size > 1
+        saved: dict[str, Tensor] = loaded.local["buffers"] if loaded.local and shared else {}
+        return saved if saved.keys() == {name for name, _ in self.buffers} else {}
+
+    @torch.no_grad()
+    def load(self, loaded: Loaded) -> None:
+        """Raises UserError where the checkpoint is of another model."""
+        state_dicts.load_tensors(self.parameters, loaded.model)
+        state_dicts.load_tensors(self.buffers, loaded.model | self._own(loaded))
+        state_dicts.load_optimizer(self.optimizer, self.parameters, loaded.optimizer)
+        self.loader.load_state_dict({name: loaded.common[name] for name in self.loader.state_dict()})
+        if self.scaler is not None and self.scaler.is_enabled() and loaded.common.get("scaler"):
+            self.scaler.load_state_dict(loaded.common["scaler"])  # there is none where training went on without one
+        if self.compression and loaded.local and "compression" in loaded.local:
+            ddp.write_memory(self.compression, loaded.local["compression"], self.parameters[0][1].device)
+        if loaded.local:
+            state_dicts.set_random_state(loaded.local["random"])

@@ -1,0 +1,33 @@
+"""The error that a person can mend. Imports nothing, so that every command may start with it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+DIVERGENCE = "the loss of step|no finite number"  # a pattern in the words of a run whose training diverged
+UNUSABLE = "can be used, as told above"  # in the words of a run none of whose checkpoints is whole
+LEFT = 75  # exit status: told to stop, saved, to be continued (EX_TEMPFAIL of sysexits.h)
+
+
+class UserError(Exception):
+    """A mistake of the user or of the machine: one message that names the remedy, no traceback."""
+
+
+class Absent(UserError):
+    """A process or host that does not answer. On a cluster it may be a fault that a later start does not meet."""
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn a UserError into one line on stderr and exit status 2."""
+    try:
+        yield
+    except UserError as error:
+        with contextlib.suppress(OSError):  # a log on a full disk takes no words
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,141 @@
+"""Finding the first rank over a network: names, addresses, interfaces, ports. Imports no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import queue
+import socket
+import struct
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from common.core.errors import Absent, UserError
+
+T = TypeVar("T")
+UNREACHABLE = 10.0  # seconds until a first rank that cannot be reached is given up, told within 15 s of a job's start
+SIOCGIFADDR = 0x8915  # from linux/sockios.h
+PORTS = range(20_000, 60_000)
+
+
+def silence(url: str, seconds: float) -> str:
+    """Why no answer came from `url` within so many seconds; empty if one came, of whatever kind."""
+    answers: queue.Queue[str] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
+        except urllib.error.HTTPError:
+            pass  # it answers
+        except Exception as error:  # noqa: BLE001 (no name, no route, no HTTP)
+            return answers.put(str(getattr(error, "reason", None) or error))
+        return answers.put("")
+
+    # in a thread, because a slow name server, many addresses or a dripping answer know no time-out
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=seconds)
+    except queue.Empty:
+        return f"nothing after {seconds:g} s"
+
+
+def resolve(host: str) -> str:
+    """The IPv4 address of a host. Raises OSError."""
+    return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_towards(address: str) -> str:
+    """The interface on which packets to `address` leave, or, for one of our own addresses, its interface.
+
+    One concrete name: gloo knows no patterns. Raises OSError without a route.
+    """
+    own = interfaces()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: the kernel only chooses the route
+        source = probe.getsockname()[0]
+    wanted = address if address in own.values() else source
+    return next((name for name, held in own.items() if held == wanted), "lo")
+
+
+def checked_interface(name: str) -> str:
+    """An interface that exists here and has an address. Raises UserError."""
+    found = interfaces()
+    if name not in found:
+        here = ", ".join(f"{n} ({a})" for n, a in found.items())
+        raise UserError(f"launch.interface={name} does not exist on {socket.gethostname()}; it has {here}")
+    return name
+
+
+def ports(token: str, count: int = 8) -> list[int]:
+    """Ports to try, the same for all who know the token and other ones for another token."""
+    seed = int.from_bytes(token.encode()[-16:].rjust(16, b"\0"), "big") * 2654435761
+    return [PORTS[(seed + i * 7919) % len(PORTS)] for i in range(count)]
+
+
+def first_free(candidates: Sequence[int], serve: Callable[[int], T]) -> T:
+    """What `serve(port)` returns for the first port that is free. Raises UserError if none is."""
+    problem: Exception = OSError("no port")
+    for port in candidates:
+        try:
+            return serve(port)
+        except (OSError, RuntimeError) as error:
+            problem = error
+    raise UserError(f"no port of {list(candidates)} is free on {socket.gethostname()}: {problem}; start again")
+
+
+def find_first_rank(host: str, candidates: Sequence[int], connect: Callable[[int], T | None], patience: float) -> T:
+    """What `connect(port)` returns for the port on which the first rank answers; None means somebody else did.
+
+    A host that cannot be found or reached is given up after 10 s; one that refuses is up, and may take
+    `patience` seconds until the first rank serves. Raises Absent with host, address, interface, ports.
+    """
+    start = time.monotonic()
+    address = "?"
+    while True:
+        limit = UNREACHABLE
+        try:
+            address = resolve(host)
+            for port in candidates:
+                try:
+                    socket.create_connection((address, port), timeout=2).close()
+                except ConnectionRefusedError as error:
+                    problem, limit = str(error), patience
+                    continue
+                found = connect(port)
+                if found is not None:
+                    return found
+                problem, limit = f"port {port} belongs to another program", patience
+        except OSError as error:
+            problem = str(error)
+        if time.monotonic() - start > min(limit, patience):
+            raise Absent(unreachable(host, address, candidates, problem))
+        time.sleep(0.05)
+
+
+def unreachable(host: str, address: str, candidates: Sequence[int], problem: str) -> str:
+    """One message on why the first rank cannot be reached, and what to do."""
+    try:
+        route = interface_towards(address)
+    except OSError:
+        route = "none"
+    return (
+        f"{socket.gethostname()} cannot reach rank 0 on {host} (address {address}, interface {route}, "
+        f"ports {candidates[0]} and {len(candidates) - 1} more): {problem}; check the name, the firewall and that "
+        "rank 0 started, or set launch.interface"
+    )

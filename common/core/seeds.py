@@ -1,0 +1,37 @@
+"""Where every random choice comes from: one named stream a purpose, all derived from one seed.
+
+Two streams never share numbers by accident (`seed + rank` does that), and a new purpose does not
+shift the numbers of the old ones. Imports neither torch nor the rest of `common`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+
+def derive(seed: int, *purpose: str | int) -> int:
+    """A 63-bit seed for one purpose, such as derive(0, "order", epoch); stable over versions and machines."""
+    text = "/".join(str(part) for part in (seed, *purpose))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def generator(seed: int, *purpose: str | int) -> np.random.Generator:
+    """A numpy generator for one purpose."""
+    return np.random.Generator(np.random.PCG64(derive(seed, *purpose)))
+
+
+def pack_stream(state: Any) -> list[Any]:
+    """The state of a legacy stream of numpy, as a checkpoint holds it."""
+    import torch
+
+    kind, key, position, has_gauss, gauss = state
+    return [str(kind), torch.from_numpy(np.asarray(key, np.int64)), int(position), int(has_gauss), float(gauss)]
+
+
+def unpack_stream(packed: list[Any]) -> tuple[Any, ...]:
+    """The state of a stream that `pack_stream` has packed."""
+    kind, key, *rest = packed
+    return (kind, key.numpy().astype(np.uint32), *rest)

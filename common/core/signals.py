@@ -1,0 +1,21 @@
+"""The signals that ask a run to stop, and processes that do not outlive their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+ECHO = 5.0  # seconds in which another signal belongs to the same notice: make, srun and SLURM repeat them
+PDEATHSIG = 1  # from linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+
+
+def shield() -> None:
+    """Ignore SIGNALS in a process that only its parent ends: SLURM signals every process of a job."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,116 @@
+"""DistributedDataParallel: what is sent of a gradient, and in which buckets.
+
+No postponed annotations here: DistributedDataParallel looks at those of a hook.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from common.core.seeds import pack_stream, unpack_stream
+
+BYTES = {"fp16": 2, "bf16": 2}  # of one number on the way
+WHOLE = 1 << 20  # MB: more than any model, so that there is one bucket
+# training does not read buffers, and before an evaluation they are averaged; torch before 2.15 knows only the
+# second name, and later ones warn of it
+ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
+BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
+
+
+def wrapped(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """The model that averages gradients over all processes in its backward; `options` are torch's own."""
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, **(BUFFERS_STAY | options))
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The model without its wrapper, which would put `module.` before every name."""
+    return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
+
+
+def bucket_mb(communication: str, asked: float, backend: str) -> float:
+    """The bucket size to use: PowerSGD with several buckets aborts the process on gloo."""
+    return WHOLE if communication == "powersgd" and backend == "gloo" else asked
+
+
+def register(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
+    """Make a wrapped model send its gradients as `communication` says; `rank` is PowerSGD's."""
+    match communication:
+        case "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        case "bf16":
+            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        case "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=10)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            setattr(ddp, COMPRESSION, state)
+        case "nothing":
+            ddp.register_comm_hook(None, send_nothing)
+
+
+def compression(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
+    """What PowerSGD remembers, where a model sends its gradients that way."""
+    return getattr(model, COMPRESSION, None)
+
+
+COMPRESSION = "compression"  # the attribute of a wrapped model that holds PowerSGD's memory
+MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, tensors by the number of a bucket
+
+
+def read_memory(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
+    """What a process's PowerSGD carries from step to step: errors not yet sent, and the factors it begins with."""
+    found: dict[str, Any] = {name: dict(getattr(state, name)) for name in MEMORY}
+    return found | {"iter": int(state.iter), "rng": pack_stream(state.rng.get_state())}
+
+
+def write_memory(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
+    """Let PowerSGD go on where `read_memory` was called."""
+    for name in MEMORY:
+        setattr(state, name, {bucket: value.to(device) for bucket, value in saved[name].items()})
+    state.iter = saved["iter"]
+    state.rng.set_state(unpack_stream(saved["rng"]))
+
+
+def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Leave each process its own gradient: wrong for training, the limit to measure against."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def ring_bytes(model: nn.Module) -> int:
+    """Bytes that each process sends when all gradients are averaged over all processes in a ring, as gloo does.
+
+    Of p processes each sends 2 (p - 1) / p of what it holds. 0 for a model without DDP.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    size = dist.get_world_size()
+    held = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return 2 * (size - 1) * held // size
+
+
+def settle(model: nn.Module, x: Tensor) -> None:
+    """One forward and backward for nothing, so that every step of every start adds gradients in the same order.
+
+    DDP regroups its buckets before its second forward, by the order in which gradients came in the first backward.
+    Without this the first step after a resume is summed in other pieces than the same step of an undisturbed run:
+    with three processes or more, other rounding. `x` is a process's share of some batch. Models without DDP stay.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    before = [buffer.clone() for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+        model(x).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)

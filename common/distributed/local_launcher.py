@@ -1,0 +1,257 @@
+"""Starting processes on this machine and ending them: whatever way a run ends, no process of it is left.
+
+Processes are forked after the script's imports, so that two ranks cost one `import torch`. The parent
+must not have used autograd, OpenMP or CUDA before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from common.core import host_memory
+from common.core.errors import LEFT, UserError
+from common.core.signals import ECHO, SIGNALS, die_with_parent
+from common.distributed.rendezvous import Place
+
+NEW = 60.0  # seconds in which a folder may not have its lock yet
+
+
+@dataclasses.dataclass
+class Child:
+    rank: int
+    pid: int
+    status: int | None = None
+    """The wait status once the process has ended."""
+
+    @property
+    def exit_status(self) -> int | None:
+        return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
+
+    @property
+    def signal(self) -> int | None:
+        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else None
+
+
+def fork_all(
+    body: Callable[[Place], None],
+    size: int,
+    nodes: int,
+    meanwhile: Callable[[], None],
+    why: Callable[[str], None] = lambda words: None,
+) -> int:
+    """Run `body` in `size` forked processes; returns the exit status of the run.
+
+    `why` is told in one line who failed first, and of what.
+
+    `meanwhile` runs here while they start. The first process that fails ends all others: its
+    message or traceback is shown once, those of its peers are only in their logs.
+    """
+    private, lock = meeting_place()
+    children: list[Child] = []
+    asked, kills = Asked(children), host_memory.count_oom_kills()
+    try:
+        for rank in range(size):
+            place = Place(rank, size, rank, size, rank // (size // nodes), nodes, "local", str(private / "store"))
+            children.append(Child(rank, fork(body, place, private)))
+        if asked.number:
+            asked.tell()  # those that were not there yet
+        meanwhile()
+        return wait_all(children, private, asked, why, kills)
+    except Stopped as stopped:
+        print(f"\nstopped by {stopped}", file=sys.stderr)
+        return 128 + stopped.number
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        end_all(children)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        shutil.rmtree(private, ignore_errors=True)
+        os.close(lock)
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # a progress bar that was ended has hidden the cursor
+
+
+class Stopped(Exception):
+    """Told a second time to stop, or before there was anything to save."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+
+class Asked:
+    """Whether we were told to stop: the first time all processes are, and they save and leave; then it ends at once."""
+
+    def __init__(self, children: list[Child]) -> None:
+        self.children, self.number, self.heard = children, 0, 0.0
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.hear)
+
+    def hear(self, number: int, frame: object) -> None:
+        if self.number and (number == signal.SIGINT or time.monotonic() - self.heard > ECHO):
+            raise Stopped(number)
+        if self.number:
+            return
+        self.number, self.heard = number, time.monotonic()
+        if number == signal.SIGINT:
+            print("\nsaving after the next step; Ctrl-C once more ends at once", file=sys.stderr)
+        self.tell()
+
+    def tell(self) -> None:
+        for child in self.children:
+            if child.status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGUSR2)
+
+
+def meeting_place() -> tuple[Path, int]:
+    """A private folder for the processes to meet in, and its lock, which we and our children hold as long as we live.
+
+    Folders whose lock nobody holds any more are swept away: a launcher that was killed left them.
+    """
+    for path in Path(tempfile.gettempdir()).glob("rendezvous-*-*"):
+        with contextlib.suppress(OSError):  # locked, somebody else's, or gone
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.fstat(handle)
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > NEW:
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
+    private = Path(tempfile.mkdtemp(prefix=f"rendezvous-{os.getpid()}-"))
+    lock = os.open(private, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a network disk may know no locks; then nothing is ever swept
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return private, lock
+
+
+def fork(body: Callable[[Place], None], place: Place, private: Path) -> int:
+    """Start one process; returns its pid."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    # a signal between the fork and the child's own handlers would run the parent's handlers in the child
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    pid = os.fork()
+    if pid == 0:
+        run_child(body, place, private, parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return pid
+
+
+def run_child(body: Callable[[Place], None], place: Place, private: Path, parent: int) -> None:
+    """The life of a forked process; never returns."""
+    status = 1
+    try:
+        die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and it tells us
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        body(place)
+        status = 0
+    except BaseException as error:  # noqa: BLE001 (every end is told to the parent)
+        status = LEFT if is_leaving(error) else 2 if isinstance(error, UserError) else 1
+        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
+        note = {"user": isinstance(error, UserError), "text": text}
+        with contextlib.suppress(OSError):
+            (private / f"error-{place.rank}.json").write_text(json.dumps(note))
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def is_leaving(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code == LEFT
+
+
+def wait_all(children: list[Child], private: Path, asked: Asked, why: Callable[[str], None], kills: int) -> int:
+    """Wait until all have ended well, or the first one badly; tells what happened and returns the exit status.
+
+    `kills` is what `host_memory.count_oom_kills` gave before they started.
+    """
+    while any(child.status is None for child in children):
+        ended = [child for child in children if child.status is None and reap(child)]
+        failed = [child for child in ended if child.status and child.exit_status != LEFT]
+        if failed and asked.number and all(child.signal == signal.SIGUSR2 for child in failed):
+            raise Stopped(asked.number)  # it had not begun to listen
+        if failed:
+            return tell(
+                first_cause(failed, private), len(children), private, why, host_memory.count_oom_kills() > kills
+            )
+        if not ended:
+            time.sleep(0.01)
+    if any(child.exit_status == LEFT for child in children):
+        return 128 + asked.number if asked.number == signal.SIGINT else LEFT
+    return 0
+
+
+def first_cause(failed: list[Child], private: Path) -> Child:
+    """Of processes found dead at once, the one that began it: a killed one, else the first that raised."""
+
+    def when(child: Child) -> float:
+        with contextlib.suppress(OSError):
+            return (private / f"error-{child.rank}.json").stat().st_mtime
+        return 0.0
+
+    return min(failed, key=when)
+
+
+def reap(child: Child) -> bool:
+    pid, status = os.waitpid(child.pid, os.WNOHANG)
+    if pid:
+        child.status = status
+    return bool(pid)
+
+
+def tell(child: Child, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool) -> int:
+    """Print why a run failed; returns its exit status."""
+    assert child.status is not None
+    others = f"; the other {size - 1} were stopped" if size > 1 else ""
+    if os.WIFSIGNALED(child.status):
+        number = os.WTERMSIG(child.status)
+        name = signal.Signals(number).name
+        if number == signal.SIGKILL and short_of_memory:
+            name += ": the kernel ran out of memory"
+        print(f"error: rank {child.rank} (pid {child.pid}) was killed by {name}{others}", file=sys.stderr)
+        why(f"rank {child.rank} was killed by {name}")
+        return 128 + number
+    try:
+        note = json.loads((private / f"error-{child.rank}.json").read_text())
+    except (OSError, ValueError):
+        note = {"user": False, "text": ""}
+    last = (note["text"].strip().splitlines() or ["it ended without a word"])[-1]
+    why(note["text"] if note["user"] else f"rank {child.rank} failed: {last}")
+    if note["user"]:
+        print(f"error: {note['text']}", file=sys.stderr)
+    else:
+        print(f"{note['text']}error: rank {child.rank} failed as shown above{others}", file=sys.stderr)
+    return os.WEXITSTATUS(child.status)
+
+
+def end_all(children: list[Child]) -> None:
+    """End all that still run."""
+    alive = [child for child in children if child.status is None and not reap(child)]
+    for child in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+    for child in alive:
+        _, child.status = os.waitpid(child.pid, 0)

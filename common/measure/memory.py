@@ -1,0 +1,106 @@
+"""How much memory a process takes for its training, and a limit on it to see what a model needs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from common.core.errors import UserError
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+FULL = ("not enough memory", "out of memory", "Cannot allocate memory", "std::bad_alloc")  # as libraries say it
+
+
+class Footprint:
+    """The most memory that was held whenever somebody looked, beyond what was held at the start; in bytes.
+
+    On a CPU this process's own pages, files that it maps left out; on a GPU what torch's tensors take there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cuda = device, device.type == "cuda"
+        if not self.cuda:
+            with contextlib.suppress(OSError, AttributeError):  # not glibc
+                ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not held
+        self.start = self._held()
+        self.most = 0
+
+    def look(self) -> None:
+        """Worth it where most is held: between a forward and its backward."""
+        self.most = max(self.most, self._held() - self.start)
+
+    def _held(self) -> int:
+        if self.cuda:
+            return torch.cuda.memory_allocated(self.device)
+        with open("/proc/self/statm", "rb") as file:
+            resident, shared = file.read().split()[1:3]
+        return (int(resident) - int(shared)) * PAGE
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let `read_peak` begin anew, where the system can (Linux: proc_pid_clear_refs(5))."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def read_peak(device: torch.device) -> int:
+    """The most bytes that this process has held: of tensors on a GPU, else of everything in it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def memory_cap(megabytes: int, devices: Sequence[torch.device]) -> Iterator[None]:
+    """Let this process take so many MB more than it has now, within the block; 0 sets no limit.
+
+    Of tensors on each GPU, else of address space that it can write: malloc reserves 64 MB beside it for each thread,
+    which are not counted. Raises UserError where that is too little.
+    """
+    if not megabytes:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        for gpu in {device for device in devices if device.type == "cuda"}:
+            everything = torch.cuda.get_device_properties(gpu).total_memory
+            wanted = torch.cuda.memory_reserved(gpu) + megabytes * 1e6
+            torch.cuda.set_per_process_memory_fraction(min(1.0, wanted / everything), gpu)
+        if any(device.type == "cpu" for device in devices):
+            resource.setrlimit(resource.RLIMIT_DATA, (writable() + megabytes * 1_000_000, before[1]))
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in FULL):
+            raise
+        lift(devices, before)
+        raise UserError(
+            f"memory_cap={megabytes}: the model with its gradients, optimizer and activations does not fit into "
+            f"{megabytes} MB; cut it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
+        ) from None
+    finally:
+        lift(devices, before)
+
+
+def lift(devices: Sequence[torch.device], before: tuple[int, int]) -> None:
+    """Set no limit any more."""
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def writable() -> int:
+    """Bytes of private address space that this process can write, as the system counts them for its limit."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024

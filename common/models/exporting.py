@@ -1,0 +1,95 @@
+"""A trained model as a file for other programs, and what that file gives in a process without this project."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.core.errors import UserError
+
+PATIENCE = 300  # seconds for a process that imports torch, perhaps from a slow disk
+ONNX = ("onnx", "onnxscript", "onnxruntime")
+
+# what the other process does: it knows torch, and no file of this project
+RUN = """
+import sys, torch
+program, given, answer = sys.argv[1:]
+model = torch.export.load(program).module()
+with torch.no_grad():
+    torch.save(model(torch.load(given, weights_only=True)), answer)
+ours = {"common", "configs", "experiments", "slurm"} & {name.partition(".")[0] for name in sys.modules}
+sys.exit(f"it imports {sorted(ours)}" if ours else 0)
+"""
+
+
+def write_program(model: nn.Module, x: Tensor, path: Path) -> Tensor:
+    """Write a model in eval mode as a program of torch's own operations, for any number of samples shaped like those
+    of x [n, ...]; returns the outputs for x that a new process computes with the file alone.
+
+    Raises RuntimeError if that fails.
+    """
+    program = torch.export.export(
+        model.cpu(), (two_like(x),), dynamic_shapes=({0: torch.export.Dim("samples", min=1)},)
+    )
+    torch.export.save(program, path)
+    return run_elsewhere(path, x)
+
+
+def two_like(x: Tensor) -> Tensor:
+    """Two samples: an example with one would fix the number at one."""
+    return torch.zeros(2, *x.shape[1:], dtype=x.dtype)
+
+
+def run_elsewhere(path: Path, x: Tensor) -> Tensor:
+    """The outputs of a written program for x, from a new process that imports torch and nothing of this project.
+
+    Raises RuntimeError if that fails.
+    """
+    given, answer = path.with_suffix(".in.pt"), path.with_suffix(".out.pt")
+    try:
+        torch.save(x.cpu().clone(), given)
+        words = [sys.executable, "-P", "-c", RUN, *(str(file.absolute()) for file in (path, given, answer))]
+        place = path.parent  # not this project's folder
+        done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{path} cannot be run by itself: {done.stderr.strip()}")
+        found: Tensor = torch.load(answer, weights_only=True)
+        return found
+    finally:
+        given.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+
+
+def write_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
+    """Write a model in eval mode as ONNX, for any number of samples; returns what onnxruntime gives for x.
+
+    Raises UserError where the optional packages are missing.
+    """
+    try:
+        runtime: Any = [importlib.import_module(name) for name in ONNX][-1]
+    except ImportError as error:
+        raise UserError(f"FORMAT=onnx needs {error.name}: .venv/bin/python -m pip install {' '.join(ONNX)}") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the exporter itself
+        shapes = ({0: torch.export.Dim("samples", min=1)},)
+        made = torch.onnx.export(
+            model.cpu(), (two_like(x),), dynamo=True, dynamic_shapes=shapes, input_names=["images"], verbose=False
+        )
+    assert made is not None
+    made.save(path)
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+WRITERS: dict[str, Callable[[nn.Module, Tensor, Path], Tensor]] = {
+    "torch.export": write_program,
+    "onnx": write_onnx,
+}

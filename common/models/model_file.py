@@ -1,0 +1,160 @@
+"""The trained model of a run, in files that need nothing of this project: model.safetensors, and model.json beside it.
+
+model.safetensors holds parameters and buffers under the names of the whole model, whatever stages, shards and replicas
+it was trained in. model.json says how to build that model, how its inputs are normalised, and how it scored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import checkpointer, storage
+from common.checkpoint.storage import Rejected, Snapshot
+from common.core.errors import UserError
+from common.data.prepare import file_hash
+from common.models import networks
+from common.models.networks import Recipe
+from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
+
+FORMAT = 1
+NEEDED = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}  # in model.json
+
+
+def write(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | None, facts: Mapping[str, Any]) -> None:
+    """Write both files, each whole or not at all. Raises OSError.
+
+    Of a model with a recipe only what the built model has is written: no masks, no state of hooks.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    if recipe is not None:
+        known = build(recipe, torch.device("meta")).state_dict()
+        state = {name: state[name] for name in known}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    draft = folder.path / f".{MODEL}.new"
+    try:
+        try:
+            save_file(tensors, draft, metadata={"format": "pt"})
+        except SafetensorError as error:  # as it tells of a full disk
+            raise OSError(str(error)) from None
+        draft.chmod(folder.path.stat().st_mode & 0o666)  # the library writes for the owner alone
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        own = {"format": FORMAT, "sha256": file_hash(draft)} | (recipe or {"class": None, "arguments": None})
+        draft.replace(folder.path / MODEL)
+        write_json(folder.path / MODEL_FACTS, own | dict(facts))
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts and the tensors of a run's model. Raises UserError."""
+    file, facts = folder.path / MODEL, read_json(folder.path / MODEL_FACTS)
+    if not file.is_file() and not facts:
+        if folder.result.get("state") != "finished":
+            raise UserError(f"{folder.path} has no {MODEL} yet: it has not finished; make status tells how it is doing")
+        told = f"{folder.path} has no {MODEL}: it is of an older version"
+        raise UserError(f"{told}; train it on with make exp RESUME={folder.path.name}")
+    if facts.get("format") != FORMAT or not isinstance(facts.get("scores"), dict) or not facts.keys() >= NEEDED:
+        raise UserError(f"{folder.path / MODEL_FACTS} is missing, damaged or of another version; bring it back")
+    try:
+        if file_hash(file) != facts.get("sha256"):
+            raise UserError(f"{file} is damaged: it has another checksum than {MODEL_FACTS} says; bring it back")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    return facts, read_safetensors(file)
+
+
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises UserError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: not a safetensors file ({error})") from None
+
+
+def build(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
+    """The model that a recipe describes, untrained. Raises UserError for a recipe of no known model."""
+    kind, arguments = networks.KINDS.get(str(recipe.get("class"))), recipe.get("arguments")
+    if kind is None or not isinstance(arguments, dict):
+        raise UserError(
+            f"the model's class {recipe.get('class')} is none of common/models/networks.py; "
+            f"build it yourself and load {MODEL}"
+        )
+    try:
+        with device or torch.device("cpu"):
+            return kind(**arguments)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"{MODEL_FACTS}: {kind.__name__} cannot be built from {arguments} ({error})") from None
+
+
+def load(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
+    """The facts and the trained model of a run, in eval mode and its dtype. Raises UserError."""
+    facts, state = read(folder)
+    model = build(facts, torch.device("meta"))
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise UserError(
+            f"{folder.path / MODEL} does not fit {MODEL_FACTS}: {str(error).splitlines()[-1].strip()}"
+        ) from None
+    return facts, model.eval().requires_grad_(False)
+
+
+# ---- weights to begin with
+
+
+def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
+    """The state dict that `weights=` names: of a run, a checkpoint folder, a safetensors file or one of torch.save.
+
+    Raises UserError.
+    """
+    path = locate(text, runs)
+    if (path / "config.yaml").is_file():
+        return read(Folder(path.absolute()))[1]
+    if path.is_dir():
+        return read_checkpoint(path, text)
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 (torch raises many kinds, and advises to read what could run anything)
+        raise UserError(
+            f"weights={text}: not a file that torch.save wrote of tensors alone; name a state dict"
+        ) from None
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise UserError(f"weights={text}: holds no state dict, which has a tensor for each name")
+    return found
+
+
+def locate(text: str, runs: Path) -> Path:
+    """The file or folder that `weights=` names; a run may be named by its id or its last four characters."""
+    name = Path(text).name  # a job's settings hold absolute paths
+    for path in (Path(text), runs / name, *runs.glob(f"*-{name}" if len(name) == 4 and name.isalnum() else "\0")):
+        if path.exists():
+            return path
+    raise UserError(
+        f"weights={text}: no such file, checkpoint folder or run; name a file of tensors, a run's id, or none"
+    )
+
+
+def read_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
+    """The model in a checkpoint folder, such as runs/<id>/attempts/0001/checkpoints/step-00000100."""
+    try:
+        place = path.absolute()
+        snapshot = Snapshot(Folder(place.parents[3], int(place.parents[1].name)), int(place.name.removeprefix("step-")))
+        return checkpointer.read_model(snapshot)
+    except (ValueError, IndexError):
+        raise UserError(f"weights={text}: neither a run folder nor a checkpoint folder of one") from None
+    except Rejected as reason:
+        raise UserError(f"weights={text}: {storage.MANIFEST} and its files are not sound: {reason}") from None

@@ -1,0 +1,271 @@
+"""The models. Each is a `nn.Sequential` of named layers, so that any of them can be cut into stages.
+
+Images are [N, H, W] (grey) or [N, C, H, W]; a shape is that of one image, without N.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.checkpoint.state_dicts import plain_names
+from common.core.errors import UserError
+
+Recipe = dict[str, Any]  # "class" and "arguments": what builds a model again
+
+
+def recipe(kind: str, **arguments: Any) -> Recipe:
+    """What builds a model again, in types that JSON knows."""
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
+    return {"class": kind, "arguments": plain}
+
+
+class LinearReLU(nn.Linear):
+    """A linear layer with its ReLU: one unit that no cut can part."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class FlatLinearReLU(LinearReLU):
+    """A linear layer with its ReLU that takes images [N, H, W] or [N, C, H, W] as vectors."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.flatten(1))
+
+
+class SimpleNN(nn.Sequential):
+    """The 784-128-64-10 network for MNIST; with `width` and `depth`, a wider and deeper one.
+
+    `depth` hidden layers have `width` units each, but the last one has half as many. Layers are
+    named fc1, fc2, ... Takes images [N, 28, 28], gives logits [N, 10].
+    """
+
+    def __init__(self, width: int = 128, depth: int = 2) -> None:
+        sizes = [28 * 28, *[width] * (depth - 1), width // 2]
+        if depth == 1:
+            sizes = [28 * 28, width]
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        for i, (before, after) in enumerate(pairwise(sizes), start=1):
+            layers[f"fc{i}"] = LinearReLU(before, after) if i > 1 else FlatLinearReLU(before, after)
+        layers[f"fc{depth + 1}"] = nn.Linear(sizes[-1], 10)
+        super().__init__(layers)
+        self.recipe = recipe("SimpleNN", width=width, depth=depth)
+
+
+class Toy(nn.Sequential):
+    """Two linear layers with 10 units between them: 10-10-5 for vectors of 10 numbers and 5 classes; any shape fits."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        first, last = FlatLinearReLU(math.prod(shape), 10), nn.Linear(10, classes)
+        super().__init__(OrderedDict([("net1", first), ("net2", last)]))
+        self.recipe = recipe("Toy", shape=tuple(shape), classes=classes)
+
+
+def colours(shape: Sequence[int]) -> int:
+    return shape[0] if len(shape) == 3 else 1
+
+
+class ImageConv2d(nn.Conv2d):
+    """A convolution that takes grey images [N, H, W] too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if input.dim() == 4 else input.unsqueeze(1))
+
+
+class ConvReLU(ImageConv2d):
+    """A convolution with its ReLU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class ConvNet(nn.Sequential):
+    """Two 3x3 convolutions of 32 and 64 channels, average pooling, 100 units, and the classes."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        layers["conv1"] = ConvReLU(colours(shape), 32, 3)
+        layers["conv2"] = ConvReLU(32, 64, 3)
+        layers["pool"] = nn.AvgPool2d(2)
+        layers["fc1"] = FlatLinearReLU(flat_size(nn.Sequential(layers), shape), 100)
+        layers["fc2"] = nn.Linear(100, classes)
+        super().__init__(layers)
+        self.recipe = recipe("ConvNet", shape=tuple(shape), classes=classes)
+
+
+class LeNet300(nn.Sequential):
+    """LeNet-300-100 (LeCun et al. 1998), for images of 28x28 pixels: 266,610 parameters."""
+
+    def __init__(self) -> None:
+        first, second, last = FlatLinearReLU(28 * 28, 300), LinearReLU(300, 100), nn.Linear(100, 10)
+        super().__init__(OrderedDict([("fc1", first), ("fc2", second), ("fc3", last)]))
+        self.recipe = recipe("LeNet300")
+
+
+class LeNet5(nn.Sequential):
+    """LeNet-5 as pruning papers know it, that of Caffe: 5x5 convolutions of 20 and 50 channels, each with its pooling,
+    and 500 units. 431,080 parameters for images of 28x28 pixels and 10 classes."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        layers["conv1"], layers["pool1"] = ImageConv2d(colours(shape), 20, 5), nn.MaxPool2d(2)
+        layers["conv2"], layers["pool2"] = nn.Conv2d(20, 50, 5), nn.MaxPool2d(2)
+        layers["fc1"] = FlatLinearReLU(flat_size(nn.Sequential(layers), shape), 500)
+        layers["fc2"] = nn.Linear(500, classes)
+        super().__init__(layers)
+        self.recipe = recipe("LeNet5", shape=tuple(shape), classes=classes)
+
+
+@torch.no_grad()
+def flat_size(layers: nn.Sequential, shape: Sequence[int]) -> int:
+    """The numbers that come out of the layers for one image: computed, not guessed."""
+    return layers(torch.zeros(1, *shape)).numel()
+
+
+def shortcut(before: int, after: int, stride: int) -> nn.Module:
+    """What stands beside a block's convolutions: nothing, or a 1x1 convolution where the sizes differ."""
+    if stride == 1 and before == after:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+
+class Block(nn.Module):
+    """ResNet's basic block: two 3x3 convolutions beside a shortcut."""
+
+    grows = 1
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = shortcut(before, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True)))
+        return F.relu(out + self.downsample(x), inplace=True)
+
+
+class Bottleneck(nn.Module):
+    """ResNet's block for deep networks: 1x1, 3x3 and 1x1 convolutions, the last four times as wide.
+
+    As in torchvision, the stride is that of the 3x3 convolution (ResNet v1.5).
+    """
+
+    grows = 4
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.downsample = shortcut(before, 4 * width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = F.relu(self.bn2(self.conv2(out)), inplace=True)
+        return F.relu(self.bn3(self.conv3(out)) + self.downsample(x), inplace=True)
+
+
+RESNETS: dict[str, tuple[type[Block] | type[Bottleneck], tuple[int, ...]]] = {
+    "resnet18": (Block, (2, 2, 2, 2)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+}
+LARGE = 64  # pixels from which on a ResNet begins as for ImageNet
+OTHER_STEM = f"images from {LARGE} pixels on have ImageNet's stem of 7x7, smaller ones one of 3x3: set data.image_size"
+
+
+class ResNet(nn.Sequential):
+    """A ResNet (He et al. 2015, arXiv 1512.03385), a layer a block: layer1_0, layer1_1, ...
+
+    Images of less than 64 pixels get the CIFAR stem, a 3x3 convolution and no pooling; larger ones ImageNet's,
+    a 7x7 convolution with stride 2 and a pooling. `width` are the channels of the first group of blocks.
+    """
+
+    def __init__(
+        self, name: str, shape: Sequence[int], classes: int, *, width: int = 64, large: bool | None = None
+    ) -> None:
+        kind, depths = RESNETS[name]
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        large = max(shape[-2:]) >= LARGE if large is None else large
+        stem = (7, 2, 3) if large else (3, 1, 1)
+        layers["conv1"] = ImageConv2d(colours(shape), width, *stem, bias=False)
+        layers["bn1"] = nn.BatchNorm2d(width)
+        layers["relu"] = nn.ReLU(inplace=True)
+        if large:
+            layers["maxpool"] = nn.MaxPool2d(3, 2, 1)
+        before = width
+        for group, depth in enumerate(depths):
+            for number in range(depth):
+                stride = 2 if group and not number else 1
+                layers[f"layer{group + 1}_{number}"] = kind(before, width << group, stride)
+                before = (width << group) * kind.grows
+        layers["pool"] = nn.AdaptiveAvgPool2d(1)
+        layers["flatten"] = nn.Flatten()
+        layers["fc"] = nn.Linear(before, classes)
+        super().__init__(layers)
+        self.recipe = recipe("ResNet", name=name, shape=tuple(shape), classes=classes, width=width, large=large)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+class ResNet18(ResNet):
+    """ResNet-18 with the CIFAR stem, whatever the size of the images."""
+
+    def __init__(self, shape: Sequence[int], classes: int) -> None:
+        super().__init__("resnet18", shape, classes, large=False)
+
+
+def for_images(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
+    """The model of that name for images of one shape."""
+    if name in ("lenet300", "mlp"):
+        return LeNet300() if name == "lenet300" else SimpleNN()
+    kinds = {"lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}
+    return kinds[name](shape, classes)
+
+
+KINDS: dict[str, Callable[..., nn.Sequential]] = {
+    kind.__name__: kind for kind in (SimpleNN, Toy, ConvNet, LeNet300, LeNet5, ResNet)
+}
+
+
+def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict under our names: torchvision's layer1.0 is our layer1_0, and DDP puts module. before each name."""
+    plain = plain_names(state)
+    return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): value for name, value in plain.items()}
+
+
+def load(model: nn.Module, found: Mapping[str, Tensor], file: str) -> None:
+    """Copy the state dict of a file into a model. Raises UserError, naming what does not fit.
+
+    Old files do not tell how many batches BatchNorm has seen: there the model's own count stays.
+    """
+    own = model.state_dict()
+    state = {name: value for name, value in own.items() if name.endswith(".num_batches_tracked")} | own_names(found)
+    for problem, names in (("has no", own.keys() - state.keys()), ("has too much:", state.keys() - own.keys())):
+        if names:
+            raise UserError(
+                f"weights={file}: {problem} {sorted(names)[0]} ({len(names)} such names); it is of another model"
+            )
+    for name, value in own.items():
+        if state[name].shape != value.shape:
+            shapes = f"{tuple(state[name].shape)}, here {tuple(value.shape)}"
+            stem = name == "conv1.weight" and state[name].shape[2:] != value.shape[2:]
+            remedy = OTHER_STEM if stem else "use as many classes and colours, and its width"
+            raise UserError(f"weights={file}: {name} has shape {shapes}; {remedy}")
+    model.load_state_dict(state)

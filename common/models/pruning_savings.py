@@ -1,0 +1,234 @@
+"""What a pruned model saves: bytes of its file, time of its forward.
+
+torch has sparse kernels for linear layers only: those of a model are computed in CSR, convolutions stay dense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import subprocess
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.models import exporting
+from common.models import int8 as quantise
+from common.models.networks import LinearReLU
+
+ROUNDS, TURN = 9, 4e-3  # of timing: turns of each side, and seconds that one takes at least
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """A copy in float32 and eval mode, without masks and gradients."""
+    found = copy.deepcopy(model).float().eval().requires_grad_(False)
+    for module in found.modules():
+        module._buffers.pop("weight_mask", None)
+    for parameter in found.parameters():
+        parameter.grad = None
+        parameter.add_(0.0)  # a mask makes -0.0 of what is negative: signs by chance, which compress badly
+    return found
+
+
+# ---- bytes
+
+
+def packed(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the model's file as torch.save writes it, and compressed by zlib."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # CSR is said to be in beta
+        torch.save(model.state_dict(), file)
+    return file.tell(), len(zlib.compress(file.getvalue()))
+
+
+class Csr(nn.Module):
+    """A linear layer, with the flattening and the ReLU that ours may have, of the weights that are not zero.
+
+    The matrix stands on the left: five times as fast as giving it to F.linear, which puts it on the right.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        rows = layer.weight.detach().to_sparse_csr()
+        parts = rows.crow_indices().int(), rows.col_indices().int(), rows.values()  # what MKL takes
+        self.register_buffer("weight", torch.sparse_csr_tensor(*parts, size=rows.shape))
+        self.bias = layer.bias
+        self.relu = isinstance(layer, LinearReLU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (self.get_buffer("weight") @ x.flatten(1).t()).t() + self.bias
+        return out.relu() if self.relu else out
+
+
+def as_csr(model: nn.Module) -> nn.Module:
+    """A copy of a bare model whose linear layers keep the weights that are not zero, and where they stand."""
+    found = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # CSR is said to be in beta
+        for name, layer in list(found.named_modules()):
+            if isinstance(layer, nn.Linear):
+                found.set_submodule(name, Csr(layer))
+    return found
+
+
+def is_two_of_four(weight: Tensor) -> bool:
+    """Whether at most two of each four weights that follow each other in a row are not zero."""
+    return weight.size(1) % 4 == 0 and bool((weight.unflatten(1, (-1, 4)).count_nonzero(2) <= 2).all())
+
+
+def as_two_of_four(model: nn.Module) -> nn.Module:
+    """A copy of a bare model in float16 whose linear layers run on the sparse tensor cores of an NVIDIA GPU (Ampere
+    and newer): those that are 2:4 and have a shape that these take. The others stay dense."""
+    from torch.sparse import to_sparse_semi_structured
+
+    found = copy.deepcopy(model).half()
+    for layer in found.modules():
+        if isinstance(layer, nn.Linear) and is_two_of_four(layer.weight):
+            with contextlib.suppress(RuntimeError, ValueError):
+                layer.weight = nn.Parameter(to_sparse_semi_structured(layer.weight), requires_grad=False)
+    return found
+
+
+# ---- time
+
+
+def seconds(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
+    """Seconds of one call of each side: they take turns, and the median counts. Slow ones take fewer turns."""
+
+    def turn(side: Callable[[], Tensor], count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            side()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / count
+
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    with torch.no_grad():
+        for side in sides.values():
+            turn(side, 2)
+        first = {name: turn(side, 2) for name, side in sides.items()}
+        counts = {name: max(1, int(TURN / once)) for name, once in first.items()}
+        for _ in range(ROUNDS if sum(first.values()) < 1 else 3):
+            for name, side in sides.items():
+                taken[name].append(turn(side, counts[name]))
+    return {name: median(values) for name, values in taken.items()}
+
+
+def inference(model: nn.Module, x: Tensor) -> dict[str, float]:
+    """Seconds of a bare model's forward: dense in float32 and bf16, and with linear layers in CSR; on a GPU that has
+    sparse tensor cores also in float16, dense and with linear layers 2:4."""
+    brain, low, sparse = copy.deepcopy(model).bfloat16(), x.bfloat16(), as_csr(model)
+    sides = {"fp32": lambda: model(x), "bf16": lambda: brain(low), "csr": lambda: sparse(x)}
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0):
+        half, lower, thin = copy.deepcopy(model).half(), x.half(), as_two_of_four(model)
+        sides |= {"fp16": lambda: half(lower), "two_of_four": lambda: thin(lower)}
+    return seconds(sides, x.device)
+
+
+# ---- all of it, as numbers and in words
+
+
+def savings(
+    model: nn.Module, x: Tensor, accuracy: Callable[[nn.Module], float] | None, path: Path, exports: bool
+) -> dict[str, Any]:
+    """For the result: bytes and seconds of a trained model for the samples x; with `accuracy`, which measures it, of
+    int8, too; if it `exports`, the file at `path`, and by how much its outputs differ in another process."""
+    model = bare(model)
+    raw, squeezed = packed(model)
+    facts: dict[str, Any] = {"bytes_raw": raw, "bytes_compressed": squeezed, "bytes_csr": packed(as_csr(model))[0]}
+    facts |= {f"{name}_seconds": value for name, value in inference(model, x).items()}
+    if accuracy is not None and quantise.available():
+        small = quantise.to_int8(model)
+        raw, squeezed = packed(small)
+        facts |= {"int8_accuracy": accuracy(small), "int8_bytes_raw": raw, "int8_bytes_compressed": squeezed}
+    return facts | (exported(model, x[:7], path) if exports else {})
+
+
+def exported(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
+    """The file, and by how much its outputs differ elsewhere; or why there is none: that costs a run no result."""
+    try:
+        with torch.no_grad():
+            expected = model(x).cpu()
+        answer = exporting.write_program(model, x, path)
+        difference = float((answer - expected).abs().max())
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        return {"export_problem": (str(error).splitlines() or [type(error).__name__])[0]}
+    return {"export": str(path), "export_bytes": path.stat().st_size, "export_difference": difference}
+
+
+def rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
+    """For the table of one run."""
+    csr, fp32, bf16 = (facts[f"{name}_seconds"] for name in ("csr", "fp32", "bf16"))
+
+    def against(dense: float) -> str:
+        return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
+
+    raw, squeezed = (f"{facts[name]:,}" for name in ("bytes_raw", "bytes_compressed"))
+    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g}, linear layers in CSR {csr * 1e3:.3g}"
+    found = {
+        "file": f"{raw} bytes, compressed {squeezed}; in CSR {facts['bytes_csr']:,}",
+        f"{samples} samples": f"{times}: sparse is {against(fp32)} than fp32, {against(bf16)} than bf16",
+    }
+    if int8:
+        found["int8"] = quantise.MISSING
+    if "int8_accuracy" in facts:
+        raw, squeezed = (f"{facts[name]:,}" for name in ("int8_bytes_raw", "int8_bytes_compressed"))
+        found["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {raw} bytes, compressed {squeezed}"
+    if "two_of_four_seconds" in facts:
+        dense, thin = facts["fp16_seconds"], facts["two_of_four_seconds"]
+        found["2:4"] = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {thin * 1e3:.3g}: {dense / thin:.2f} x"
+    if "export_problem" in facts:
+        found["exported"] = f"not done: {facts['export_problem']}"
+    if "export" in facts:
+        found["exported"] = f"{facts['export']}; run elsewhere, outputs differ by {facts['export_difference']:g}"
+    return found
+
+
+COLUMNS = {  # of a sweep's table: what, its head, and how its numbers are written
+    "test_accuracy": ("accuracy", "{:8.2%}"),
+    "below": ("below dense", "{:11.2f}"),
+    "nonzero": ("  non-zero", "{:10,.0f}"),
+    "bytes_raw": ("     bytes", "{:10,.0f}"),
+    "bytes_compressed": ("compressed", "{:10,.0f}"),
+    "bytes_csr": ("    in CSR", "{:10,.0f}"),
+    "fp32_seconds": ("fp32 ms", "{:7.3f}"),
+    "bf16_seconds": ("bf16 ms", "{:7.3f}"),
+    "csr_seconds": (" CSR ms", "{:7.3f}"),
+}
+
+
+def table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Medians of each group of results, a line each."""
+    width = max(map(len, groups))
+    lines = [f"    {'':<{width}}  {'  '.join(head for head, _ in COLUMNS.values())}  runs"]
+    for name, found in groups.items():
+        values = {key: median(row[key] for row in found) * (1e3 if "seconds" in key else 1) for key in COLUMNS}
+        numbers = "  ".join(text.format(values[key] + 0.0) for key, (_, text) in COLUMNS.items())
+        lines.append(f"    {name:<{width}}  {numbers}  {len(found):>4}")
+    return "\n".join(lines)
+
+
+def verdict(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Where sparse kernels do not pay, and where the repeats do not agree on it."""
+    told = []
+    for dense in ("fp32", "bf16"):
+        slower, unclear = list[str](), list[str]()
+        for name, rows in groups.items():
+            ratios = [row["csr_seconds"] / row[f"{dense}_seconds"] for row in rows]
+            if name != "dense" and max(ratios) > 1:
+                (slower if min(ratios) > 1 else unclear).append(name)
+        told.append(
+            f"slower than dense {dense} for {', '.join(slower)}" if slower else f"nowhere slower than dense {dense}"
+        )
+        told += [f"now slower, now faster for {', '.join(unclear)}"] if unclear else []
+    return "; ".join(told)

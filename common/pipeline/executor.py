@@ -1,0 +1,179 @@
+"""The executor: plays one process's list of actions, with messages that overlap computing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.distributed.rendezvous import World
+from common.measure.device_clock import HISTORY, Clock, Stamp
+from common.models.partition import begins_in_place
+from common.pipeline import schedules
+from common.pipeline.p2p import Messages, routes
+from common.pipeline.schedules import Action, Schedule, Span, local_stages
+from configs.pipeline import Pipeline as Settings
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Message = tuple[Action, Tensor]  # what is sent, under the name of the action that consumes it
+Marks = list[tuple[Action, Stamp, Stamp]]
+
+
+@torch.no_grad()
+def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
+    """The shape of one sample behind each stage.
+
+    Found by sending one through, in eval mode, so that BatchNorm does not count it. (The meta device would
+    compute nothing, but takes a second to import.)
+    """
+    shapes, value = [], torch.zeros(1, *sample, dtype=dtype)
+    for stage in stages:
+        value = stage.to(dtype).eval()(value)
+        stage.train()
+        shapes.append(value.shape[1:])
+    return shapes
+
+
+class Pipeline:
+    """One process's stages of a model, trained by a schedule.
+
+    `stages` are all stages of the model; this process keeps and moves to its device those that
+    `local_stages` gives it. `loss` must be a mean over samples: a microbatch then counts by its share
+    of the batch, and gradients equal those of the whole batch. `sample` is the shape of one input.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        stages: Sequence[nn.Sequential],
+        loss: Loss,
+        world: World,
+        *,
+        batch: int,
+        sample: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.settings, self.loss, self.world, self.dtype = settings, loss, world, dtype
+        self.plan = self._plan()
+        self.layers = [[name for name, _ in stage.named_children()] for stage in stages]
+        self.count, self.microbatches = settings.stages, settings.microbatches
+        self.size = batch // self.microbatches
+        self.shapes = boundary_shapes(stages, sample, dtype)
+        mine = local_stages(world.rank, world.size, self.count)
+        self.local = {s: stages[s].to(world.device) for s in mine}
+        self.has_first, self.has_last = 0 in self.local, self.count - 1 in self.local
+        self.copied = {s for s in self.local if s and begins_in_place(self.local[s])}
+        self.clock = Clock(world.device)
+        if len(set(world.hosts)) > 1:
+            dist.barrier(world.group)  # replicas may lie otherwise: not all of them have several hosts
+            self.clock.start_now()  # hosts count from their own start: the same moment becomes everybody's zero
+        self.history: deque[Marks] = deque(maxlen=HISTORY)
+        found = routes(self.plan, self.shapes, self.size)
+        self.messages = Messages(world, found, dtype, self.microbatches, settings.transport)
+        self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def _plan(self) -> Schedule:
+        return schedules.of(self.settings)
+
+    @property
+    def module(self) -> nn.ModuleList:
+        """The local stages, for the optimizer."""
+        return nn.ModuleList(self.local.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The local stages' parameters and buffers under their names in the whole model."""
+        return {name: value for stage in self.local.values() for name, value in stage.state_dict().items()}
+
+    def train(self, mode: bool = True) -> None:
+        for stage in self.local.values():
+            stage.train(mode)
+
+    # ---- one training step
+
+    def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+        """Forward and backward of one batch; gradients are added to the parameters' `.grad`.
+
+        The process with the first stage passes inputs `x`, the one with the last stage targets `y`.
+        Returns the mean loss, not yet synchronised, on the process with the last stage, else None.
+        """
+        self.clock.begin()
+        self.xs = self._pieces(x) if x is not None and self.has_first else ()
+        self.ys = self._pieces(y) if y is not None and self.has_last else ()
+        self.total: Tensor | None = None
+        marks: Marks = []
+        stamp, messages, last = self.clock.stamp, self.messages, self.count - 1
+        messages.begin()
+        for action in self.plan[self.world.rank]:
+            kind, stage, _ = action
+            # an end of the pipeline is given nothing: inputs and the loss are at hand
+            given = messages.take(action) if stage != (0 if kind == "F" else last) else None
+            start = stamp()
+            made = self._forward(action, given) if kind == "F" else self._backward(action, given)
+            marks.append((action, start, stamp()))
+            if made is not None:
+                messages.give(*made)
+        messages.end()
+        self.history.append(marks)
+        return self.total
+
+    def _pieces(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """The microbatches of a batch. A whole batch stays as it is: a view of it makes each operation on it slower."""
+        return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
+
+    def _forward(self, action: Action, given: Tensor | None) -> Message | None:
+        _, stage, m = action
+        x = self.xs[m] if given is None else given.detach().requires_grad_()
+        out = self.local[stage](x.clone() if stage in self.copied else x)
+        if stage == self.count - 1:
+            out = self.loss(out, self.ys[m])
+            if self.microbatches > 1:
+                out = out / self.microbatches
+            self.total = out.detach() if self.total is None else self.total + out.detach()
+        self.saved[stage, m] = x, out
+        return (Action("F", stage + 1, m), out.detach()) if stage < self.count - 1 else None
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> Message | None:
+        _, stage, m = action
+        x, out = self.saved.pop((stage, m))
+        if out.requires_grad:  # not behind a first stage without parameters
+            torch.autograd.backward(out, gradient)
+        if stage == 0:
+            return None
+        return Action("B", stage - 1, m), torch.zeros_like(x) if x.grad is None else x.grad
+
+    # ---- evaluation
+
+    @torch.no_grad()
+    def predict(self, x: Tensor | None, count: int) -> Tensor | None:
+        """The model's output for `count` samples on the process with the last stage, else None.
+
+        All processes call it, and a collective after the last call: a stage sends its output and goes on to the
+        next batch while later stages work.
+        """
+        if not count:  # a replica's share of few samples
+            return None
+        network, apart = self.messages.network, self.world.size > 1
+        value = x
+        for stage, module in self.local.items():
+            here = Action("F", stage, self.microbatches)  # a number no training message has
+            if stage and apart:
+                value = torch.empty(count, *self.shapes[stage - 1], dtype=self.dtype, device=self.world.device)
+                network.receive(here, value).wait()
+            value = module(value)
+            if stage < self.count - 1 and apart:
+                network.send(here._replace(stage=stage + 1), value)
+        network.finish(8)
+        return value if self.has_last else None
+
+    def spans(self) -> list[list[Span]]:
+        """The kept steps of this process, oldest first, with times in seconds."""
+        seconds = self.clock.seconds
+        return [[Span(a, seconds(s), seconds(e)) for a, s, e in step] for step in self.history]
+
+    @property
+    def last_rank(self) -> int:
+        """The process with the last stage, of the first replica: it knows the loss."""
+        return (self.count - 1) % self.world.size

@@ -1,0 +1,150 @@
+"""What the processes of a pipeline send each other: through shared memory within a host, else through the network.
+
+A message is named by the action that consumes it: the forward of a later stage gets an activation, the backward of
+an earlier one a gradient. Which messages there are, and in which order each process sends them, follows from the
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.distributed.rendezvous import World
+from common.pipeline import shared_memory
+from common.pipeline.schedules import Action, Schedule
+from common.pipeline.shared_memory import Route
+
+
+def routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[Route]:
+    """All messages of a step in the order in which each sender sends them; those inside a process are none.
+
+    `shapes` are those of one sample behind each stage, `size` is the number of samples in a microbatch.
+    """
+    found = []
+    for source, actions in enumerate(plan):
+        for kind, stage, m in actions:
+            consumer = Action(kind, stage + 1 if kind == "F" else stage - 1, m)
+            target = consumer.stage % len(plan)
+            if 0 <= consumer.stage < len(shapes) and target != source:
+                edge = min(stage, consumer.stage)
+                found.append(Route(consumer, source, target, torch.Size((size, *shapes[edge]))))
+    return found
+
+
+class Messages:
+    """One process's messages of a step: `begin`, then `take` and `give` in the order of the schedule, then `end`.
+
+    Those that come through the network are all asked for at the beginning, and sending is never waited for until the
+    end; so they travel beside the arithmetic.
+    """
+
+    def __init__(self, world: World, found: Sequence[Route], dtype: torch.dtype, microbatches: int, how: str) -> None:
+        self.world = world
+        self.network = Network(world, microbatches)
+        near = [route for route in found if world.hosts[route.source] == world.hosts[route.target]]
+        self.memory = shared_memory.share(world, near, dtype) if how == "auto" and world.device.type == "cpu" else None
+        self.near = frozenset(route.consumer for route in near if self.memory)
+        self.buffers = [
+            (route.consumer, torch.empty(route.shape, dtype=dtype, device=world.device))
+            for route in found
+            if route.target == world.rank and route.consumer not in self.near
+        ]
+        self.coming: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self.inside: dict[Action, Tensor] = {}
+
+    def begin(self) -> None:
+        self.coming = {action: (self.network.receive(action, value), value) for action, value in self.buffers}
+
+    def give(self, consumer: Action, value: Tensor) -> None:
+        """Send a tensor to the action that consumes it."""
+        if consumer.stage % self.world.size == self.world.rank:
+            self.inside[consumer] = value
+        elif self.memory and consumer in self.near:
+            self.memory.give(consumer, value)
+        else:
+            self.network.send(consumer, value)
+
+    def take(self, consumer: Action) -> Tensor:
+        """Wait for what an action consumes. It may be overwritten when the next step begins."""
+        if consumer in self.inside:
+            return self.inside.pop(consumer)
+        if self.memory and consumer in self.near:
+            return self.memory.take(consumer)
+        work, value = self.coming.pop(consumer)
+        work.wait()
+        return value
+
+    def end(self) -> None:
+        self.network.finish(0)
+
+
+class Network:
+    """Point-to-point messages of torch.distributed: gloo tells them apart by tag, nccl only by their order."""
+
+    def __init__(self, world: World, microbatches: int) -> None:
+        self.world, self.microbatches = world, microbatches
+        self.sends: list[tuple[dist.Work, Tensor]] = []
+        self.groups = self._groups()
+        self._connect()
+
+    def send(self, consumer: Action, value: Tensor) -> None:
+        value = value.contiguous()
+        target = self.world.global_rank(consumer.stage % self.world.size)
+        work = dist.isend(value, target, self.groups[self._channel(consumer)], self._tag(consumer))
+        assert work is not None
+        self.sends.append((work, value))  # the tensor must live until it is sent
+
+    def receive(self, consumer: Action, value: Tensor) -> dist.Work:
+        """Begin to receive what an action consumes."""
+        source = (consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1) % self.world.size
+        work = dist.irecv(
+            value, self.world.global_rank(source), self.groups[self._channel(consumer)], self._tag(consumer)
+        )
+        assert work is not None
+        return work
+
+    def finish(self, left: int) -> None:
+        """Wait until at most `left` tensors are still on their way."""
+        while len(self.sends) > left:
+            self.sends.pop(0)[0].wait()
+
+    def _tag(self, consumer: Action) -> int:
+        """A number of its own for each message; a stage has one microbatch number more than it trains: evaluation's."""
+        return (consumer.stage * (self.microbatches + 1) + consumer.microbatch) * 2 + (consumer.kind == "F")
+
+    def _channel(self, consumer: Action) -> tuple[str, bool]:
+        """The direction of a message: its kind, and whether it goes from the last process to the first or back.
+
+        With several stages in a process, stage p follows stage p - 1 round the ring of p processes.
+        """
+        later = consumer.stage if consumer.kind == "F" else consumer.stage + 1
+        return consumer.kind, later % self.world.size == 0
+
+    def _groups(self) -> dict[tuple[str, bool], dist.ProcessGroup | None]:
+        """A group for each direction on nccl; gloo needs none."""
+        channels = [(kind, wraps) for kind in "FB" for wraps in (False, True)]
+        if self.world.backend != "nccl" or self.world.size == 1:
+            return dict.fromkeys(channels)
+        members = [self.world.global_rank(rank) for rank in range(self.world.size)]
+        alone: Any = {"timeout": self.world.timeout, "use_local_synchronization": bool(self.world.members)}
+        return {channel: cast(dist.ProcessGroup, dist.new_group(members, **alone)) for channel in channels}
+
+    def _connect(self) -> None:
+        """Send a first message on every channel, one after the other in one order on all processes.
+
+        nccl connects a pair at its first message and both sides must be at it; within a step they are not.
+        """
+        token, size = torch.zeros(1, device=self.world.device), self.world.size
+        for (kind, wraps), group in self.groups.items():
+            pairs = [(size - 1, 0)] if wraps else [(low, low + 1) for low in range(size - 1)]
+            for low, high in pairs if size > 1 else []:
+                source, target = (low, high) if kind == "F" else (high, low)
+                if self.world.rank == source:
+                    dist.send(token, self.world.global_rank(target), group)
+                elif self.world.rank == target:
+                    dist.recv(token, self.world.global_rank(source), group)

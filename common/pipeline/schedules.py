@@ -1,0 +1,248 @@
+"""Pipeline schedules as plain data: for each process, the list of what it does in which order.
+
+An action is (kind, stage, microbatch). A kind is F, forward; B, backward; and, where a library splits
+the backward, I, the gradient of the input, and W, the gradient of the weights. A schedule says
+nothing about messages: they follow from it. Imports no torch.
+
+    python -m common.pipeline.schedules gpipe 2 4            prints a schedule: its name, processes, microbatches
+    python -m common.pipeline.schedules mine.py:f 2 4 2      your own one, with two stages a process
+
+GPipe is Huang et al. 2019 (arXiv 1811.06965); 1F1B is PipeDream-Flush, Narayanan et al. 2021
+(arXiv 2006.09503), section 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import runpy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common.core.config import UserError, user_errors
+from configs.pipeline import Pipeline, Stages
+
+
+class Action(NamedTuple):
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        word = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[self.kind]
+        return f"{word} of microbatch {self.microbatch} on stage {self.stage}"
+
+
+Schedule = list[list[Action]]
+Maker = Callable[[int, int, int], Schedule]
+
+
+def local_stages(process: int, processes: int, stages: int) -> list[int]:
+    """The stages of a process: every `processes`-th one, so that a microbatch visits all processes in turn."""
+    return list(range(process, stages, processes))
+
+
+def naive(processes: int, stages: int, microbatches: int) -> Schedule:
+    """A microbatch goes through all stages and back before the next one starts: one stage works at a time."""
+    plan: Schedule = []
+    for process in range(processes):
+        mine = local_stages(process, processes, stages)
+        plan.append([])
+        for m in range(microbatches):
+            plan[-1] += [Action("F", s, m) for s in mine]
+            plan[-1] += [Action("B", s, m) for s in reversed(mine)]
+    return plan
+
+
+def gpipe(processes: int, stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards. Keeps the activations of every microbatch."""
+    plan: Schedule = []
+    for process in range(processes):
+        mine = local_stages(process, processes, stages)
+        plan.append([Action("F", s, m) for s in mine for m in range(microbatches)])
+        plan[-1] += [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
+    return plan
+
+
+def one_f_one_b(processes: int, stages: int, microbatches: int) -> Schedule:
+    """A backward as soon as one is ready, and never more than `stages - s` microbatches in flight at stage s.
+
+    As long a step as GPipe with less memory. Built by playing it through in ticks of equal length.
+    """
+    plan: Schedule = [[] for _ in range(processes)]
+    done: set[Action] = set()
+    flying = [0] * stages
+    while len(done) < 2 * stages * microbatches:
+        tick: list[Action] = []
+        for process in range(processes):
+            mine = local_stages(process, processes, stages)
+            wanted = [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
+            wanted += [Action("F", s, m) for s in reversed(mine) for m in range(microbatches) if flying[s] < stages - s]
+            ready = (a for a in wanted if a not in done and all(n in done for n in needs(a, stages)))
+            tick += [a for a in [next(ready, None)] if a]
+        for action in tick:
+            flying[action.stage] += 1 if action.kind == "F" else -1
+            plan[action.stage % processes].append(action)
+        done.update(tick)
+    return plan
+
+
+SCHEDULES: dict[str, Maker] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    """What must be done before an action can start (B stands for B or I)."""
+    kind, stage, m = action
+    if kind == "F":
+        return [Action("F", stage - 1, m)] if stage else []
+    if kind == "W":
+        return [Action("I", stage, m)]
+    before = [Action("F", stage, m)]
+    return [*before, Action("B", stage + 1, m)] if stage < stages - 1 else before
+
+
+class Span(NamedTuple):
+    """An action with its start and end, in seconds or in units of one forward."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def play(plan: Schedule, stages: int, cost: Mapping[str, float] | None = None) -> list[list[Span]]:
+    """When each action runs if messages take no time. Raises ValueError, naming the action, on a deadlock."""
+    cost = cost or {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    ends: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in plan]
+    while any(len(s) < len(p) for s, p in zip(spans, plan, strict=True)):
+        moved = False
+        for mine, todo in zip(spans, plan, strict=True):
+            while len(mine) < len(todo):
+                action = todo[len(mine)]
+                waits = needs(action, stages)
+                if not all(n in ends for n in waits):
+                    break
+                start = max([ends[n] for n in waits] + [mine[-1].end if mine else 0.0])
+                mine.append(Span(action, start, start + cost[action.kind]))
+                ends[action if action.kind != "I" else action._replace(kind="B")] = mine[-1].end
+                ends[action] = mine[-1].end
+                moved = True
+        if not moved:
+            process = next(i for i, p in enumerate(plan) if len(spans[i]) < len(p))
+            stuck = plan[process][len(spans[process])]
+            missing = next(n for n in needs(stuck, stages) if n not in ends)
+            raise ValueError(f"deadlock: process {process} waits at {stuck} for {missing}, which never comes before it")
+    return spans
+
+
+def check(plan: Schedule, processes: int, stages: int, microbatches: int) -> None:
+    """Raise ValueError, naming the action, unless the plan trains every microbatch once and cannot deadlock."""
+    if len(plan) != processes:
+        raise ValueError(f"has {len(plan)} lists of actions, needs one for each of the {processes} processes")
+    for process, actions in enumerate(plan):
+        mine = local_stages(process, processes, stages)
+        expected = {Action(kind, s, m) for kind in "FB" for s in mine for m in range(microbatches)}
+        seen: set[Action] = set()
+        for action in actions:
+            if action not in expected:
+                raise ValueError(f"process {process} has no such work: {tuple(action)}; its stages are {mine}")
+            if action in seen:
+                raise ValueError(f"process {process} does the {action} twice")
+            seen.add(action)
+        if expected - seen:
+            raise ValueError(f"process {process} never does the {min(expected - seen)}")
+    play(plan, stages)
+
+
+def length(spans: Sequence[Sequence[Span]]) -> float:
+    """The time from the first start to the last end over all processes."""
+    return max(span.end for mine in spans for span in mine) - min(span.start for mine in spans for span in mine)
+
+
+def idle_share(spans: Sequence[Sequence[Span]]) -> float:
+    """The share of all processes' time in which they wait."""
+    busy = sum(span.end - span.start for mine in spans for span in mine)
+    return 1 - busy / (length(spans) * len(spans))
+
+
+def of(settings: Pipeline) -> Schedule:
+    """The schedule that the settings name, checked. Raises UserError for one that cannot work."""
+    name, sizes = settings.schedule, (settings.processes, settings.stages, settings.microbatches)
+    maker = SCHEDULES[name] if name in SCHEDULES else from_file(name)
+    if name in SCHEDULES:
+        return maker(*sizes)
+    try:
+        plan = [[Action(*action) for action in actions] for actions in maker(*sizes)]
+        check(plan, *sizes)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (it is the user's code)
+        raise UserError(f"schedule={name}: {error or type(error).__name__}") from None
+    return plan
+
+
+def from_file(name: str) -> Maker:
+    """The function of `FILE.py:function`, called as function(processes, stages, microbatches)."""
+    file, _, function = name.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"schedule={name}: neither one of {', '.join(SCHEDULES)} nor an existing FILE.py:function")
+    try:
+        found = runpy.run_path(file, run_name="custom_schedule")  # an import would leave a __pycache__ beside the file
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (it is the user's code)
+        raise UserError(f"schedule={name}: {file} cannot be imported ({type(error).__name__}: {error})") from None
+    maker = found.get(function)
+    if not callable(maker):
+        defined = [name for name, value in found.items() if inspect.isfunction(value)]
+        raise UserError(f"schedule={name}: {file} has no function {function!r}; it has {', '.join(defined) or 'none'}")
+    return maker
+
+
+def draw(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
+    """One line of text a process: a digit is a forward of that microbatch, a letter a backward, a dot is waiting.
+
+    Microbatch 0 shows as 0 and a, 1 as 1 and b, and so on, from the start again after ten. Of a backward in two
+    parts, the input's gradient is the small letter and the weights' gradient the capital.
+    """
+    marks = {"F": "0123456789", "W": "ABCDEFGHIJ"}
+    start = min(span.start for mine in spans for span in mine)
+    scale = width / length(spans)
+    lines = []
+    for mine in spans:
+        line = ["."] * width
+        for action, begin, end in mine:
+            mark = marks.get(action.kind, "abcdefghij")[action.microbatch % 10]
+            first = round((begin - start) * scale)
+            for column in range(first, max(first + 1, round((end - start) * scale))):
+                if column < width:
+                    line[column] = mark
+        lines.append("".join(line))
+    return lines
+
+
+def preflight(settings: object) -> None:
+    """Refuse a schedule that cannot work before anything starts; settings without one pass."""
+    if isinstance(settings, Stages) and settings.pipeline().engine == "own":
+        of(settings.pipeline())
+
+
+def main() -> None:
+    """Print a schedule as a diagram, one line a process."""
+    parser = argparse.ArgumentParser(prog="python -m common.pipeline.schedules", description=main.__doc__)
+    parser.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, or FILE.py:function")
+    for number in ("processes", "microbatches"):
+        parser.add_argument(number, type=int, choices=range(1, 65), metavar=number)
+    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="stages in each process")
+    asked = parser.parse_args()
+    stages = asked.processes * asked.each
+    settings = Pipeline(
+        schedule=asked.schedule, stages=stages, stages_per_process=asked.each, microbatches=asked.microbatches
+    )
+    spans = play(of(settings), stages)
+    for process, line in enumerate(draw(spans, width=round(length(spans)))):
+        print(f"process {process} |{line}|")
+    print(f"idle share {idle_share(spans):.1%}  (a forward takes 1, a backward 2)")
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()

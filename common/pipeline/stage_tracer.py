@@ -1,0 +1,69 @@
+"""When each stage of a process works on which microbatch, by time stamps that do not wait for the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.measure.device_clock import HISTORY, Clock, Stamp
+from common.models.partition import begins_in_place
+from common.pipeline.schedules import Action, Span
+
+
+class StageTracer:
+    """When the stages of one process work on which microbatch, each on its own device, forward and backward.
+
+    Backward runs inside autograd, so it is stamped by hooks: when it reaches what the stage put out, and when it
+    leaves through what the stage was given.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        self.stages = stages
+        self.clocks = [Clock(device) for device in devices]
+        self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=HISTORY)
+        # a first stage is given no gradient to hook on: its first layer tells
+        next(stages[0].children()).register_forward_hook(self._behind_first)
+        self.on_first = 0
+
+    def begin(self) -> None:
+        """A new step."""
+        for clock in self.clocks:
+            clock.begin()
+        self.history.append({})
+
+    def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
+        """The stage's output for a microbatch, with stamps before and behind, and again in the backward."""
+        if not torch.is_grad_enabled():
+            return self.stages[stage](x)
+        if stage and x.requires_grad:
+            x = x.clone() if begins_in_place(self.stages[stage]) else x.view_as(x)
+            assert x.grad_fn is not None
+            x.grad_fn.register_hook(lambda *_: self._mark("B", stage, microbatch))  # a node of the stage's own
+        self.on_first = microbatch
+        self._mark("F", stage, microbatch)
+        out: Tensor = self.stages[stage](x)
+        self._mark("F", stage, microbatch)
+        if out.grad_fn is not None:
+            out.grad_fn.register_prehook(lambda _: self._mark("B", stage, microbatch))
+        return out
+
+    def _behind_first(self, layer: nn.Module, given: Any, out: Tensor) -> None:
+        microbatch = self.on_first
+        if torch.is_grad_enabled() and out.grad_fn is not None:
+            out.grad_fn.register_hook(lambda *_: self._mark("B", 0, microbatch))
+
+    def _mark(self, kind: str, stage: int, microbatch: int) -> None:
+        self.history[-1].setdefault(Action(kind, stage, microbatch), []).append(self.clocks[stage].stamp())
+
+    def spans(self) -> list[list[list[Span]]]:
+        """For each stage its kept steps, oldest first, with times in seconds."""
+        return [[self._of(stage, step) for step in self.history] for stage in range(len(self.stages))]
+
+    def _of(self, stage: int, step: dict[Action, list[Stamp]]) -> list[Span]:
+        seconds = self.clocks[stage].seconds
+        spans = [Span(a, seconds(s[0]), seconds(s[-1])) for a, s in step.items() if a.stage == stage]
+        return sorted(spans, key=lambda span: span.start)

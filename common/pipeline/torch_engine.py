@@ -1,0 +1,135 @@
+"""The same pipeline on torch.distributed.pipelining, to compare with and to reach its other schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from common.models.partition import begins_in_place
+from common.pipeline import schedules
+from common.pipeline.executor import Marks, Pipeline
+from common.pipeline.schedules import Action, Schedule
+from configs.pipeline import Pipeline as Settings
+
+SINGLE = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+MULTI = {
+    "gpipe": pipelining.ScheduleLoopedBFS,
+    "1f1b": pipelining.ScheduleInterleaved1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+
+
+class Contiguous(nn.Module):
+    """A stage whose messages gloo and nccl can send: the output, and the gradient of the input, lie in one piece."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.copied = begins_in_place(module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.contiguous())
+        out: Tensor = self.module(x.clone() if self.copied and x.requires_grad else x).contiguous()
+        return out
+
+
+class TimedStage(pipelining.PipelineStage):
+    """A stage of the library that notes when it computes what."""
+
+    owner: TorchPipeline
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        return self.owner.timed("F", self, fwd_chunk_id, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+        kind = "B" if full else "I"
+        return self.owner.timed(kind, self, bwd_chunk_id, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        call = super().backward_weight_one_chunk
+        return self.owner.timed("W", self, bwd_chunk_id, call, bwd_chunk_id, *args, **kwargs)
+
+
+class TorchPipeline(Pipeline):
+    """`Pipeline` with its training step done by the library; evaluation stays the same.
+
+    Shapes are given for both ends of each stage: with one missing, the library infers them by a real
+    forward in train mode, which counts as a batch for BatchNorm. The library's own naive schedule does
+    not exist: it is GPipe with one microbatch at a time.
+    """
+
+    def __init__(self, settings: Settings, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
+        super().__init__(settings, *args, sample=sample, **kwargs)
+        self.at_once = 1 if settings.schedule == "naive" else self.microbatches
+        parts = [self._stage(index, module, sample) for index, module in self.local.items()]
+        name = "gpipe" if settings.schedule == "naive" else settings.schedule
+        common: dict[str, Any] = {"n_microbatches": self.at_once, "loss_fn": self._share, "scale_grads": False}
+        self.schedule: Any
+        if settings.stages_per_process == 1 and name in SINGLE:
+            self.schedule = SINGLE[name](parts[0], **common)
+        else:
+            self.schedule = MULTI[name](parts, **common)
+            if settings.schedule != "naive":
+                self.plan = self._library_plan()
+
+    def _stage(self, index: int, module: nn.Module, sample: Sequence[int]) -> TimedStage:
+        shapes = [torch.Size(sample), *self.shapes]
+        before, after = (
+            torch.empty(self.size, *shape, dtype=self.dtype, device=self.world.device)
+            for shape in shapes[index : index + 2]
+        )
+        after.requires_grad_()  # the library sends gradients only for what asks for them
+        before.requires_grad_(index > 0)
+        ends: Any = {"input_args": before, "output_args": after, "group": self.world.group}
+        stage = TimedStage(Contiguous(module), index, self.count, self.world.device, **ends)
+        stage.owner = self
+        return stage
+
+    def _share(self, output: Tensor, target: Tensor) -> Tensor:
+        """A microbatch's share of the mean loss."""
+        return self.loss(output, target) / self.microbatches
+
+    def _plan(self) -> Schedule:
+        known = self.settings.schedule in schedules.SCHEDULES
+        return schedules.of(self.settings) if known else [[] for _ in range(self.world.size)]
+
+    def _library_plan(self) -> Schedule:
+        """The library's own order of computing, as our data."""
+        orders = self.schedule.pipeline_order
+        return [
+            [
+                Action(a.computation_type.value, a.stage_index, a.microbatch_index)
+                for a in orders[process]
+                if a is not None
+            ]
+            for process in range(self.world.size)
+        ]
+
+    def timed(self, kind: str, stage: Any, chunk: int, call: Any, *args: Any, **kwargs: Any) -> Any:
+        start = self.clock.stamp()
+        value = call(*args, **kwargs)
+        self.marks.append((Action(kind, stage.stage_index, self.offset + chunk), start, self.clock.stamp()))
+        return value
+
+    def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+        self.clock.begin()
+        self.marks: Marks = []
+        losses: list[Tensor] = []
+        share: list[Tensor] = []  # the library empties it at every call
+        rounds = self.microbatches // self.at_once
+        xs = x.chunk(rounds) if x is not None and self.has_first else None
+        ys = y.chunk(rounds) if y is not None and self.has_last else None
+        for self.offset in range(rounds):
+            inputs = (xs[self.offset],) if xs else ()
+            targets = {"target": ys[self.offset], "losses": share} if ys else {}
+            self.schedule.step(*inputs, **targets, return_outputs=False)
+            losses += share
+        self.history.append(self.marks)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None

@@ -1,0 +1,291 @@
+"""The run folder: names, attempts, atomic writes, reading it back. Knows neither torch nor W&B.
+
+runs/<name>-<time>-<4 hex>/
+  config.yaml          resolved settings; the run can be repeated from this file alone
+  meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
+  code/                the source that this run executes, untracked files included
+  attempts/0001/       one folder a start; ranks write only here
+    attempt.json       the attempt and step that it continues; parent null for a fresh start
+    changed.json       where it has other settings than config.yaml: then and now
+    result.json        how it ended, once a later start has begun
+    passed_on.json     how many of its rows W&B has got
+    world.json         processes, hosts, device, backend
+    logs/rank-0.log    one file a rank
+    heartbeat-0.json   one file a rank: step, time, and how long its steps take until backward begins
+    metrics.jsonl      one JSON object per logged step
+    checkpoints/       see common/checkpoint/storage.py
+  wandb/               the W&B directory
+  result.json          final numbers and the reason for the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import itertools
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.core.config import UserError
+
+BLOCK = 1 << 20  # characters of metrics that are read at once
+MODEL, MODEL_FACTS = "model.safetensors", "model.json"  # the trained model of a finished run
+NUMBERS = {int, float, bool, type(None)}  # of a value in a row of metrics
+
+
+@contextlib.contextmanager
+def disk_errors(what: Path) -> Iterator[None]:
+    """Turn a full, read-only or forbidden disk into a UserError that names the remedy."""
+    remedies = {
+        errno.ENOSPC: "the disk is full; free space",
+        errno.EDQUOT: "the disk quota is used up; free space",
+        errno.EROFS: "the disk is read-only; choose another folder",
+        errno.EACCES: "no permission to write; choose another folder",
+        errno.EPERM: "no permission to write; choose another folder",
+        errno.ENOENT: "the folder does not exist or was deleted; choose another one",
+        errno.ENOTDIR: "part of the path is a file; choose another folder",
+    }
+    try:
+        yield
+    except OSError as error:
+        remedy = remedies.get(error.errno or 0)
+        if error.errno is None:  # numpy's way to tell of a full disk
+            remedy = f"{error}; free space"
+        if remedy is None:
+            raise
+        raise UserError(f"cannot write {what}: {remedy}") from error
+
+
+def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a small file so that a reader sees the old or the new text and nothing between.
+
+    A durable one is on the disk, and stays there when the power fails, once this returns.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with disk_errors(path):
+            beside.write_text(text)
+            if durable:
+                sync(beside)
+            beside.replace(path)
+            if durable:
+                sync(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network disks have no such thing for folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file is missing or cut off."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def parse_rows(lines: list[str]) -> list[dict[str, Any] | None]:
+    """Parse lines of metrics; None stands for one that is cut off or damaged."""
+    try:  # all at once takes half the time
+        values = json.loads(f"[{','.join(lines)}]")
+    except ValueError:
+        values = []
+    if len(values) != len(lines):
+        values = [parse_json(line) for line in lines]
+    return [value if is_row(value) else None for value in values]
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; None for a damaged one."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def is_row(value: Any) -> bool:
+    """Check for a row of metrics: a step, and numbers or null under all names."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("global_step")) is int
+        and NUMBERS.issuperset(map(type, value.values()))
+    )
+
+
+class Folder:
+    """One run folder and, in it, the attempt that this start writes to."""
+
+    def __init__(self, path: Path, attempt: int = 0) -> None:
+        self.path = path
+        self.number = attempt
+
+    @classmethod
+    def create(cls, root: Path, name: str, config: str) -> Folder:
+        """Make a new run folder with its resolved configuration; leaves nothing behind on failure."""
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
+        while path.exists():
+            path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
+        with disk_errors(path):
+            path.mkdir(parents=True)
+        try:
+            write_atomic(path / "config.yaml", config)
+            return cls(path)
+        except UserError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+
+    def claim(self) -> Folder:
+        """Claim the next attempt by an exclusive mkdir: of two starts at once, each gets its own."""
+        number = max((a.number for a in self.attempts()), default=0) + 1
+        with disk_errors(self.path):
+            (self.path / "attempts").mkdir(exist_ok=True)
+            while True:
+                claimed = Folder(self.path, number)
+                try:
+                    claimed.attempt.mkdir()
+                    break
+                except FileExistsError:
+                    number += 1
+            (claimed.attempt / "logs").mkdir()
+        return claimed
+
+    def attempts(self) -> list[Folder]:
+        """All attempts, oldest first."""
+        names = [path.name for path in self.path.glob("attempts/[0-9]*")]
+        return [Folder(self.path, number) for number in sorted(int(name) for name in names if name.isdecimal())]
+
+    @property
+    def superseded(self) -> bool:
+        """Whether the run was started again since: then this attempt no longer counts."""
+        return any(attempt.number > self.number for attempt in self.attempts())
+
+    def set_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
+        """Note which attempt, up to which step, this one continues; None and 0 for a fresh start.
+
+        `rows` are the rows of metrics that the parent had written by then. Until this is noted the attempt has not
+        begun to train, and nobody continues it.
+        """
+        text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
+        write_atomic(self.attempt / "attempt.json", text, durable=True)
+        with disk_errors(self.attempt):
+            sync(self.attempt.parent)
+
+    def chain(self) -> list[tuple[Folder, int | None]]:
+        """The attempts that count, newest first, each with its last step that counts (None: all of them).
+
+        An attempt counts up to the step at which the next one continued it; one that none continued, not at all.
+        """
+        begun = [attempt for attempt in self.attempts() if attempt.origin is not None]
+        if not begun:  # nothing was noted: the newest start that trained stands alone
+            begun = [attempt for attempt in self.attempts() if attempt.metrics_file.exists()]
+        link: tuple[Folder, int | None] | None = (begun[-1], None) if begun else None
+        found: list[tuple[Folder, int | None]] = []
+        while link is not None:
+            found.append(link)
+            attempt, bound = link
+            parent, step = attempt.origin or (None, 0)
+            older = parent is not None and parent < attempt.number  # a damaged file must not lead in a circle
+            link = (Folder(self.path, parent), step if bound is None else min(step, bound)) if older else None  # type: ignore[arg-type]
+        return found
+
+    @property
+    def origin(self) -> tuple[int | None, int] | None:
+        """What `set_parent` noted; None where it has not."""
+        note = read_json(self.attempt / "attempt.json")
+        parent, step = note.get("parent", ""), note.get("step")
+        return (parent, step) if isinstance(parent, int | None) and isinstance(step, int) else None
+
+    @property
+    def experiment(self) -> str:
+        """The experiment's name, out of the folder's."""
+        return self.path.name.rsplit("-", 3)[0]
+
+    @property
+    def attempt(self) -> Path:
+        return self.path / "attempts" / f"{self.number:04d}"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.attempt / "metrics.jsonl"
+
+    def log_file(self, rank: int) -> Path:
+        return self.attempt / "logs" / f"rank-{rank}.log"
+
+    def heartbeat(self, rank: int, step: int, time: float, before_backward: float | None = None) -> None:
+        beat = {"step": step, "time": time} | ({"before_backward": before_backward} if before_backward else {})
+        write_json(self.attempt / f"heartbeat-{rank}.json", beat)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All complete rows of the run, oldest first, over all attempts that count; each step is there once.
+
+        A line cut off by a crash is left out.
+        """
+        return list(self.rows())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The same one after the other, so that a long run need not fit into memory."""
+        chain = self.chain()
+        for i, (attempt, bound) in reversed(list(enumerate(chain))):
+            # an evaluation after the last step that counts comes again, so steps do not tell
+            count = read_json(chain[i - 1][0].attempt / "attempt.json").get("rows") if i else None
+            rows = itertools.islice(attempt.read_lines(), count if isinstance(count, int) and count >= 0 else None)
+            yield from (row for row in rows if row and (bound is None or row["global_step"] <= bound))
+
+    def own_metrics(self) -> list[dict[str, Any]]:
+        """All complete rows of this attempt alone."""
+        return list(self.own_rows())
+
+    def own_rows(self) -> Iterator[dict[str, Any]]:
+        return (row for row in self.read_lines() if row)
+
+    def read_lines(self) -> Iterator[dict[str, Any] | None]:
+        """The row of each line of this attempt's metrics; None for a line that is cut off or damaged."""
+        with contextlib.suppress(FileNotFoundError), open(self.metrics_file, errors="replace") as file:
+            while lines := file.readlines(BLOCK):
+                yield from parse_rows(lines)
+
+    def damaged_lines(self) -> list[int]:
+        """The numbers, from 1, of damaged lines of this attempt's metrics; a last one that is cut off is no damage."""
+        found = [number for number, row in enumerate(self.read_lines(), 1) if row is None]
+        if found:
+            with open(self.metrics_file, "rb") as file:
+                file.seek(-1, os.SEEK_END)
+                torn = file.read() != b"\n"
+            last = sum(1 for _ in self.read_lines())
+            found = found[:-1] if torn and found[-1] == last else found
+        return found
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return read_json(self.path / "result.json")
+
+    def retire_result(self) -> None:
+        """Put how the newest start ended into its own folder: this one begins, or is to. Raises UserError."""
+        file = self.path / "result.json"
+        earlier = [one.attempt / file.name for one in self.attempts() if not self.number or one.number < self.number]
+        with disk_errors(file), contextlib.suppress(FileNotFoundError):
+            if earlier and not earlier[-1].exists():
+                file.replace(earlier[-1])
+            else:  # of a start that ended before it had a folder
+                file.unlink()

@@ -1,0 +1,55 @@
+"""The rows of metrics.jsonl as rank 0 writes them: whole lines, each once, also on a disk that is full for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from common.core.config import UserError
+from common.runs.folder import disk_errors
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with null for what JSON cannot hold: a loss that is no number or infinite."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+class Rows:
+    """Rows go to the disk at once, or wait here until it takes them."""
+
+    def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
+        self.file, self.warn = file, warn
+        self.written = 0
+        self.waiting: list[str] = []
+        self.warned = False
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write rows; where the disk refuses, say so once and keep them for the next time."""
+        self.waiting += [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
+        try:
+            self.flush()
+        except UserError as error:
+            if not self.warned:
+                self.warn(f"WARNING: {error}; training goes on, and the metrics wait in memory")
+            self.warned = True
+
+    def flush(self) -> None:
+        """Write what waits. Raises UserError; then no half of a line is left."""
+        if not self.waiting:
+            return
+        with disk_errors(self.file):
+            size = self.file.stat().st_size if self.file.exists() else 0
+            try:
+                with open(self.file, "a") as file:
+                    file.write("".join(self.waiting))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.file, size)
+                raise
+        self.written += len(self.waiting)
+        self.waiting, self.warned = [], False

@@ -1,0 +1,251 @@
+"""Is every host sound? What each process finds out about its own, and what is wrong when they are laid side by side."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.core import network
+from common.core.config import UserError
+from common.data import prepare
+from common.distributed.rendezvous import World
+from common.runs import provenance
+from common.runs.folder import disk_errors, read_json
+
+SPACE_GB = 1.0  # less than this free is a problem
+SIZE = 4 << 20  # elements of the all-reduce whose bandwidth is measured: 16 MiB
+ROUNDS = 3
+SIDE = {"cpu": 384, "cuda": 4096}  # of the matrices whose product is measured
+SLOW = 0.5  # of the median rate of the others: a slow host
+WRITTEN = 16 << 20  # bytes that are written to measure a disk
+SLOW_DISK = 5.0  # MB/s
+SKEW = 1.0  # seconds between two clocks
+
+
+def short(world: World, folder: Path) -> dict[str, Any]:
+    """What costs next to nothing, for the start of every job."""
+    cuda = world.device.type == "cuda"
+    return {
+        "rank": world.rank,
+        "host": socket.gethostname(),
+        "address": own_address(),
+        "versions": {"python": platform.python_version()} | {p: provenance.version(p) for p in provenance.PACKAGES},
+        "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
+        "memory_free_gb": round(torch.cuda.mem_get_info(world.device)[0] / 1e9, 1) if cuda else None,
+        "cores": len(os.sched_getaffinity(0)),
+        "cores_asked": int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if world.how == "slurm" else 0,
+        "disk_free_gb": disk_free(folder),
+    }
+
+
+def own_address() -> str:
+    """The address that this host's name resolves to; empty if it resolves to none."""
+    try:
+        return network.resolve(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def disk_free(folder: Path) -> float | None:
+    """Gigabytes free where runs are written; None where the folder cannot be reached."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return round(shutil.disk_usage(folder).free / 1e9, 1)
+    except OSError:
+        return None
+
+
+def all_reduce(world: World) -> dict[str, Any]:
+    """Whether an all-reduce adds up, and how many bytes a second it carries. All ranks call it."""
+    expected = world.size * (world.size + 1) / 2
+    right, best = True, float("inf")
+    for _ in range(ROUNDS):
+        values = torch.full((SIZE,), float(world.rank + 1), device=world.device)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        right = right and bool((values == expected).all())
+        best = min(best, time.perf_counter() - start)
+    return {"all_reduce_right": right, "all_reduce_gb_per_s": round(SIZE * 4 / best / 1e9, 2)}
+
+
+def product(world: World, seconds: float = 0.5) -> dict[str, Any]:
+    """Whether a matrix product is finite and the same each time, and how fast it is: the best of a few rounds.
+
+    A round is long enough for a host whose processor is taken away now and then to show it. All ranks call it.
+    """
+    draw, side = torch.Generator().manual_seed(0), SIDE[world.device.type]
+    left, right = (torch.randn(side, side, generator=draw).to(world.device) for _ in range(2))
+    first = left @ right
+    finite, same, best = bool(first.isfinite().all()), True, 0.0
+    for _ in range(ROUNDS):
+        dist.barrier()
+        start, count = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            for _ in range(8):
+                last = left @ right
+            same = same and bool(torch.equal(first, last))  # waits for the device, too
+            count += 8
+        best = max(best, count / (time.perf_counter() - start))
+    return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * side**3 / 1e9, 1)}
+
+
+def clock(world: World) -> dict[str, Any]:
+    """What this host's clock shows at moments that all ranks share, as well as a barrier can. All ranks call it."""
+    times = []
+    for _ in range(5):
+        dist.barrier()
+        times.append(time.time())
+    return {"times": times}
+
+
+def writing(folder: Path) -> dict[str, Any]:
+    """How fast run folders are written, to the disk itself, or why they are not."""
+    file = folder / f".doctor-{secrets.token_hex(4)}"
+    block = os.urandom(1 << 20)
+    try:
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            start = time.perf_counter()
+            with open(file, "wb") as handle:
+                for _ in range(WRITTEN >> 20):
+                    handle.write(block)
+                handle.flush()
+                os.fsync(handle.fileno())
+        return {"disk_mb_per_s": round(WRITTEN / 1e6 / (time.perf_counter() - start)), "disk_error": ""}
+    except UserError as error:
+        return {"disk_mb_per_s": None, "disk_error": str(error)}
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def data(cache: Path) -> dict[str, Any]:
+    """The prepared sets in a folder by the checksums they should have, and the files that have another."""
+    sets, damaged = {}, []
+    for manifest in sorted(cache.glob("*/manifest.json")):
+        known = read_json(manifest).get("sha256")
+        if not isinstance(known, dict):
+            damaged.append(str(manifest))
+            continue
+        sets[manifest.parent.name] = "".join(str(value)[:4] for value in known.values())
+        for part, expected in known.items():
+            file = manifest.parent / f"{part}.npy"
+            if not file.is_file() or prepare.file_hash(file) != expected:
+                damaged.append(str(file))
+    return {"data": sets, "data_damaged": damaged}
+
+
+def whole(world: World, runs: Path, cache: Path) -> dict[str, Any]:
+    """Everything there is to know before a long job. All ranks call it; the first of each host looks at its disks."""
+    found = short(world, runs) | all_reduce(world) | product(world) | clock(world)
+    if world.local_rank == 0:
+        found |= writing(runs) | data(cache)
+    dist.barrier()
+    return found
+
+
+def problems(facts: Sequence[dict[str, Any]], hosts: int) -> list[str]:
+    """What is wrong, one line each, naming the host. Facts that nobody asked for are left out."""
+    found = differences(facts)
+    for f in facts:
+        found += of_one(f, hosts)
+    return found + slow_ones(facts) + clocks(facts)
+
+
+def name(f: dict[str, Any]) -> str:
+    return f"{f['host']} (rank {f['rank']})"
+
+
+def differences(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Versions and data that are not the same everywhere."""
+    found = []
+    for package in facts[0]["versions"]:
+        counts = Counter(str(f["versions"].get(package)) for f in facts)
+        usual, _ = counts.most_common(1)[0]
+        found += [
+            f"{name(f)} has {package} {f['versions'].get(package)}, the others {usual}; use one .venv"
+            for f in facts
+            if str(f["versions"].get(package)) != usual
+        ]
+    looked = [f for f in facts if "data" in f]
+    for prepared in sorted({key for f in looked for key in f["data"]}):
+        counts = Counter(f["data"].get(prepared) for f in looked)
+        usual, _ = counts.most_common(1)[0]
+        found += [
+            f"{name(f)} has other data in {prepared} than the others, or none; data.cache must be one shared folder"
+            for f in looked
+            if f["data"].get(prepared) != usual
+        ]
+    devices = Counter(f["device"] for f in facts).most_common(1)[0][0]
+    return found + [f"{name(f)} has {f['device']}, the others {devices}" for f in facts if f["device"] != devices]
+
+
+def of_one(f: dict[str, Any], hosts: int) -> list[str]:
+    """What is wrong with one host alone."""
+    found, where = [], name(f)
+    if not f["address"]:
+        found.append(f"{where} does not know its own name; add it to /etc/hosts or DNS")
+    elif hosts > 1 and f["address"].startswith("127."):
+        found.append(f"{where} resolves its own name to {f['address']}, which other hosts cannot reach")
+    if f["cores"] < f["cores_asked"]:
+        found.append(f"{where} may use {f['cores']} cores, {f['cores_asked']} were asked for; see cluster.cpus")
+    if f.get("disk_error"):
+        found.append(f"{where} {f['disk_error']}")
+    elif f["disk_free_gb"] is None or f["disk_free_gb"] < SPACE_GB:
+        found.append(f"{where} has {f['disk_free_gb']} GB free for run folders; free space, or set runs=<elsewhere>")
+    elif (f.get("disk_mb_per_s") or SLOW_DISK) < SLOW_DISK:
+        found.append(f"{where} writes run folders at {f['disk_mb_per_s']} MB/s; set runs=<a faster disk>")
+    found += [
+        f"{where}: {file} is damaged (checksum differs); delete its folder, it is prepared anew"
+        for file in f.get("data_damaged", [])
+    ]
+    if f.get("all_reduce_right") is False:
+        found.append(f"{where} got a wrong sum from an all-reduce; its network or memory is not sound")
+    if f.get("product_finite") is False or f.get("product_same") is False:
+        found.append(f"{where} got different or infinite products of the same matrices; do not compute on it")
+    return found
+
+
+def slow_ones(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Hosts that compute much slower than the others."""
+    found = []
+    for f in facts:
+        others = [g["gflop_per_s"] for g in facts if g is not f and g.get("gflop_per_s")]
+        if others and f.get("gflop_per_s") is not None and f["gflop_per_s"] < SLOW * median(others):
+            found.append(
+                f"{name(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {median(others)}; see "
+                "what else runs there, and how warm it is"
+            )
+    return found
+
+
+def clocks(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Clocks that show another time than most. All processes of a host have one clock: the first tells of it."""
+    looked = list({f["host"]: f for f in reversed(facts) if f.get("times")}.values())[::-1]
+    if len(looked) < 2:
+        return []
+    rounds = list(zip(*(f["times"] for f in looked), strict=True))
+    # a rank that is held up once is late; a clock that is wrong is wrong in every round
+    gaps = [min((times[i] - median(times) for times in rounds), key=abs) for i in range(len(looked))]
+    if len(looked) == 2:  # neither is most
+        gap = min((times[1] - times[0] for times in rounds), key=abs)
+        both = f"{name(looked[1])} and {name(looked[0])}: their clocks are {gap:+.1f} s apart; set up NTP"
+        return [both] if abs(gap) > SKEW else []
+    return [
+        f"{name(f)}: its clock is {gap:+.1f} s from the others'; set up NTP"
+        for f, gap in zip(looked, gaps, strict=True)
+        if abs(gap) > SKEW
+    ]

@@ -1,0 +1,146 @@
+"""A model as stages: where it is cut, decided once in the life of a run, and what trains it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor, nn
+
+from common.core import config
+from common.core.config import UserError
+from common.distributed.rendezvous import World
+from common.measure.memory import reset_peak
+from common.models import partition
+from common.pipeline.executor import Pipeline
+from common.runs import provenance
+from common.runs.folder import read_json, write_atomic, write_json
+from common.training.run import Run
+from configs.pipeline import Pipeline as Settings
+
+
+def choose(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -> list[nn.Sequential]:
+    """The stages of a model, cut as set or so that they cost about the same. All processes call it.
+
+    `sample` is a microbatch, to measure with. A measured cut goes into config.yaml.
+    """
+    try:
+        parts = partition.cut(model, where(settings, model, sample, run))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    empty = [part for part in parts if not any(True for _ in part.parameters())]
+    if empty:
+        name = next(name for name, _ in empty[0].named_children())
+        raise UserError(f"split: the stage from {name} on has no parameters to train; set split, or fewer stages")
+    run.recipe = getattr(model, "recipe", None)
+    return parts
+
+
+def where(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -> list[str]:
+    """The layers that begin a new stage."""
+    if settings.split or settings.stages == 1:
+        return settings.split
+    if settings.balance == "parameters":
+        return partition.balance(partition.parameter_costs(model), settings.stages)
+    return settled(run, "split", lambda: known_cut(settings, model, sample, run))
+
+
+def known_cut(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -> list[str]:
+    """The cut that was measured on machines like these for such stages before, or else now. All processes call it.
+
+    Each measurement comes out a little otherwise: runs that are compared must not differ in that. The file lies in
+    data.cache, and removing it lets the next run measure again.
+    """
+    world, chosen = run.world, run.settings
+    key = {
+        "model": getattr(model, "recipe", None),
+        "layers": [name for name, _ in model.named_children()],
+        "sample": list(sample.shape),
+        "stages": settings.stages,
+        "dtype": chosen.dtype,
+        "channels_last": getattr(chosen, "channels_last", False),
+        "machines": sorted(set(world.gather((provenance.machine_name(world.device.type), world.threads, world.size)))),
+    }
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = Path(chosen.data.cache) / "cuts" / f"{name}.json"
+    with contextlib.ExitStack() as held:
+        known = {}
+        if world.is_main:
+            with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run some time
+                file.parent.mkdir(parents=True, exist_ok=True)
+                wait_for_lock(held.enter_context(open(file.with_suffix(".lock"), "w")), chosen.launch.step_timeout / 4)
+            known = read_json(file)
+        cut = known.get("split")
+        sound = known.get("key") == json.loads(json.dumps(key)) and isinstance(cut, list)
+        cut = world.broadcast(cut if sound else None)
+        if cut is None:
+            cut = measured_cut(settings, model, sample, world)
+            if world.is_main:
+                with contextlib.suppress(OSError, UserError):
+                    write_json(file, {"split": cut, "key": key})
+    return [str(layer) for layer in cut]
+
+
+def wait_for_lock(file: IO[str], seconds: float) -> None:
+    """Wait for a run that measures the same just now, but not until the other ranks of this one lose patience."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.1)
+
+
+def measured_cut(settings: Settings, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
+    """Where to cut so that the slowest stage is as quick as can be.
+
+    All processes measure at the same time, as they will work: they share the memory's bandwidth, which layers with
+    large activations need more of.
+    """
+    world.meet("measure the cut")
+    found = world.gather(partition.time_costs(model, sample.to(world.device), repeats=3))
+    reset_peak(world.device)  # what follows is the training's
+    sums = {name: sum(costs[name] for costs in found) for name, _ in model.named_children()}
+    return partition.balance(sums, settings.stages)
+
+
+def settled(run: Run, name: str, find: Callable[[], list[str]]) -> list[str]:
+    """What a run finds out for itself, once: it then stands in config.yaml. All processes call it, and then `find`.
+
+    A start with other settings than those in config.yaml finds its own value, and leaves the file alone.
+    """
+    file, value, same = run.folder.path / "config.yaml", [], False
+    if run.world.is_main:
+        value = config.read_file(file)[name]
+        setattr(run.settings, name, value)
+        same = config.to_yaml(run.settings) == file.read_text()
+    value = run.world.broadcast(value if same else [])
+    value = value or run.world.broadcast(find())
+    setattr(run.settings, name, value)
+    if same:
+        write_atomic(file, config.to_yaml(run.settings))
+    return value
+
+
+def checked_devices(names: Sequence[str]) -> Sequence[str]:
+    """The devices, which are all there. Raises UserError."""
+    count = torch.cuda.device_count()
+    absent = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]
+    if absent:
+        raise UserError(f"devices: {absent[0]} is not there, {count} GPUs are visible; name others, or devices=[]")
+    return names
+
+
+def engine(settings: Settings) -> type[Pipeline]:
+    """The class that trains stages in processes of their own."""
+    if settings.engine == "own":
+        return Pipeline
+    from common.pipeline.torch_engine import TorchPipeline  # a second to import, so only when asked for
+
+    return TorchPipeline

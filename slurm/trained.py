@@ -1,0 +1,192 @@
+"""`make evaluate` and `make export`: the trained model of a finished run, measured again or written for other programs.
+
+    python -m slurm.trained [--args="data.root=..."] -- evaluate RUN
+    python -m slurm.trained [--format=safetensors|torch.export|onnx] -- export RUN
+
+`evaluate` builds the model in one process and gives its test numbers beside the run's own. Exit status: 0 equal, 3
+different; 0, too, where the test samples are not those of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.core import config
+from common.core.config import UserError
+from common.data import prepare
+from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
+from slurm import status
+from slurm.submit import only_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+DIFFERENT = 3  # exit status
+APART = {"float32": 1e-6, "float64": 1e-12}  # by how much, relative, the loss of the same model may differ
+NEAR = {"torch.export": 1e-6, "onnx": 1e-4}  # likewise the outputs of an exported one, of the largest
+SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
+SAMPLES = 7  # with which an exported model is compared
+
+
+def evaluate(folder: Folder, words: list[str]) -> int:
+    """Measure the model of a run on its test samples, or on those that the words name; returns the exit status."""
+    schema = config.schema_of(folder.experiment)
+    own = config.read_file(folder.path / "config.yaml")
+    own |= {name: now for name, (_, now) in config.last_changes(folder.path).items()}
+    settings = config.resolve(schema, [own, config.parse(words).values])
+    found = prepare.prepare(settings.data, fallback=False)
+    import torch
+
+    from common.data import loader
+    from common.models import model_file
+    from common.training.evaluate import add_up, scores_of
+
+    facts, model = model_file.load(folder)
+    test = loader.Images(found, "test", settings.data.test_limit)
+    if list(test.shape) != facts["shape"]:
+        raise UserError(
+            f"the model takes images of shape {facts['shape']}, {found.name} has {list(test.shape)}; name the data it "
+            "was trained on, or of that shape"
+        )
+    there = facts.get("device") or measured_on(folder)
+    device = torch.device(there if there == "cpu" or torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, facts["dtype"])
+    predict = predictor(model.to(device), facts, device)
+    size, shares = settings.eval_batch, int(facts["shares"])
+    sums = [add_up(predict, test, device, batch=size, dtype=dtype, share=(n, shares)) for n in range(shares)]
+    scores = scores_of(torch.stack(sums).sum(0))
+    parameters = sum(value.numel() for value in model.parameters())
+    print(f"model       {folder.path / MODEL}")
+    print(f"            {facts['class']}, {parameters:,} parameters, {facts['dtype']}, after step {facts['step']}")
+    print(f"data        {found.name}, {scores['test_samples']} test samples from {found.path}")
+    if device.type != there:
+        print(f"device      {device}; the run was measured on {there}, which rounds otherwise")
+    same = same_samples(folder, own, settings, found) and scores["test_samples"] == facts["scores"].get("test_samples")
+    return compare(scores, facts["scores"] if same else {}, APART[facts["dtype"]] if device.type == there else math.inf)
+
+
+def predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Callable[[Tensor | None, int], Tensor]:
+    """What gives the logits for a batch, in the precision and layout of the training."""
+    import torch
+
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    precision, pixels_last = facts["precision"], facts["channels_last"]
+    if pixels_last:
+        model.to(memory_format=torch.channels_last)
+
+    def predict(x: Tensor | None, _: int) -> Tensor:
+        assert x is not None
+        if pixels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, half.get(precision), enabled=precision in half):
+            logits: Tensor = model(x)
+        return logits
+
+    return predict
+
+
+def measured_on(folder: Folder) -> str:
+    """The kind of device of a run whose model.json does not tell."""
+    names = [read_json(attempt.attempt / "world.json").get("device") for attempt in folder.attempts()[-1:]]
+    return "cpu" if names == ["cpu"] else "cuda"
+
+
+def same_samples(folder: Folder, own: dict[str, str], settings: Any, found: prepare.Prepared) -> bool:
+    """Whether the test samples are those that the run was measured with."""
+    known = (read_json(folder.path / "meta.json").get("data") or {}).get("sha256") or {}
+    limit = own.get("data.test_limit")
+    parts = ("test_images", "test_labels")
+    return str(settings.data.test_limit) == limit and all(known.get(part) == found.sha256[part] for part in parts)
+
+
+def compare(scores: dict[str, float], then: dict[str, float], apart: float) -> int:
+    """Print the scores, and beside them those of the run where it had the same samples; returns the exit status."""
+    count = int(scores["test_samples"])
+    right, loss = round(scores["test_accuracy"] * count), scores["test_loss"]
+    if not then:
+        print(f"right       {right} of {count} ({right / count:.2%})")
+        print(f"test loss   {loss:.10g}")
+        print("            not compared: these are other samples than the run was measured with, as far as it tells")
+        return 0
+    before, own = round(then["test_accuracy"] * count), then["test_loss"]
+    far = abs(loss - own) / max(abs(own), 1e-300) if math.isfinite(own) else math.inf
+    print(f"right       {right} of {count} ({right / count:.2%}); the run's own number: {before}")
+    print(f"test loss   {loss:.10g}; the run's own: {own:.10g}; relative difference {far:.2g}")
+    if math.isinf(apart) or (right == before and far <= apart):
+        return 0
+    print(f"DIFFERENT: the same model gives the same count, and a loss within {apart:g}", flush=True)
+    return DIFFERENT
+
+
+def export(folder: Folder, form: str) -> int:
+    """Write the model of a run for other programs, and compare what the file gives there; returns the exit status."""
+    from common.models import model_file
+
+    facts, model = model_file.load(folder)
+    if form == "safetensors":
+        print(f"{folder.path / MODEL}\n{folder.path / MODEL_FACTS}")
+        return 0
+    import torch
+
+    from common.models import exporting
+
+    dtype = getattr(torch, facts["dtype"])
+    x = torch.randn(SAMPLES, *facts["shape"], generator=torch.Generator().manual_seed(0), dtype=dtype)
+    path = folder.path / f"model.{SUFFIX[form]}"
+    draft = path.with_name(f".new.{os.getpid()}.{path.name}")
+    try:
+        with torch.no_grad():
+            expected = model(x)
+        with disk_errors(path):
+            answer = write_program(exporting.WRITERS[form], model, x, draft)
+        far = float((answer - expected).abs().max() / expected.abs().max())
+        if not far <= NEAR[form]:
+            raise UserError(f"{path.name} would give outputs that differ by {far:.2g} of the largest; nothing is kept")
+        draft.replace(path)
+    finally:
+        for left in folder.path.glob(f"{draft.name}*"):
+            left.unlink()
+    print(f"{path}\nrun in a process without this project, its outputs differ by {far:.2g} of the largest")
+    return 0
+
+
+def write_program(
+    write: Callable[[nn.Module, Tensor, Path], Tensor], model: nn.Module, x: Tensor, path: Path
+) -> Tensor:
+    """The outputs that a written model gives elsewhere. Raises UserError where this model cannot be written so."""
+    try:
+        return write(model, x, path)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"this model cannot be exported so: {told}; use FORMAT=safetensors") from None
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make evaluate, make export")
+    parser.add_argument("verb", choices=("evaluate", "export"))
+    parser.add_argument("run", nargs="?", default="")
+    parser.add_argument("--args", default="")
+    parser.add_argument("--format", default="")
+    given = parser.parse_args(arguments)
+    folder = status.find(given.run, Path("runs"))
+    if given.verb == "evaluate":
+        words, for_profile = only_settings(given.args)
+        if for_profile:
+            raise UserError(f"ARGS: {for_profile[0]} means nothing here; the model is measured on this machine")
+        return evaluate(folder, words)
+    form = given.format or "safetensors"
+    if form not in ("safetensors", *SUFFIX):
+        raise UserError(f"FORMAT={form!r} is unknown; use safetensors, {' or '.join(SUFFIX)}")
+    return export(folder, form)
+
+
+if __name__ == "__main__":
+    with config.user_errors():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""Every command that reads runs meets every file of one damaged in all the other ways, and bad values in one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.harness.bad_input import BAD_VALUES
+from tests.harness.damaged_runs import DAMAGES, FILES, call_all, check_commands
+from tests.harness.made_runs import Made
+from tests.harness.registry import REPLICATED
+from tests.harness.shared import Make
+
+QUICK = list(zip(FILES, itertools.cycle(DAMAGES), strict=False))  # tests/commands/test_damaged_runs.py
+OTHERS = [pair for pair in itertools.product(FILES, DAMAGES) if pair not in QUICK]
+
+
+@pytest.mark.parametrize(("name", "damage"), OTHERS)
+def test_each_damage_is_told_in_one_line(name: str, damage: str, finished: Make, tmp_path: Path) -> None:
+    check_commands(finished(REPLICATED).folder, name, damage, tmp_path)
+
+
+@pytest.mark.parametrize("word", BAD_VALUES, ids=lambda word: word[:30])
+def test_a_bad_value_in_the_configuration_of_a_run(word: str, tmp_path: Path) -> None:
+    """Every command that reads runs meets it."""
+    folder = Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")
+    file = folder.path / "config.yaml"
+    key, _, value = word.partition("=")
+    if value or "=" in word:
+        tree: dict[str, Any] = yaml.safe_load(file.read_text())
+        place = tree
+        *groups, last = key.split(".")
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+        file.write_text(yaml.safe_dump(tree))
+    else:
+        file.write_text(word)
+    call_all(folder.path)

@@ -1,0 +1,106 @@
+"""make export: the files of trained models give their outputs in programs that know nothing of this project."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.models import exporting, model_file
+from common.runs.folder import Folder
+from slurm import trained
+from tests.harness import inside
+from tests.harness.processes import run
+from tests.harness.registry import EXPERIMENTS, REPLICATED, Entry
+from tests.harness.shared import Make
+
+
+def copy(folder: Folder, place: Path) -> Folder:
+    shutil.copytree(folder.path, place / folder.path.name)
+    return Folder(place / folder.path.name)
+
+
+def export(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
+    return inside.call(trained.main, *words, "--", "export", str(folder.path))
+
+
+@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+def test_the_torch_export_file_gives_the_outputs_elsewhere(entry: Entry, finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(entry).folder, tmp_path)
+    done = export(folder, "--format=torch.export")
+    assert done.returncode == 0, done.stderr
+    facts, model = model_file.load(folder)
+    x = torch.randn(3, *facts["shape"])
+    answer = exporting.run_elsewhere(folder.path / "model.pt2", x)
+    assert torch.allclose(answer, model(x), atol=1e-5)
+
+
+def test_the_safetensors_file_is_named(finished: Make) -> None:
+    folder = finished(REPLICATED).folder
+    done = export(folder)
+    assert done.stdout.splitlines() == [str(folder.path / name) for name in ("model.safetensors", "model.json")]
+
+
+def test_an_unknown_format_is_refused(finished: Make) -> None:
+    done = export(finished(REPLICATED).folder, "--format=pickle")
+    assert done.returncode == 2 and "use safetensors, torch.export or onnx" in done.stderr
+
+
+def test_onnx_gives_the_outputs_or_names_what_it_needs(finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED).folder, tmp_path)
+    done = export(folder, "--format=onnx")
+    if all(importlib.util.find_spec(name) for name in exporting.ONNX):
+        assert done.returncode == 0, done.stderr
+        assert (folder.path / "model.onnx").stat().st_size > 1000
+    else:
+        assert done.returncode == 2 and "-m pip install onnx onnxscript onnxruntime" in done.stderr
+        assert not list(folder.path.glob("*.onnx*")) and not list(folder.path.glob(".new*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mnist_pipeline", ("dtype=float64", "batch=16", "microbatches=2", "stages=3", "depth=3")),
+        (
+            "ddp_multinode",
+            ("strategy=fsdp", "batch=18", "processes_per_node=3", "dtype=float64"),
+        ),
+        ("amp_accum", ("precision=fp16", "batch=16", "model=mlp", "optim.base_batch=16")),
+        ("resnet_modelparallel", ("replicas=2", "width=4", "batch=16", "split_size=4", "plot=false", "dtype=float64")),
+        ("resnet_modelparallel", ("channels_last=true", "mode=single", "width=4", "batch=16", "plot=false")),
+        ("sparse_prune", ("schedule=rigl", "every=4", "batch=16", "export=false", "int8=false")),
+    ],
+)
+def test_models_of_every_kind_of_training_are_measured_alike(
+    name: str, words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = run(name, *digits, "optim.warmup=0", *words, runs=tmp_path)
+    assert done.status == 0, done.err
+    told = inside.call(trained.main, "--", "evaluate", str(done.folder.path))
+    assert told.returncode == 0 and "the run's own number" in told.stdout, told.stdout + told.stderr
+
+
+def test_a_new_run_begins_with_the_weights_of_another(digits: tuple[str, ...], tmp_path: Path) -> None:
+    small = (*digits, "width=2", "mode=single", "batch=16", "plot=false", "launch.device=cpu")
+    first = run("resnet_modelparallel", *small, "steps=3", runs=tmp_path / "one")
+    assert first.status == 0, first.err
+    path = first.folder.path
+    (checkpoint_folder,) = path.glob("attempts/0001/checkpoints/step-*")
+    torch.save(load_file(path / "model.safetensors"), tmp_path / "state.pt")
+    still = (*small, "steps=1", "optim.lr=0")  # it stays as it begins
+    expected = load_file(path / "model.safetensors")
+    sources = (path, checkpoint_folder, path / "model.safetensors", tmp_path / "state.pt")
+    for number, source in enumerate(sources):
+        done = run("resnet_modelparallel", *still, f"weights={source}", runs=tmp_path / f"next-{number}")
+        assert done.status == 0, done.err
+        state = load_file(done.folder.path / "model.safetensors")
+        assert all(torch.equal(state[name], expected[name]) for name in expected if name.endswith("weight"))
+    done = run("resnet_modelparallel", *still, f"weights={path.name}", runs=tmp_path / "one")
+    assert done.status == 0, done.err
+    done = run("resnet_modelparallel", *still, "weights=nowhere", runs=tmp_path / "none")
+    assert done.status == 2 and "weights=nowhere: no such file, checkpoint folder or run" in done.err

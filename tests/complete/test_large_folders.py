@@ -1,0 +1,33 @@
+"""A folder of images that is larger than the memory that its preparation may take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from configs.shared import Data
+from tests.harness.processes import ROOT
+
+
+def test_an_image_folder_need_not_fit_into_memory(many: Data) -> None:
+    few = Path(many.root) / "few"
+    for part in ("train", "val"):
+        (few / part / "noise").mkdir(parents=True)
+        for number in range(8):
+            (few / part / "noise" / f"{number}.jpg").hardlink_to(Path(many.root) / "train" / "noise" / "0.jpg")
+    program = f"""
+import dataclasses, os, resource
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # some images a core are decoded ahead
+from common.data import prepare
+from configs.shared import Data
+def peak(whose): return resource.getrusage(whose).ru_maxrss * 1024
+settings = {many!r}
+prepare.prepare(dataclasses.replace(settings, root={str(few)!r}, image_size=8))
+before = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
+prepare.prepare(settings)
+print(peak(resource.RUSAGE_SELF) - before[0], peak(resource.RUSAGE_CHILDREN) - before[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    here, child = (int(number) for number in done.stdout.split())
+    assert here < 20e6 and child < 80e6, done.stdout

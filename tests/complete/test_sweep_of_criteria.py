@@ -1,0 +1,53 @@
+"""A sweep of sparse_prune: criteria differ, processes do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.runs.folder import Folder
+from configs.sparse_prune import CRITERIA
+from tests.harness.processes import Done, run
+
+QUIET = (
+    "model=mlp",
+    "batch=16",
+    "data.test_limit=100",
+    "optim.warmup=0",
+    "launch.threads=1",
+    "export=false",
+    "int8=false",
+)
+TOTAL = 784 * 128 + 128 * 64 + 64 * 10  # weights of the mlp
+
+
+def sweep(runs: Path, *words: str) -> tuple[Done, dict[tuple[int, str], dict[str, Any]]]:
+    """A sweep over the criteria that prunes at once and takes one step; the results, by seed and criterion."""
+    once = ("schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
+    done = run(
+        "sparse_prune", "sweep=true", "levels=[0.9]", *words, *QUIET, "int8=false", *once, runs=runs, timeout=240
+    )
+    assert done.status == 0, done.err + done.out
+    (folder,) = (runs / "sweeps").iterdir()
+    assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
+    found = {}
+    for cell in json.loads((folder / "sweep.json").read_text())["cells"]:
+        assert cell["state"] == "finished", cell
+        found[cell["values"]["seed"], cell["values"].get("criterion", "dense")] = Folder(runs / cell["run"]).result
+    return done, found
+
+
+def test_a_sweep_draws_criteria_that_choose_differently_and_processes_choose_alike(
+    digits: tuple[str, ...], tmp_path: Path
+) -> None:
+    done, one = sweep(tmp_path / "one", *digits, "repeats=2")
+    some = ("magnitude", "taylor")
+    _, two = sweep(tmp_path / "two", *digits, "repeats=1", "processes_per_node=2", f"criteria=[{','.join(some)}]")
+    assert list(one) == [(seed, name) for seed in (0, 1) for name in ("dense", *CRITERIA)]
+    assert list(two) == [(0, name) for name in ("dense", *some)]
+    masks = {case: result["masks"] for case, result in one.items()}
+    assert len(set(masks.values())) == 2 * 4 + 1, "each criterion and seed has its own masks, but for dense models"
+    assert all(result["masks"] == masks[case] for case, result in two.items()), "with any number of processes"
+    assert all(result["nonzero"] == TOTAL - round(0.9 * TOTAL) for (_, name), result in one.items() if name != "dense")
+    assert all(words in done.out for words in ("magnitude 90 %", "below dense", "non-zero", "dense bf16"))

@@ -1,0 +1,94 @@
+"""A fork of the warm server does what a real process does: exit status, output and run folder are the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import warm
+from tests.harness.both_ways import everything, execute_both, without_place
+from tests.harness.long_runs import ENDLESS, PATIENCE, only_folder, train_long
+from tests.harness.processes import ROOT, command, environment, processes_of, wait_until
+
+
+def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    words = (*quick, "steps=12", "microbatches=2")
+    fork, real = execute_both(lambda runs: command("mnist_pipeline", *words, runs=runs), tmp_path)
+    assert fork.returncode == real.returncode == 0, fork.stderr + real.stderr
+    assert fork.stdout.splitlines() == real.stdout.splitlines() and fork.stderr == real.stderr == ""
+    left, wanted = everything(tmp_path / "fork"), everything(tmp_path / "real")
+    assert left.keys() == wanted.keys() and len([name for name in left if name.endswith(".pt")]) == 8
+    assert [name for name in left if left[name] != wanted[name]] == []
+    assert len(left["attempts/0001/metrics.jsonl"]) == 13 and left["result.json"]["test_samples"] == 100
+
+
+def test_ctrl_c_in_training_ends_both_with_the_same_words(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    found = []
+    for name, real in (("fork", False), ("real", True)):
+        runs = tmp_path / name
+        with train_long("mnist_pipeline", *quick, *ENDLESS, runs=runs, real=real) as process:
+            process.send_signal(signal.SIGINT)
+            told = "\n--\n".join(without_place(text, runs) for text in process.communicate(PATIENCE))
+        last = only_folder(runs).result["last_step"]
+        files = [re.sub(r"step-\d+", "step-LAST", file) for file in everything(runs)]
+        told = re.sub(rf"\bstep {last}\b", "step LAST", re.sub(r"^epoch .*\n", "", told, flags=re.MULTILINE))
+        found.append((process.returncode, told, sorted(files)))
+    assert found[0] == found[1]
+    assert found[0][0] == 128 + signal.SIGINT and "saved after step LAST" in found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(("no_such_key=1",), 2), (("--help",), 0)],
+    ids=["a user error", "a question"],
+)
+def test_an_answer_without_a_run_is_the_same(words: tuple[str, ...], status: int, tmp_path: Path) -> None:
+    fork, real = execute_both(lambda runs: command("mnist_pipeline", *words, runs=runs), tmp_path)
+    assert fork.returncode == real.returncode == status
+    assert (fork.stdout, fork.stderr) == (real.stdout, real.stderr)
+    assert ("no_such_key" in fork.stderr) == bool(status) and not list(tmp_path.iterdir())
+
+
+def test_an_uncaught_exception_is_told_the_same(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tests.harness.ranks", "no_such_case", str(tmp_path)]
+    fork, real = execute_both(lambda _: argv, tmp_path)
+    assert fork.returncode == real.returncode == 1
+    assert fork.stdout == real.stdout == "" and fork.stderr.startswith("Traceback (most recent call last):\n")
+    last = fork.stderr.splitlines()[-4:]
+    assert last == real.stderr.splitlines()[-4:] and last[-1] == "KeyError: 'no_such_case'"
+    assert last[0].startswith(f'  File "{ROOT}/tests/harness/ranks.py", line ')
+
+
+def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stdin closes when pytest is killed; one command leads a session and has a child, the other does neither."""
+    begin = "from tests.harness import warm_server as server; server.preload = lambda: None; server.main()"
+    place = tmp_path / "socket"
+
+    def connect() -> socket.socket:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        client.connect(str(place))
+        return client
+
+    monkeypatch.setattr(warm.Server, "connect", connect)
+    marked = environment(MARKER=str(tmp_path))
+    waiting = ("import time; time.sleep(1000)", "import subprocess; subprocess.run(['sleep', '1000'])")
+    argv = [sys.executable, "-c", begin, str(place)]
+    with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdin and server.stdout and server.stdout.readline() == b"ready\n"
+        try:
+            for session, text in enumerate(waiting):
+                warm.Command([sys.executable, "-m", "timeit", "-n1", text], env=marked, session=bool(session))
+            wait_until(lambda: len(processes_of(str(tmp_path))) == 4, "the server, two commands and a child run", 60)
+            server.stdin.close()
+            assert server.wait(60) == 0
+            wait_until(lambda: not processes_of(str(tmp_path)), "no process is left", 5)
+        finally:
+            for pid in processes_of(str(tmp_path)):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,203 @@
+"""The trained model of a run: measured again, read without this project, and the beginning of other runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.checkpoint import checkpointer, storage
+from common.models import model_file
+from common.runs.folder import Folder, write_json
+from slurm import rerun, trained
+from tests.harness import inside
+from tests.harness.processes import run
+from tests.harness.registry import EXPERIMENTS, REPLICATED, Entry
+from tests.harness.resuming import resume
+from tests.harness.shared import Make
+
+every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+READ = """
+import json, sys
+from safetensors.numpy import load_file
+found = load_file(sys.argv[1])
+print(json.dumps({name: [value.dtype.name, list(value.shape), float(value.sum())] for name, value in found.items()}))
+assert not {"common", "torch"} & set(sys.modules)
+"""
+
+
+def evaluate(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
+    return inside.call(trained.main, *words, "--", "evaluate", str(folder.path))
+
+
+def copy(folder: Folder, place: Path) -> Folder:
+    shutil.copytree(folder.path, place / folder.path.name)
+    return Folder(place / folder.path.name)
+
+
+def joined(folder: Folder) -> dict[str, torch.Tensor]:
+    """The model in the checkpoint of the last step."""
+    newest = storage.candidates(folder)[0]
+    assert newest.step == json.loads((folder.path / "model.json").read_text())["step"]
+    return checkpointer.read_model(newest)
+
+
+@every
+def test_a_finished_model_gives_the_numbers_of_its_run(entry: Entry, finished: Make) -> None:
+    folder = finished(entry).folder
+    done = evaluate(folder)
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    right = round(folder.result["test_accuracy"] * 333)
+    assert f"right       {right} of 333" in done.stdout and f"own number: {right}\n" in done.stdout
+
+
+@every
+def test_the_model_file_is_read_without_the_project(entry: Entry, finished: Make, tmp_path: Path) -> None:
+    folder = finished(entry).folder
+    line = [sys.executable, "-P", "-c", READ, str(folder.path / "model.safetensors")]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found, trained_last = json.loads(done.stdout), joined(folder)
+    model = model_file.build(json.loads((folder.path / "model.json").read_text()))
+    assert found.keys() == model.state_dict().keys() and found.keys() <= trained_last.keys()
+    for name, (kind, shape, total) in found.items():
+        value = trained_last[name]
+        assert f"torch.{kind}" == str(value.dtype) and shape == list(value.shape)
+        assert total == pytest.approx(float(value.double().sum()), rel=1e-4, abs=1e-4)
+    kept = load_file(folder.path / "model.safetensors")
+    assert all(torch.equal(kept[name], trained_last[name]) for name in kept)
+
+
+def test_another_model_gives_other_numbers(finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED).folder, tmp_path)
+    state = load_file(folder.path / "model.safetensors")
+    name = next(name for name in state if name.endswith("weight"))
+    state[name] = -state[name]
+    save_file(state, folder.path / "model.safetensors")
+    assert "is damaged: it has another checksum" in evaluate(folder).stderr
+    facts = json.loads((folder.path / "model.json").read_text())
+    digest = model_file.file_hash(folder.path / "model.safetensors")
+    write_json(folder.path / "model.json", facts | {"sha256": digest})
+    done = evaluate(folder)
+    assert done.returncode == trained.DIFFERENT and "DIFFERENT" in done.stdout
+
+
+def test_other_samples_are_measured_and_not_compared(finished: Make, cache: Path) -> None:
+    folder = finished(REPLICATED).folder
+    done = evaluate(folder, "--args=data.test_limit=100 eval_batch=30")
+    assert done.returncode == 0 and " of 100 (" in done.stdout and "not compared" in done.stdout
+    done = evaluate(folder, f"--args=data.name=generated data.samples=200 data.cache={cache}")
+    assert done.returncode == 2 and "the model takes images of shape [28, 28]" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "model.json").write_text("{"), "model.json is missing, damaged"),
+        (lambda path: (path / "model.json").unlink(), "model.json is missing, damaged"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"x"), "is damaged: it has another checksum"),
+        (lambda path: (path / "model.safetensors").unlink(), "cannot be read: No such file"),
+        (lambda path: write_json(path / "model.json", {"format": 1, "scores": {}}), "is missing, damaged"),
+        (
+            lambda path: write_json(
+                path / "model.json", json.loads((path / "model.json").read_text()) | {"sha256": "0"}
+            ),
+            "checksum",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(damage: object, words: str, finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED).folder, tmp_path)
+    damage(folder.path)  # type: ignore[operator]
+    done = evaluate(folder)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_class_of_ones_own_is_named(finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED).folder, tmp_path)
+    facts = json.loads((folder.path / "model.json").read_text())
+    write_json(folder.path / "model.json", facts | {"class": "Mine"})
+    done = evaluate(folder)
+    assert done.returncode == 2 and "class Mine is none of common/models/networks.py" in done.stderr
+
+
+def test_a_run_that_did_not_finish_has_no_model(finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED).folder, tmp_path)
+    for name in ("model.safetensors", "model.json", "result.json"):
+        (folder.path / name).unlink()
+    done = evaluate(folder)
+    assert done.returncode == 2 and "has no model.safetensors yet: it has not finished" in done.stderr
+
+
+def test_a_model_is_measured_with_the_settings_of_its_newest_start(finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED).folder, tmp_path)
+    changes = folder.path / "attempts/0001/changed.json"
+    write_json(changes, {"data.test_limit": ["333", "100"]})
+    done = evaluate(folder)
+    assert done.returncode == 0 and " of 100 " in done.stdout and "not compared" in done.stdout, done.stdout
+    changes.write_text('{"data.test_limit": 3}')
+    done = evaluate(folder)
+    assert done.returncode == 2 and "changed.json is damaged: which settings that start had is not known" in done.stderr
+    told = inside.call(rerun.main, "--", str(folder.path))
+    assert told.returncode == 2 and "changed.json is damaged" in told.stderr
+    done = resume(REPLICATED, folder, "steps=50")
+    assert done.returncode == 2 and "changed.json is damaged" in done.stderr
+
+
+def test_a_model_of_another_device_is_measured_and_not_judged(finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED).folder, tmp_path)
+    facts = json.loads((folder.path / "model.json").read_text())
+    assert facts["device"] == "cpu"
+    facts["scores"]["test_loss"] *= 1.001
+    write_json(folder.path / "model.json", facts)
+    assert evaluate(folder).returncode == trained.DIFFERENT
+    write_json(folder.path / "model.json", facts | {"device": "cuda"})
+    done = evaluate(folder)
+    assert done.returncode == 0 and "the run was measured on cuda, which rounds otherwise" in done.stdout
+
+
+def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED).folder, tmp_path)
+    before = [row["loss"] for row in folder.metrics() if "loss" in row]
+    done = resume(REPLICATED, folder)
+    assert done.returncode == 0 and f'make exp RESUME={folder.path.name} ARGS="steps=80"' in done.stdout
+    done = resume(REPLICATED, folder, "steps=40")
+    assert done.returncode == 0 and "is finished" in done.stdout
+    with open(folder.path / "config.yaml") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as another process that goes on with it
+        done = resume(REPLICATED, folder, "steps=50")
+    assert done.returncode == 2 and "goes on in another process here; wait for it" in done.stderr
+    assert len(folder.attempts()) == 1
+    done = resume(REPLICATED, folder, "steps=50")
+    assert done.returncode == 0, done.stderr
+    assert (folder.path / "model.safetensors").stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o666
+    assert json.loads((folder.path / "attempts/0002/heartbeat-1.json").read_text())["step"] == 50
+    assert "trains on after step 40; rates are those of a run of 50 steps" in done.stdout
+    kept = json.loads((folder.path / "attempts/0001/result.json").read_text())
+    assert (kept["state"], kept["test_samples"]) == ("finished", 333), "how the first start ended"
+    rows = folder.metrics()
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 50 and losses[:40] == before
+    assert [row["global_step"] for row in rows if "test_loss" in row] == [40, 50]
+    assert json.loads((folder.path / "model.json").read_text())["step"] == 50
+    assert evaluate(folder).returncode == 0
+    done = resume(REPLICATED, folder)  # with the length that it has now
+    assert done.returncode == 0 and 'ARGS="steps=100"' in done.stdout
+    told = inside.call(rerun.main, "--", str(folder.path))
+    assert told.returncode == 2 and "was resumed with other settings (steps 40 -> 50)" in told.stderr
+    again = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
+    assert again.status == 2 and "it was resumed with steps 40 -> 50, and no single run repeats that" in again.err
+    assert not (tmp_path / "again").exists()
+    for snapshot in storage.candidates(folder):
+        shutil.rmtree(snapshot.path)
+    done = resume(REPLICATED, folder, "steps=60")
+    assert done.returncode == 2 and "no checkpoint of its last step, 50, any more" in done.stderr
+    done = resume(REPLICATED, folder)
+    assert done.returncode == 0 and "is finished" in done.stdout and "train on" not in done.stdout

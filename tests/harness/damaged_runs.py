@@ -1,0 +1,103 @@
+"""Runs with a damaged file, and the commands that read them: one line at most, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import slurm.upload
+from common.runs.folder import Folder
+from slurm import compare, doctor, prune, rerun, status, submit, trained
+from tests.harness import inside
+from tests.harness.made_runs import Made
+
+FILES = (
+    "config.yaml",
+    "meta.json",
+    "result.json",
+    "model.json",
+    "model.safetensors",
+    "attempts/0001/metrics.jsonl",
+    "attempts/0001/heartbeat-0.json",
+    "attempts/0001/world.json",
+    "attempts/0001/attempt.json",
+    "attempts/0001/checkpoints/step-00000040/manifest.json",
+    "attempts/0001/checkpoints/step-00000040/rank-0.pt",
+    "attempts/0001/changed.json",
+)
+
+
+def null_values(content: bytes) -> bytes:
+    """A JSON object with null under each of its names; of a file of lines, its first one."""
+    try:
+        text = content.splitlines()[0] if content[:1] == b"{" and b"}\n{" in content else content
+        return json.dumps(dict.fromkeys(json.loads(text))).encode() + b"\n"
+    except (ValueError, TypeError):
+        return b"null: null\n"
+
+
+Damage = Callable[[bytes], bytes]
+DAMAGES: dict[str, Damage] = {
+    "garbage": lambda content: bytes(range(256)) * 3,
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "a list": lambda content: b'[1, "two", null]\n',
+    "nulls": null_values,
+}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def check_commands(source: Folder, name: str, damage: str, tmp_path: Path) -> None:
+    """Damage the file `name` in a copy of a finished run, and call every command that reads runs."""
+    runs = tmp_path / "runs"
+    run = runs / source.path.name
+    shutil.copytree(source.path, run, ignore=shutil.ignore_patterns("code"))
+    (run / "attempts/0001/changed.json").write_text('{"optim.lr": ["0.1", "0.2"]}')
+    (run / name).write_bytes(DAMAGES[damage]((run / name).read_bytes()))
+    call_all(run)
+
+
+Main = Callable[[list[str]], int]
+OF_A_RUN: dict[str, tuple[Main, str]] = {
+    "status": (status.main, "--json=1 -- status {}"),
+    "logs": (status.main, "-- logs {}"),
+    "doctor": (doctor.main, "--run={}"),
+    "rerun": (rerun.main, "-- {}"),
+    "resume": (submit.main, "--resume={} --launch=local --dry-run=1 -- "),
+    "evaluate": (trained.main, "-- evaluate {}"),
+    "export": (trained.main, "-- export {}"),
+}
+"""The commands that take RUN, but for cancel."""
+
+
+def call_all(run: Path) -> None:
+    """Call every command that reads runs, on this one and on all beside it: one line at most, nothing is written."""
+    runs = run.parent
+    Made("ddp_multinode", 1, 20).write(runs)  # a sound one beside it
+    before, given = digests(runs), f"--runs={runs}"
+    calls: dict[str, tuple[Main, list[str]]] = {
+        "status of all": (status.main, [given, "status"]),
+        "compare": (compare.main, [given, "--json=1", f"--page={runs.parent / 'page.html'}"]),
+        "prune": (prune.main, [given]),
+        "sync": (slurm.upload.main, ["sync", given, "--dry-run=1"]),
+    }
+    calls |= {
+        what: (main, [w.replace("{}", str(run)) for w in text.split(" ")]) for what, (main, text) in OF_A_RUN.items()
+    }
+    for what, (main, words) in calls.items():
+        done = inside.call(main, *words)
+        assert done.returncode in (0, 1, 2, 3), (what, done)
+        errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+        assert len(errors) <= 1 and "Traceback" not in done.stdout + done.stderr, (what, done.stderr)
+        if done.returncode == 2:
+            assert errors and errors[0].startswith("error: "), (what, done.stderr)
+        assert digests(runs) == before, f"{what} has written into a run"
+    listed = inside.call(status.main, given, "status").stdout
+    assert "ddp_multinode-2026" in listed and listed.count("FINISHED") >= 1, "the sound run is listed all the same"

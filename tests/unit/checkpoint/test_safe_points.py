@@ -1,0 +1,61 @@
+"""After which steps a run saves, by the clock of rank 0."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import pytest
+import torch
+
+from common.checkpoint import preemption
+from common.checkpoint.preemption import Notice, SafePoints
+from common.distributed.rendezvous import World
+from configs.shared import Checkpoint
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(preemption.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def points(settings: Checkpoint) -> SafePoints:
+    world = World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
+    return SafePoints(world, settings, Notice(60, sys.stderr))
+
+
+def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(clock: list[float]) -> None:
+    found = points(Checkpoint(every_seconds=10))
+    found.begin(0)
+    saved = []
+    for step in range(1, 13):
+        clock[0] += 4
+        if found.agree(step, False).save:
+            saved.append(step)
+    assert saved == [3, 6, 9, 12]
+
+
+def test_looks_are_as_seldom_as_half_a_second_and_at_most_four_times_further_apart(clock: list[float]) -> None:
+    found = points(Checkpoint(every_seconds=0))
+    found.begin(0)
+    looked = []
+    for step in range(1, 101):
+        clock[0] += 0.05
+        if found.reached(step):
+            found.agree(step, False)
+            looked.append(step)
+    assert looked[:3] == [1, 5, 15] and all(b - a == 10 for a, b in itertools.pairwise(looked[2:]))
+
+
+def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> None:
+    found = points(Checkpoint())
+    heard = []
+    for call in range(1, 101):
+        clock[0] += 0.05
+        if call == 40:
+            found.notice.number = 12
+        if found.asked():
+            heard.append(call)
+    assert heard and 40 <= heard[0] <= 50

@@ -1,0 +1,124 @@
+"""The interface of a run: values of any names in any step, and misuse that names the call."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch.distributed import HashStore
+
+from common.core import config
+from common.data.prepare import Prepared
+from common.distributed.rendezvous import World
+from common.runs.folder import Folder
+from common.training.run import Run
+from configs.mnist_pipeline import Config
+from tests.harness import warm
+from tests.harness.logging_ranks import STEPS
+from tests.harness.processes import environment, wait_until
+
+
+@pytest.mark.parametrize("mode", ["averaged", "0", "1"])
+def test_values_that_only_some_steps_have_are_all_written(mode: str, tmp_path: Path) -> None:
+    done = warm.execute([sys.executable, "-m", "tests.harness.logging_ranks", str(tmp_path), mode], env=environment())
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.iterdir()
+    rows = Folder(path).attempts()[0].own_metrics()
+    assert [row["global_step"] for row in rows] == list(range(1, STEPS + 1))
+    first = {"averaged": 0.5, "0": 0.0, "1": 1.0}[mode]
+    assert [row["loss"] for row in rows] == [step + first for step in range(1, STEPS + 1)]
+    assert {row["global_step"]: row["rare"] for row in rows if "rare" in row} == {1: 2.0, 11: 22.0, 21: 42.0}
+    assert [row["global_step"] for row in rows if "other" in row] == [7, 14, 21]
+    assert all(row["other"] is None for row in rows if "other" in row), "JSON has no infinity"
+    alone = {5: 7.0} if mode == "averaged" else {}
+    assert {row["global_step"]: row["of_rank_1"] for row in rows if "of_rank_1" in row} == alone
+
+
+def test_an_evaluation_stands_behind_the_steps_that_it_is_about(run: Run) -> None:
+    run.total = 9
+    for step in (1, 2, 3):
+        run.log(step, loss=torch.tensor(float(step)))
+    run.record(3, test_loss=0.5)
+    rows = run.folder.attempts()[0].own_metrics()
+    assert [(row["global_step"], "test_loss" in row) for row in rows] == [(1, False), (2, False), (3, False), (3, True)]
+
+
+def test_images_and_histograms_are_files_of_any_step(run: Run) -> None:
+    run.log_image(7, "digit", torch.linspace(0, 1, 6).view(2, 3))
+    run.log_image(3, "colours", torch.zeros(3, 4, 5, dtype=torch.uint8))
+    run.log_histogram(9, "fc1.weight", torch.tensor([0.0, 0.0, 1.0, float("nan")]))
+    place = run.folder.attempt
+    lines = [json.loads(line) for line in (place / "media.jsonl").read_text().splitlines()]
+    assert [(line["global_step"], line["name"], line["kind"]) for line in lines] == [
+        (7, "digit", "image"),
+        (3, "colours", "image"),
+        (9, "fc1.weight", "histogram"),
+    ]
+    with Image.open(place / lines[0]["file"]) as image:
+        assert list(image.tobytes()) == [0, 51, 102, 153, 204, 255] and image.size == (3, 2)
+    with Image.open(place / lines[1]["file"]) as image:
+        assert image.mode == "RGB" and image.size == (5, 4)
+    found = json.loads((place / lines[2]["file"]).read_text())
+    assert sum(found["counts"]) == 3 and (found["counts"][0], found["counts"][-1]) == (2, 1)
+    assert (found["edges"][0], found["edges"][-1]) == (0, 1)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("../x", (2, 2)), ("", (2, 2)), ("a/b", (2, 2)), ("ok", (4, 2, 2))])
+def test_media_of_a_bad_name_or_shape_are_refused(name: str, shape: tuple[int, ...], run: Run) -> None:
+    with pytest.raises(ValueError, match=r"is no name of media|an image has shape"):
+        run.log_image(1, name, torch.zeros(shape))
+    assert not (run.folder.attempt / "media.jsonl").exists()
+
+
+def test_a_run_without_its_number_of_steps_does_not_finish(run: Run) -> None:
+    with pytest.raises(RuntimeError, match=r"run\.total is not set: .* call run\.resume"):
+        run.finish(test_accuracy=1.0)
+    assert not run.folder.result
+
+
+def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Path) -> None:
+    """NCCL's own time-out ends the process without a word on who is missing."""
+    folder = Folder.create(tmp_path, "mnist_pipeline", "").claim()
+    world = World(
+        1, 2, 0, 1, 1, 2, "slurm", ("a", "b"), torch.device("cpu"), "nccl", 1, timedelta(seconds=2), store=HashStore()
+    )
+    run = Run(config.load(Config, ["launch.step_timeout=2"]), folder, world, Prepared("digits", tmp_path, {}))
+    wait_until(lambda: "ERROR" in folder.log_file(1).read_text(), "the watch has told", 20)
+    run.close()
+    assert "after step 0: rank 0 on a did not answer within 2 s; its log shows" in folder.log_file(1).read_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    folder = Folder.create(tmp_path, "mnist_pipeline", "").claim()
+    world = World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
+    return Run(Config(), folder, world, Prepared("digits", tmp_path, {}))
+
+
+def test_a_run_without_a_number_of_steps_does_not_begin(run: Run) -> None:
+    with pytest.raises(RuntimeError, match=r"run\.total is not set"):
+        run.resume(None)  # type: ignore[arg-type]
+
+
+def test_steps_are_logged_one_by_one(run: Run) -> None:
+    run.log(1, loss=0.5)
+    for step in (1, 3):
+        with pytest.raises(RuntimeError, match=rf"run\.log\(step={step}\) follows step 1"):
+            run.log(step, loss=0.5)
+
+
+def test_a_run_is_not_finished_before_its_last_step(run: Run) -> None:
+    run.total = 2
+    run.log(1, loss=0.5)
+    with pytest.raises(RuntimeError, match=r"run\.finish\(\) after step 1 of 2"):
+        run.finish()
+
+
+def test_saving_needs_what_is_to_be_saved(run: Run) -> None:
+    with pytest.raises(RuntimeError, match=r"run\.resume\(\.\.\.\) was not called"):
+        run._save(1)
