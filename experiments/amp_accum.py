@@ -43,7 +43,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.core.config import UserError
 from common.data import loader
 from common.distributed import ddp, sync_batchnorm
@@ -162,7 +162,7 @@ def train_epoch(
         run.log(step, loss=loss, skipped=float(skipped), bytes_sent=float(exchanges * payload))
         if scaler.get_scale() < HOPELESS:
             raise UserError(f"gradients overflow fp16 whatever the scale, at step {step}; use precision=bf16")
-        run.safe_point(step)  # saves now and then, and leaves if it was told to
+        run.checkpoint_or_stop(step)  # saves now and then, and leaves if it was told to
         if step == total:
             break
     return step
@@ -210,10 +210,10 @@ def main(cfg: Config, world: World, run: Run) -> None:
     run.averaged, run.total = True, loop.total_steps(cfg, windows)  # a step's loss is the mean over the processes
 
     with autocast(cfg, device):
-        ddp.settle(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), device, dtype)))
+        ddp.warm_up_buckets(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), device, dtype)))
     footprint, times = Footprint(device), step_timing.StepTimes(model, device)
     run.before_backward = times.recent  # the heartbeats tell who is slow
-    step = run.resume(Training([ddp.inner(model)], optimizer, windows, world, replicated=True, scaler=scaler))
+    step = run.resume(TrainState([ddp.inner(model)], optimizer, windows, world, replicated=True, scaler=scaler))
 
     def epoch(step: int) -> int:
         return train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, times, step, run.total)

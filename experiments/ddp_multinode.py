@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.distributed import ddp as hooks
 from common.distributed import sync_batchnorm
@@ -101,7 +101,7 @@ def train_epoch(
         optimizer.step()
         step += 1
         run.log(step, loss=loss.detach())
-        run.safe_point(step)  # saves now and then, and leaves if it was told to
+        run.checkpoint_or_stop(step)  # saves now and then, and leaves if it was told to
         if step == total:
             break
     return step
@@ -136,10 +136,12 @@ def main(cfg: Config, world: World, run: Run) -> None:
     run.total = total = loop.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
 
-    hooks.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype)))
+    hooks.warm_up_buckets(
+        model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype))
+    )
     compression = hooks.compression(model)
     step = run.resume(
-        Training([hooks.inner(model)], optimizer, loader, world, replicated=True, compression=compression)
+        TrainState([hooks.inner(model)], optimizer, loader, world, replicated=True, compression=compression)
     )
     scores = loop.train(
         run,

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.distributed.rendezvous import World
 from common.measure import tables
@@ -58,7 +58,7 @@ def train_epoch(
         optimizer.step()  # each process updates its own stages
         step += 1
         run.log(step, loss=loss)
-        run.safe_point(step)  # saves now and then, and leaves if it was told to
+        run.checkpoint_or_stop(step)  # saves now and then, and leaves if it was told to
         if step == total:
             break
     return step
@@ -78,7 +78,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
         size, first = cfg.eval_batch, pipe.has_first
         return classify(pipe.predict, test, world, batch=size, dtype=dtype, inputs=first, look=run.look)
 
-    step = run.resume(Training(list(pipe.local.values()), optimizer, loader, world, replicated=False))
+    step = run.resume(TrainState(list(pipe.local.values()), optimizer, loader, world, replicated=False))
     scores = loop.train(
         run, loader, step, lambda done: train_epoch(cfg, pipe, optimizer, loader, run, done, run.total), evaluate
     )

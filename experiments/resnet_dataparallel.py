@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.distributed import ddp, sync_batchnorm
 from common.distributed.rendezvous import World
@@ -137,7 +137,7 @@ def train_epoch(
             run.say(f"[epoch {loader.epoch + 1}, step {step:5d}] running loss {total / count:.3f}")
             running.zero_()
         run.log(step, loss=loss.detach())
-        run.safe_point(step)  # saves now and then, and leaves if it was told to
+        run.checkpoint_or_stop(step)  # saves now and then, and leaves if it was told to
         if step == run.total:
             break
     return step
@@ -195,8 +195,8 @@ def main(cfg: Config, world: World, run: Run) -> None:
     if cfg.strategy == "data_parallel" and devices == 1:
         run.say(ONE_DEVICE.format(len(gpus(world))))
 
-    ddp.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype)))
-    step = run.resume(Training([ddp.inner(model)], optimizer, loader, world, replicated=True))
+    ddp.warm_up_buckets(model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype)))
+    step = run.resume(TrainState([ddp.inner(model)], optimizer, loader, world, replicated=True))
     scores = loop.train(
         run,
         loader,

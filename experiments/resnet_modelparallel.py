@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
 from common.data import loader as data
 from common.distributed import sync_batchnorm
@@ -195,7 +195,7 @@ def train_epoch(
         optimizer.step()  # each process updates its own stages
         step += 1
         run.log(step, loss=loss)
-        run.safe_point(step)  # saves now and then, and leaves if it was told to
+        run.checkpoint_or_stop(step)  # saves now and then, and leaves if it was told to
         if step == total:
             break
     return step
@@ -223,7 +223,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
 
         parts = list(pipe.local.values())
         peers = team.peers if cfg.replicas > 1 else None
-        step = run.resume(Training(parts, optimizer, loader, world, peers=peers))
+        step = run.resume(TrainState(parts, optimizer, loader, world, peers=peers))
         epoch = partial(train_epoch, cfg, pipe, optimizer, loader, run, total=run.total, peers=peers)
         scores = loop.train(run, loader, step, epoch, evaluate)
     conclude(cfg, world, run, pipe, scores)

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.core import seeds
 from common.data import loader as data
 from common.distributed import ddp
@@ -226,7 +226,7 @@ def train_epoch(it: Parts, step: int) -> int:
         if masks.sparsity:
             masks.apply()  # the step has moved pruned weights, too
         run.log(step, loss=loss.detach(), sparsity=masks.sparsity)
-        run.safe_point(step)  # saves now and then, and leaves if it was told to
+        run.checkpoint_or_stop(step)  # saves now and then, and leaves if it was told to
         if step == run.total:
             break
     return step
@@ -245,8 +245,8 @@ def main(cfg: Config, world: World, run: Run) -> None:
     run.total = loop.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
 
-    ddp.settle(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
-    step = run.resume(Training([inner], it.optimizer, loader, world, replicated=True))
+    ddp.warm_up_buckets(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
+    step = run.resume(TrainState([inner], it.optimizer, loader, world, replicated=True))
     masks.refresh()  # a checkpoint may have brought other masks
     masks.agree()
     if step == 0:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.core import config
-from common.core.errors import LEFT, UserError
+from common.core.errors import EXIT_RESUMABLE, UserError
 from common.runs import provenance
 from common.runs.folder import Folder, read_json, write_json
 from slurm.scheduler import Scheduler
@@ -66,7 +66,7 @@ def why_not_again(folder: Folder, status: int) -> str:
         return "the profile says cluster.requeue=false"
     name, given = folder.experiment, folder.path / "submit" / "config.yaml"
     allowed = config.resolve(config.schema_of(name), [config.read_file(given)]).checkpoint.max_restarts
-    failed = in_vain(folder) if status != LEFT else 0
+    failed = in_vain(folder) if status != EXIT_RESUMABLE else 0
     if failed > allowed:
         return f"{failed} starts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
     return ""
@@ -102,14 +102,14 @@ def main(path: str, status: int) -> int:
     status = 2 if refusal(folder) else status  # srun may tell of the signal by which it ended the others
     reason = why_not_again(folder, status)
     if not reason:
-        word = "were told to stop" if status == LEFT else f"failed with exit status {status}"
+        word = "were told to stop" if status == EXIT_RESUMABLE else f"failed with exit status {status}"
         print(f"the processes {word}; job {job} is queued again", flush=True)
         try:
             scheduler.call("scontrol", "requeue", job)  # ends this script, too
-            return LEFT
+            return EXIT_RESUMABLE
         except UserError as error:
             if not still_ours(scheduler, job):
-                return LEFT
+                return EXIT_RESUMABLE
             reason = f"it cannot be queued again: {error}"
     steps = [row["global_step"] for row in folder.metrics()]
     ended = {"state": "failed", "exit_status": status or 1, "last_step": max(steps, default=0), "reason": reason}

@@ -16,7 +16,7 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.core.errors import LEFT, Absent
+from common.core.errors import EXIT_RESUMABLE, Absent
 from common.runs.folder import Folder
 from slurm.after import note_refusal
 
@@ -68,7 +68,7 @@ class Job:
 
 def leave(number: int, frame: object) -> None:
     """Told to stop before there is anything to save."""
-    sys.exit(LEFT)
+    sys.exit(EXIT_RESUMABLE)
 
 
 def remove_result() -> None:

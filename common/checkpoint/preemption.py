@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 import torch
 import torch.distributed as dist
 
-from common.core.errors import LEFT
+from common.core.errors import EXIT_RESUMABLE
 from common.core.signals import ECHO, SIGNALS
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
@@ -27,14 +27,14 @@ LOOK = 0.5  # seconds between two looks at the flag: a message each
 ANSWER = 5.0  # seconds for an answer of the store through which the processes met
 
 
-class Left(SystemExit):
+class StopRequested(SystemExit):
     """Everything is saved and this process leaves; the run goes on with its next start.
 
     `together`: all processes have agreed on it. Else each leaves where it is, and the others may wait for its messages.
     """
 
     def __init__(self, together: bool = True) -> None:
-        super().__init__(LEFT)
+        super().__init__(EXIT_RESUMABLE)
         self.together = together
 
 
@@ -64,7 +64,7 @@ class Notice:
     def _on_signal(self, number: int, frame: object) -> None:
         if self.all_saved:
             self.all_saved = False  # the same notice may come twice
-            raise Left(together=False)
+            raise StopRequested(together=False)
 
     def _listen(self, reader: int) -> None:
         while byte := os.read(reader, 1):

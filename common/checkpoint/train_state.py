@@ -19,7 +19,7 @@ from common.distributed import ddp
 from common.distributed.rendezvous import World
 
 
-class Training:
+class TrainState:
     """`parts` are this process's parts of the model; their parameters have the names of the whole model.
 
     With `replicated` every process holds the whole model, as in data parallelism: rank 0's is kept. BatchNorm's

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 DIVERGENCE = "the loss of step|no finite number"  # a pattern in the words of a run whose training diverged
 UNUSABLE = "can be used, as told above"  # in the words of a run none of whose checkpoints is whole
-LEFT = 75  # exit status: told to stop, saved, to be continued (EX_TEMPFAIL of sysexits.h)
+EXIT_RESUMABLE = 75  # exit status: checkpointed after a stop request (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(Exception):

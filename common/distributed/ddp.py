@@ -97,7 +97,7 @@ def ring_bytes(model: nn.Module) -> int:
     return 2 * (size - 1) * held // size
 
 
-def settle(model: nn.Module, x: Tensor) -> None:
+def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
     """One forward and backward for nothing, so that every step of every start adds gradients in the same order.
 
     DDP regroups its buckets before its second forward, by the order in which gradients came in the first backward.

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.core import host_memory
-from common.core.errors import LEFT, UserError
+from common.core.errors import EXIT_RESUMABLE, UserError
 from common.core.signals import ECHO, SIGNALS, die_with_parent
 from common.distributed.rendezvous import Place
 
@@ -167,7 +167,7 @@ def run_child(body: Callable[[Place], None], place: Place, private: Path, parent
         body(place)
         status = 0
     except BaseException as error:  # noqa: BLE001 (every end is told to the parent)
-        status = LEFT if is_leaving(error) else 2 if isinstance(error, UserError) else 1
+        status = EXIT_RESUMABLE if is_leaving(error) else 2 if isinstance(error, UserError) else 1
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         note = {"user": isinstance(error, UserError), "text": text}
         with contextlib.suppress(OSError):
@@ -180,7 +180,7 @@ def run_child(body: Callable[[Place], None], place: Place, private: Path, parent
 
 
 def is_leaving(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code == LEFT
+    return isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE
 
 
 def wait_all(children: list[Child], private: Path, asked: Asked, why: Callable[[str], None], kills: int) -> int:
@@ -190,7 +190,7 @@ def wait_all(children: list[Child], private: Path, asked: Asked, why: Callable[[
     """
     while any(child.status is None for child in children):
         ended = [child for child in children if child.status is None and reap(child)]
-        failed = [child for child in ended if child.status and child.exit_status != LEFT]
+        failed = [child for child in ended if child.status and child.exit_status != EXIT_RESUMABLE]
         if failed and asked.number and all(child.signal == signal.SIGUSR2 for child in failed):
             raise Stopped(asked.number)  # it had not begun to listen
         if failed:
@@ -199,8 +199,8 @@ def wait_all(children: list[Child], private: Path, asked: Asked, why: Callable[[
             )
         if not ended:
             time.sleep(0.01)
-    if any(child.exit_status == LEFT for child in children):
-        return 128 + asked.number if asked.number == signal.SIGINT else LEFT
+    if any(child.exit_status == EXIT_RESUMABLE for child in children):
+        return 128 + asked.number if asked.number == signal.SIGINT else EXIT_RESUMABLE
     return 0
 
 

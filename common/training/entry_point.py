@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint import extension, storage
-from common.checkpoint.preemption import Left, Notice, name_the_silent
+from common.checkpoint.preemption import Notice, StopRequested, name_the_silent
 from common.core import config, host_memory, seeds
-from common.core.errors import DIVERGENCE, LEFT, UNUSABLE, UserError
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, UNUSABLE, UserError
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
@@ -142,7 +142,7 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
             raise RuntimeError("main() returned without run.finish(...): call it on rank 0 with the final numbers")
     except (RuntimeError, TimeoutError) as error:
         if notice.all_saved and notice.comes():  # others have left before
-            raise Left(together=False) from error
+            raise StopRequested(together=False) from error
         late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         silent = name_the_silent(world, max(2.0, 2 * run.step_seconds())) if late else ""
         run.note(silent or error)
@@ -275,9 +275,9 @@ def join_there(
         notice.all_saved = True
         try:
             answer = world.broadcast(begin(settings, world, given) if world.is_main else None)
-        except (Left, RuntimeError):
+        except (StopRequested, RuntimeError):
             if notice.number:
-                return LEFT
+                return EXIT_RESUMABLE
             raise
         notice.all_saved = False
         if isinstance(answer, UserError):
@@ -293,15 +293,15 @@ def join_there(
         try:
             train(main, settings, world, folder, prepared, notice)
             status = 0
-        except Left as left:
-            status, request = LEFT, left
+        except StopRequested as left:
+            status, request = EXIT_RESUMABLE, left
         finally:
             if world.is_main:
                 conclude(folder, status, tracker, settings, submitted)
         return leave(request, folder) if request else status
 
 
-def leave(request: Left, folder: Folder) -> int:
+def leave(request: StopRequested, folder: Folder) -> int:
     """Leave a run that was told to stop, with the others if all have agreed on it; returns the exit status.
 
     Else whoever waits for this process learns it from the end of its connections.
@@ -309,7 +309,7 @@ def leave(request: Left, folder: Folder) -> int:
     if request.together:
         leave_together()
     finished = not request.together and folder.result.get("state") == "finished"
-    return 0 if finished else LEFT
+    return 0 if finished else EXIT_RESUMABLE
 
 
 def begin(settings: Experiment, world: World, given: Folder | None) -> tuple[Folder, Prepared] | UserError:
@@ -325,7 +325,7 @@ def begin(settings: Experiment, world: World, given: Folder | None) -> tuple[Fol
         if given is None and folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
         return error
-    except Left:
+    except StopRequested:
         if given is None and folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -358,7 +358,7 @@ def conclude(
     finally:
         if tracker is not None:
             patience = settings.wandb.finish_timeout  # those who leave wait for each other, and somebody for them
-            print(tracker.finish(min(patience, 5.0) if status == LEFT else patience), flush=True)
+            print(tracker.finish(min(patience, 5.0) if status == EXIT_RESUMABLE else patience), flush=True)
 
 
 def how_to_go_on(folder: Folder, settings: Experiment, why: str) -> str:
@@ -379,7 +379,7 @@ def how_it_ended(folder: Folder, status: int, why: str = "") -> dict[str, Any]:
     ended: dict[str, Any] = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
     if status == 128 + signal.SIGINT:
         ended |= {"state": "cancelled", "reason": "stopped by Ctrl-C"}
-    elif status == LEFT:
+    elif status == EXIT_RESUMABLE:
         saved = bool(storage.candidates(folder))
         ended |= {"state": "preempted", "reason": f"told to stop, {'saved' if saved else 'before the first step'}"}
     elif why:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.checkpoint.checkpointer import Checkpoints, read_model, words
-from common.checkpoint.preemption import Left, Notice, SafePoints, SilenceWatch
+from common.checkpoint.preemption import Notice, SafePoints, SilenceWatch, StopRequested
 from common.checkpoint.storage import Rejected, Snapshot
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.core.config import UserError
 from common.data import loader as data
@@ -75,7 +75,7 @@ class Run:
         self.points = SafePoints(world, settings.checkpoint, self.notice)
         self.silence = self._watch_for_silence() if world.backend == "nccl" and world.size > 1 else None
         self.checkpoints = Checkpoints(folder, world, settings.checkpoint, self.say)
-        self.training: Training | None = None
+        self.training: TrainState | None = None
         self.diverged = ""
         self.finished = False
         self.memory: dict[str, int] = {}  # of each process, the most bytes it has held
@@ -127,7 +127,7 @@ class Run:
 
     # ---- going on where an earlier start of this run ended
 
-    def resume(self, training: Training) -> int:
+    def resume(self, training: TrainState) -> int:
         """Load the newest checkpoint of the run, if there is one; returns the steps done. All ranks call it."""
         if self.total < 1:
             raise RuntimeError("run.total is not set: set it to the run's number of steps before run.resume(...)")
@@ -148,10 +148,10 @@ class Run:
         self._watch()
         return step
 
-    def safe_point(self, step: int, *, now: bool = False) -> None:
+    def checkpoint_or_stop(self, step: int, *, now: bool = False) -> None:
         """Between two steps: save if it is time; if any rank was told to stop, save and leave. All ranks call it.
 
-        Raises Left after saving, and UserError when the loss is no number any more or nothing could be saved.
+        Raises StopRequested after saving, and UserError when the loss is no number any more or nothing could be saved.
         """
         if not now and not self.points.reached(step):
             return
@@ -172,11 +172,11 @@ class Run:
             raise UserError(why)
 
     def _leave(self, step: int, saved: bool) -> NoReturn:
-        """Leave, to be continued after `step`. Raises Left, or UserError if that was not saved."""
+        """Leave, to be continued after `step`. Raises StopRequested, or UserError if that was not saved."""
         if not saved:
             raise UserError(f"told to stop after step {step}, and it could not be saved, as told above")
         self.say(f"told to stop: saved after step {step}, to be continued")
-        raise Left
+        raise StopRequested
 
     def _save(self, step: int, *, best: bool = False) -> bool:
         if self.training is None:
@@ -422,7 +422,7 @@ class Run:
     def look(self) -> None:
         """Between two batches of an evaluation: if any rank was told to stop, save and leave. All ranks call it.
 
-        Raises Left after saving, and UserError if nothing could be saved.
+        Raises StopRequested after saving, and UserError if nothing could be saved.
         """
         self._watch()
         self._show_life(time.perf_counter())
@@ -436,7 +436,7 @@ class Run:
             now = time.perf_counter() - self.began
             self.metrics.add([{"global_step": step, "samples": self._samples(step), "time": round(now, 6)} | values])
         self._save_best(step, values)
-        self.safe_point(step, now=True)
+        self.checkpoint_or_stop(step, now=True)
 
     def step_seconds(self) -> float:
         """The mean training step, evaluation and the first steps left out; 0 before there is one."""

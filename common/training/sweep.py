@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from common.core import config
 from common.core.config import UserError
-from common.core.errors import LEFT
+from common.core.errors import EXIT_RESUMABLE
 from common.core.signals import SIGNALS
 from common.runs.folder import Folder, write_atomic, write_json
 from configs.shared import Experiment
@@ -88,7 +88,7 @@ def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[
         rows.append(row | {"run": made.path.name, "exit_status": status} | made.result)
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         keep(folder, name, rows)
-        if status in (LEFT, *(128 + number for number in SIGNALS)):
+        if status in (EXIT_RESUMABLE, *(128 + number for number in SIGNALS)):
             return status  # it was the sweep that was told to stop
     done = [row for row in rows if row.get("state") == "finished"]
     if done:

@@ -133,7 +133,7 @@ def training(world: World) -> dict[str, Side]:
     works = {
         "step": (step, 2),
         "look": (lambda: points.agree(1, False), 50),
-        "settle": (lambda: ddp.settle(model, x), 1),
+        "warm up": (lambda: ddp.warm_up_buckets(model, x), 1),
     }
     return {name: timed(work, times) for name, (work, times) in works.items()}
 
@@ -176,7 +176,7 @@ def main(rounds: int, folder: Path) -> None:
     rows.append(
         Row("% of training: a look every half second", f"{100 * look / LOOK:.3f}", "<= 0.5", look <= LOOK / 200)
     )
-    rows.append(Row("settling DDP's buckets at a start, in steps", str(taken.ratio("settle", "step"))))
+    rows.append(Row("warming up DDP's buckets at a start, in steps", str(taken.ratio("warm up", "step"))))
     report.section(f"seconds that training stands still for a checkpoint in {folder}", rows, {"": taken}, bytes=sizes)
     print(f"\nraw samples: {report.file.relative_to(ROOT)}")
 

@@ -126,8 +126,8 @@ MISTAKES = [
     Mistake(
         "killed-rank-ignored",  # only exit statuses count, not signals
         "common/distributed/local_launcher.py",
-        "if child.status and child.exit_status != LEFT]",
-        "if child.exit_status and child.exit_status != LEFT]",
+        "if child.status and child.exit_status != EXIT_RESUMABLE]",
+        "if child.exit_status and child.exit_status != EXIT_RESUMABLE]",
     ),
     Mistake(
         "preparing-not-alone",
@@ -177,8 +177,8 @@ MISTAKES = [
     Mistake(
         "requeued-without-limit",
         "slurm/after.py",
-        "in_vain(folder) if status != LEFT else 0",
-        "in_vain(folder) if status == LEFT else 0",
+        "in_vain(folder) if status != EXIT_RESUMABLE else 0",
+        "in_vain(folder) if status == EXIT_RESUMABLE else 0",
     ),
     Mistake(
         "signal-is-success",  # the exit status of a job that a signal ended

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from common.checkpoint.checkpointer import Loaded
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.core.config import UserError
 from common.data import loader as data
@@ -62,11 +62,11 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
     images, _ = data.load(prepare.prepare(settings), settings)
     cpu = torch.device("cpu")
 
-    def training(names: list[str], size: int) -> Training:
+    def training(names: list[str], size: int) -> TrainState:
         part = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(1)) for name in names))
         many = World(0, size, 0, size, 0, 1, "local", ("here",) * size, cpu, "gloo", 1) if size else None
         loader = data.Loader(images, 8, 0, cpu, torch.float32)
-        return Training([part], torch.optim.SGD(part.parameters()), loader, cast(World, None), peers=many)
+        return TrainState([part], torch.optim.SGD(part.parameters()), loader, cast(World, None), peers=many)
 
     saved = training(["first", "second"], 1)
     for number, (_, buffer) in enumerate(pair for pair in saved.buffers if pair[0].endswith("mean")):

@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.data import loader
 from common.data.prepare import Prepared
@@ -244,7 +244,7 @@ def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, f
     )
     run = Run(cfg, folder, world, prepared)
     run.averaged, run.total = True, cfg.steps
-    run.training = Training([model], optimizer, windows, world, replicated=True, scaler=scaler)
+    run.training = TrainState([model], optimizer, windows, world, replicated=True, scaler=scaler)
     sent, states = [0], []
     if special in PLANTS:
         plant(special, model, world)

@@ -15,7 +15,7 @@ from common.runs.folder import Folder
 
 def drop_settling() -> None:
     """DDP regroups its buckets whenever it likes."""
-    ddp.settle = lambda *_: None
+    ddp.warm_up_buckets = lambda *_: None
 
 
 def drop_attempts() -> None:

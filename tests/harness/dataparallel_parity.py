@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.data import loader as data
 from common.data.prepare import Prepared
@@ -71,7 +71,7 @@ def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder)
     loader = data.Loader.of(train_set, cfg, world.device, share=(world.rank, world.size), ragged=True)
     run, times = Run(cfg, folder, world, prepared), step_timing.StepTimes(model, world.device)
     run.averaged, run.total = True, loop.total_steps(cfg, loader)
-    run.training = Training([ddp.inner(model)], optimizer, loader, world, replicated=True)
+    run.training = TrainState([ddp.inner(model)], optimizer, loader, world, replicated=True)
     step = 0
     while step < run.total:
         step = resnet_dataparallel.train_epoch(cfg, model, optimizer, loader, world, run, times, step)

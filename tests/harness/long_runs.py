@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.core.errors import LEFT
+from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import Folder
 from tests.harness.chance import open_stream
 from tests.harness.processes import PATIENCE, command, environment, processes_of, wait_until
@@ -61,7 +61,7 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         time.sleep(open_stream(f"{entry.name}-{number.name}").random())
         process.send_signal(number)
         out, err = process.communicate(PATIENCE)
-        assert process.returncode == (128 + number if number == signal.SIGINT else LEFT), out + err
+        assert process.returncode == (128 + number if number == signal.SIGINT else EXIT_RESUMABLE), out + err
         assert "Traceback" not in err and "go on with: make exp RESUME=" in err, err
         folder = only_folder(runs)
         (snapshot,) = storage.candidates(folder)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common.checkpoint import storage
-from common.core.errors import LEFT
+from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import Folder
 from tests.harness import warm
 from tests.harness.chance import open_stream
@@ -115,7 +115,7 @@ def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path
         began = time.monotonic()
         out, err = process.communicate(PATIENCE)
         seconds = time.monotonic() - began
-    assert process.returncode == LEFT and "told to stop: saved after step 20" in out, out + err
+    assert process.returncode == EXIT_RESUMABLE and "told to stop: saved after step 20" in out, out + err
     assert len(folder.metrics()) == 20 and [s.step for s in storage.candidates(folder)] == [20]
     assert seconds < 60, "far less than the evaluation would have taken"
     done = resume(entry, folder, "data.test_limit=100")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
-from common.core.errors import LEFT
+from common.core.errors import EXIT_RESUMABLE
 from slurm import diagnosis, status
 from tests.harness.long_runs import (
     ENDLESS,
@@ -57,7 +57,7 @@ def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[
         folder = only_folder(tmp_path)
         assert status.cancel(folder).startswith("cancelled process ")
         process.communicate(PATIENCE)
-    assert process.returncode == LEFT and storage.candidates(folder)
+    assert process.returncode == EXIT_RESUMABLE and storage.candidates(folder)
     assert status.state_of(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
     assert diagnosis.examine(folder)["cause"] == "it was cancelled"
     assert "after step" in status.what_rank_0_said(folder)
@@ -89,7 +89,7 @@ def test_a_rank_that_hangs_after_a_notice_is_waited_for_no_longer_than_the_grace
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         process.communicate(PATIENCE)
-        assert process.returncode not in (0, LEFT)
+        assert process.returncode not in (0, EXIT_RESUMABLE)
         log = only_folder(tmp_path).attempts()[0].log_file(0).read_text()
         assert "Timeout (0:00:02)" in log, "the stacks of all threads"
         assert not processes_of(str(tmp_path))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
-from common.core.errors import LEFT
+from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import Folder
 from tests.harness.long_runs import PATIENCE, only_folder, ranks_of
 from tests.harness.processes import ROOT, environment, processes_of, run, wait_until
@@ -89,9 +89,9 @@ def test_all_ranks_leave_when_one_is_told(tmp_path: Path, digits: tuple[str, ...
         waited = time.monotonic() - told
     saved = storage.candidates(folder)
     if without:
-        assert process.returncode not in (0, LEFT) and not saved and waited > timeout / 2  # it hung
+        assert process.returncode not in (0, EXIT_RESUMABLE) and not saved and waited > timeout / 2  # it hung
         assert "did not answer" in errors or "timed out" in errors.lower() or "error" in errors, errors
     else:
-        assert process.returncode == LEFT, errors
+        assert process.returncode == EXIT_RESUMABLE, errors
         assert [place.step for place in saved] == [losses(folder)[-1][0]]  # nothing is lost
     wait_until(lambda: not processes_of(str(tmp_path)), "no process is left")

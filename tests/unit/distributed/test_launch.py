@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from common.core import config, host_memory
-from common.core.errors import LEFT
+from common.core.errors import EXIT_RESUMABLE
 from common.distributed import local_launcher
 from common.distributed.rendezvous import Place, first_host, outside
 from common.runs.folder import Folder, read_json
@@ -182,7 +182,7 @@ def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(t
     wait_until(lambda: all("waiting" in rank.out for rank in ranks), "both stand in main()")
     for rank in ranks:
         rank.send_signal(signal.SIGUSR2)
-    assert [rank.wait(60) for rank in ranks] == [LEFT, LEFT], ranks[0].err + ranks[1].err
+    assert [rank.wait(60) for rank in ranks] == [EXIT_RESUMABLE, EXIT_RESUMABLE], ranks[0].err + ranks[1].err
     assert "Traceback" not in ranks[0].err + ranks[1].err
     (path,) = (tmp_path / "runs").iterdir()
     assert read_json(path / "result.json")["reason"] == "told to stop, before the first step"
@@ -261,7 +261,7 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, d
         assert second.poll() is None
         second.send_signal(signal.SIGTERM)
         second.communicate(PATIENCE)
-        assert second.returncode == LEFT
+        assert second.returncode == EXIT_RESUMABLE
         assert not processes_of(str(b))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from common.checkpoint.checkpointer import State
 from common.checkpoint.preemption import Notice
-from common.checkpoint.train_state import Training
+from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
@@ -41,7 +41,7 @@ class Played:
         self.now, self.queued, self.waits = self.now + self.queued, 0.0, self.waits + 1
 
 
-class Saved(Training):
+class Saved(TrainState):
     """What is saved has to be computed before."""
 
     gpu: Played
@@ -86,7 +86,7 @@ def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every:
         for step in range(1, total + 1):
             gpu.step()
             run.log(step, loss=1.0)
-            run.safe_point(step)
+            run.checkpoint_or_stop(step)
             if step % epoch == 0 or step == total:
                 gpu.synchronize(torch.device("cuda", 0))  # as who reads a result
                 gpu.now += 5

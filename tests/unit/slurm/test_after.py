@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.core.errors import LEFT
+from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import Folder
 from slurm import after
 from tests.harness.fake_slurm import Fake, call
@@ -47,7 +47,9 @@ def requeues(fake: Fake) -> int:
     return fake.calls.read_text().count("scontrol requeue 7")
 
 
-@pytest.mark.parametrize(("status", "words"), [(LEFT, "were told to stop"), (137, "failed with exit status 137")])
+@pytest.mark.parametrize(
+    ("status", "words"), [(EXIT_RESUMABLE, "were told to stop"), (137, "failed with exit status 137")]
+)
 def test_a_run_goes_back_into_the_queue(fake: Fake, folder: Folder, status: int, words: str) -> None:
     done = end(fake, folder, status, OURS)
     assert requeues(fake) == 1 and words in done.stdout and not folder.result
@@ -56,29 +58,29 @@ def test_a_run_goes_back_into_the_queue(fake: Fake, folder: Folder, status: int,
 @pytest.mark.parametrize("shown", [ELSEWHERE, QUEUED])
 def test_a_job_that_was_started_again_is_left_alone(fake: Fake, folder: Folder, shown: str) -> None:
     """This host was cut off meanwhile: whatever it says would hit the new start."""
-    for status in (LEFT, 137, 2):
+    for status in (EXIT_RESUMABLE, 137, 2):
         assert end(fake, folder, status, shown).returncode == status
     assert requeues(fake) == 0 and not folder.result
 
 
 def test_a_requeue_that_slurm_made_itself_is_no_failure(fake: Fake, folder: Folder) -> None:
-    assert end(fake, folder, LEFT, OURS, QUEUED, requeue="exit 1").returncode == LEFT
+    assert end(fake, folder, EXIT_RESUMABLE, OURS, QUEUED, requeue="exit 1").returncode == EXIT_RESUMABLE
     assert not folder.result
 
 
 def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: Folder) -> None:
-    done = end(fake, folder, LEFT, OURS, requeue="echo 'requeue is disabled' >&2; exit 1")
-    assert done.returncode == LEFT and folder.result["state"] == "failed"
+    done = end(fake, folder, EXIT_RESUMABLE, OURS, requeue="echo 'requeue is disabled' >&2; exit 1")
+    assert done.returncode == EXIT_RESUMABLE and folder.result["state"] == "failed"
     assert "cannot be queued again" in folder.result["reason"] and "requeue is disabled" in folder.result["reason"]
 
 
 def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
     """Also those that never got as far as a folder of their own; a checkpoint begins the count anew."""
-    assert end(fake, folder, 1, OURS).returncode == LEFT
+    assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE
     attempt = folder.claim()
     (attempt.attempt / "checkpoints" / "step-00000010").mkdir(parents=True)
-    assert end(fake, folder, 1, OURS).returncode == LEFT  # it had saved
-    assert end(fake, folder, 1, OURS).returncode == LEFT
+    assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE  # it had saved
+    assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE
     assert requeues(fake) == 3
     done = end(fake, folder, 1, OURS)
     assert done.returncode == 1 and requeues(fake) == 3
@@ -97,5 +99,5 @@ def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monke
 
 def test_a_run_that_has_a_result_is_over(fake: Fake, folder: Folder) -> None:
     (folder.path / "result.json").write_text(json.dumps({"state": "cancelled", "exit_status": 130}))
-    assert end(fake, folder, LEFT, OURS).returncode == 130
+    assert end(fake, folder, EXIT_RESUMABLE, OURS).returncode == 130
     assert not fake.calls.exists()
