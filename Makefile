@@ -60,66 +60,66 @@ $(READY): requirements.txt
 	@cp requirements.txt $(READY)
 
 exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1] or RESUME=<id>
-	@$(PY) -m slurm.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
+	@$(PY) -m slurm.launch.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
 	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" --strict="$$STRICT" --resume="$$RESUME" -- "$$NAME"
 
 rerun: $(READY)  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
-	@$(PY) -m slurm.rerun --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" -- "$$RUN"
+	@$(PY) -m slurm.launch.rerun --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" -- "$$RUN"
 
 evaluate: $(READY)  ## measure the trained model of a finished run again, in one process: RUN=<id> [ARGS="data.root=..."]
-	@$(PY) -m slurm.trained --args="$$ARGS" -- evaluate "$$RUN"
+	@$(PY) -m slurm.reports.trained_model --args="$$ARGS" -- evaluate "$$RUN"
 
 export: $(READY)  ## write the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
-	@$(PY) -m slurm.trained --format="$$FORMAT" -- export "$$RUN"
+	@$(PY) -m slurm.reports.trained_model --format="$$FORMAT" -- export "$$RUN"
 
 sweep: $(READY)  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
-	@$(PY) -m slurm.sweep --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" --failed="$$FAILED" \
+	@$(PY) -m slurm.launch.sweep --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" --failed="$$FAILED" \
 	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" -- "$$GRID"
 
 doctor: $(READY)  ## look at every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or at a run that failed or hangs: RUN=<id> [JSON=1]
-	@$(PY) -m slurm.doctor --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
+	@$(PY) -m slurm.reports.doctor --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
 	  --run="$$RUN" --json="$$JSON"
 
 status: $(READY)  ## how runs are doing [RUN=<id>] [WAIT=seconds] [JSON=1]
-	@$(PY) -m slurm.status --wait="$$WAIT" --json="$$JSON" -- status "$$RUN"
+	@$(PY) -m slurm.reports.status --wait="$$WAIT" --json="$$JSON" -- status "$$RUN"
 
 logs: $(READY)  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
-	@$(PY) -m slurm.status --follow="$$FOLLOW" -- logs "$$RUN"
+	@$(PY) -m slurm.reports.status --follow="$$FOLLOW" -- logs "$$RUN"
 
 cancel: $(READY)  ## end a run: RUN=<id>
-	@$(PY) -m slurm.status -- cancel "$$RUN"
+	@$(PY) -m slurm.reports.status -- cancel "$$RUN"
 
 compare: $(READY)  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
-	@$(PY) -m slurm.compare --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
+	@$(PY) -m slurm.reports.compare --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
 	  --page="$$PAGE" --json="$$JSON"
 
 sync: $(READY)  ## send to W&B what runs without a network left, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
-	@$(PY) -m slurm.upload sync --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
+	@$(PY) -m slurm.reports.wandb_sync sync --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
 	  --dry-run="$$DRY_RUN"
 
 dashboard: $(READY)  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
-	@$(PY) -m slurm.dashboard --project="$$PROJECT" --dry-run="$$DRY_RUN"
+	@$(PY) -m slurm.reports.wandb_dashboard --project="$$PROJECT" --dry-run="$$DRY_RUN"
 
 leet: $(READY)  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
-	@$(PY) -m slurm.upload leet --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP"
+	@$(PY) -m slurm.reports.wandb_sync leet --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP"
 
 prune-runs: $(READY)  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
-	@$(PY) -m slurm.prune --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --dry-run="$$DRY_RUN"
+	@$(PY) -m slurm.reports.prune_runs --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --dry-run="$$DRY_RUN"
 
 tour: $(READY)  ## every experiment at its smallest, then all of them side by side
-	@$(PY) -m tests.tour
+	@$(PY) -m slurm.launch.tour
 
 cluster-up: $(READY)  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [DB=1, with accounting]
-	@$(PY) -m slurm.cluster up --name="$$NAME" --nodes="$$NODES" --db="$$DB"
+	@$(PY) -m slurm.local_cluster.cli up --name="$$NAME" --nodes="$$NODES" --db="$$DB"
 
 cluster-down: $(READY)  ## end it [NAME=local]
-	@$(PY) -m slurm.cluster down --name="$$NAME"
+	@$(PY) -m slurm.local_cluster.cli down --name="$$NAME"
 
 cluster-status: $(READY)  ## its hosts and their state [NAME=local]
-	@$(PY) -m slurm.cluster status --name="$$NAME"
+	@$(PY) -m slurm.local_cluster.cli status --name="$$NAME"
 
 cluster-shell: $(READY)  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]
-	@$(PY) -m slurm.cluster shell --name="$$NAME"
+	@$(PY) -m slurm.local_cluster.cli shell --name="$$NAME"
 
 test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k name"]
 	@$(PY) -m pytest $${TESTS:-$(FAST)} --numprocesses 2 --dist worksteal

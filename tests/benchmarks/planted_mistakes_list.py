@@ -176,55 +176,55 @@ MISTAKES = [
     # ---- slurm
     Mistake(
         "requeued-without-limit",
-        "slurm/after.py",
+        "slurm/scheduling/requeue.py",
         "in_vain(folder) if status != EXIT_RESUMABLE else 0",
         "in_vain(folder) if status == EXIT_RESUMABLE else 0",
     ),
     Mistake(
         "signal-is-success",  # the exit status of a job that a signal ended
-        "slurm/status.py",
+        "slurm/reports/status.py",
         "return code or (128 + signalled if 0 < signalled < 32 else 1)",
         "return code",
     ),
     Mistake(
         "array-task-off-by-one",
-        "slurm/sbatch.py",
+        "slurm/scheduling/sbatch.py",
         "$((SLURM_ARRAY_TASK_ID + 1))p",
         "$((SLURM_ARRAY_TASK_ID))p",
     ),
     Mistake(
         "launcher-words-inherited",  # a job begins as a rank of the torchrun around it
-        "slurm/scheduler.py",
+        "slurm/scheduling/scheduler.py",
         "if not k.startswith(LEFTOVERS) and k not in LAUNCHER}",
         "if not k.startswith(LEFTOVERS)}",
     ),
     Mistake(
         "sweep-ignores-failures",
-        "slurm/sweep.py",
+        "slurm/launch/sweep.py",
         "                bad += run.returncode != 0\n",
         "",
     ),
     Mistake(
         "prunes-what-can-go-on",  # checkpoints of unfinished runs that nobody named
-        "slurm/prune.py",
+        "slurm/reports/prune_runs.py",
         'if state == "FINISHED" or (named and state in status.OVER) else []',
         "if state in status.OVER else []",
     ),
     Mistake(
         "missing-steps-are-equal",
-        "slurm/rerun.py",
+        "slurm/launch/rerun.py",
         "return bool(both) and not wrong and not missing and not odd",
         "return bool(both) and not wrong and not odd",
     ),
     Mistake(
         "first-error-without-time",  # one whose time is not known is taken for the first
-        "slurm/diagnosis.py",
+        "slurm/reports/diagnosis.py",
         "key=lambda rank: (not rank.when, rank.when))",
         "key=lambda rank: rank.when)",
     ),
     Mistake(
         "any-process-of-that-pid",
-        "slurm/cluster_net.py",
+        "slurm/local_cluster/namespaces.py",
         'return int(now[19]) == self.start and now[0] not in "ZX"',
         'return now[0] not in "ZX"',
     ),

@@ -38,8 +38,8 @@ def measure(runs: Path) -> dict[str, dict[str, float]]:
     """What the commands take over what lies in `runs`; on a busy machine only the seconds of the processor tell."""
     found = {}
     for name, words in (
-        ("compare LAST=50", ["slurm.compare", "--last=50"]),
-        ("status", ["slurm.status", "--", "status"]),
+        ("compare LAST=50", ["slurm.reports.compare", "--last=50"]),
+        ("status", ["slurm.reports.status", "--", "status"]),
     ):
         module, *rest = words
         began = time.perf_counter()

@@ -49,7 +49,7 @@ def ours(env: dict[str, str], scratch: Path, settings: list[str]) -> dict[str, f
     runs, stamp = scratch / "runs", scratch / "started"
     words = " ".join([*settings, f"runs={runs}", f"'cluster.setup=[date +%s.%N >{stamp}]'"])
     began = time.time()
-    call(env, "slurm.submit", "--nodes=2", f"--args={words}", "--", "mnist_pipeline")
+    call(env, "slurm.launch.submit", "--nodes=2", f"--args={words}", "--", "mnist_pipeline")
     folder, total = first_row(runs, began)
     submitted = (folder / "submit" / "job.sh").stat().st_mtime - began  # written just before sbatch is called
     started = float(stamp.read_text()) - began
@@ -57,7 +57,7 @@ def ours(env: dict[str, str], scratch: Path, settings: list[str]) -> dict[str, f
     claimed = (folder / "attempts/0001/logs").stat().st_ctime - began
     meet = world["rendezvous_seconds"]
     parts = (submitted, started - submitted, claimed - meet - started, meet, total - claimed)
-    call(env, "slurm.status", "status", str(folder), "--wait=60")
+    call(env, "slurm.reports.status", "status", str(folder), "--wait=60")
     return dict(zip(PARTS, parts, strict=True)) | {"total": total}
 
 
@@ -68,9 +68,9 @@ def bare(env: dict[str, str], scratch: Path, settings: list[str]) -> dict[str, f
     wrap = f"srun --kill-on-bad-exit=1 --cpus-per-task=1 {script}"
     options = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output=/dev/null", f"--wrap={wrap}"]
     began = time.time()
-    call(env, "slurm.cluster", "exec", "sbatch", *options)
+    call(env, "slurm.local_cluster.cli", "exec", "sbatch", *options)
     folder, total = first_row(runs, began)
-    call(env, "slurm.status", "status", str(folder), "--wait=60")
+    call(env, "slurm.reports.status", "status", str(folder), "--wait=60")
     return {"total": total}
 
 
@@ -80,7 +80,7 @@ def main(rounds: int) -> None:
         env = os.environ | {"CLUSTER_DIR": name, "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
         prepare_digits(place / "cache")
         settings = ["data.name=digits", f"data.cache={place}/cache", "steps=20", "data.test_limit=100"]
-        call(env, "slurm.cluster", "up", "--nodes", "2")
+        call(env, "slurm.local_cluster.cli", "up", "--nodes", "2")
         samples: dict[str, list[dict[str, float]]] = {"ours": [], "bare": []}
         try:
             for number in range(rounds + 1):
@@ -89,7 +89,7 @@ def main(rounds: int) -> None:
                     scratch.mkdir()
                     samples[side].append(measure(env, scratch, settings))
         finally:
-            call(env, "slurm.cluster", "down")
+            call(env, "slurm.local_cluster.cli", "down")
     kept = {side: rows[1:] for side, rows in samples.items()}
     for part in (*PARTS, "total"):
         print(f"{part:<26} {statistics.median(row[part] for row in kept['ours']):6.2f} s")

@@ -17,8 +17,8 @@ from pathlib import Path
 from common.checkpoint import storage
 from common.checkpoint.storage import Snapshot
 from common.runs.folder import Folder, read_json
-from slurm import cluster_boot as boot
-from slurm.cluster_conf import CONTROLLER
+from slurm.local_cluster import daemons
+from slurm.local_cluster.slurm_conf import CONTROLLER
 from tests.cluster.lab import CRAWLING, DISK, EVERY, SLOW, Lab, Running, last_step
 from tests.harness.processes import ROOT
 from tests.harness.site import until
@@ -155,9 +155,9 @@ def cut_briefly(running: Running, chance: random.Random) -> None:
     plan, number = running.lab.cluster.plan, int(chance.choice(running.hosts()).removeprefix("node"))
 
     def blink() -> None:
-        boot.cut(plan, number)
+        daemons.cut(plan, number)
         time.sleep(4)
-        boot.join(plan, number)
+        daemons.join(plan, number)
 
     running.lab.as_root(blink)
 

@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image
 
 from common.runs.folder import Folder, read_json
-from slurm import cluster_net as net
-from slurm.cluster import Cluster, folder_of
-from slurm.cluster_conf import Plan, search_path
+from slurm.local_cluster import namespaces
+from slurm.local_cluster.cluster import Cluster, folder_of
+from slurm.local_cluster.slurm_conf import Plan, search_path
 from tests.harness.processes import ROOT, environment, processes_of
 from tests.harness.shared import locked
 from tests.harness.site import until
@@ -52,7 +52,7 @@ class Lab:
                 make_images(shared / "images.new")
                 (shared / "images.new").rename(shared / "images")
 
-    def tool(self, *words: str, module: str = "slurm.cluster", env: dict[str, str] | None = None) -> str:
+    def tool(self, *words: str, module: str = "slurm.local_cluster.cli", env: dict[str, str] | None = None) -> str:
         """One of the project's commands; its output. Raises RuntimeError with its complaint."""
         command = [sys.executable, "-m", module, *words]
         env = self.env | (env or {})
@@ -81,7 +81,7 @@ class Lab:
     @property
     def cluster(self) -> Cluster:
         folder = folder_of("local", self.env)
-        process = net.Process.load(folder / "holder")
+        process = namespaces.Process.load(folder / "holder")
         assert process, "the cluster is gone"
         return Cluster(Plan.load(folder), process)
 
@@ -89,7 +89,7 @@ class Lab:
         """Let every cable at the switch carry so many bits a second to its host."""
 
         def limit() -> None:
-            for name in net.cables():
+            for name in namespaces.cables():
                 words = ["tc", "qdisc", "replace", "dev", name, "root", "tbf", "rate", rate]
                 subprocess.run([*words, "burst", "16kb", "latency", "300ms"], check=True)
 
@@ -124,7 +124,7 @@ class Lab:
         words = [*EXPERIMENTS[experiment], f"steps={STEPS}", f"runs={runs}", f"data.cache={self.shared / 'cache'}"]
         words += [f"data.root={self.shared / 'images'}", "log.seconds=0.1", "checkpoint.every_seconds=0"]
         words += [f"checkpoint.every_steps={EVERY}", f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *more]
-        self.tool("--nodes=2", f"--args={' '.join(words)}", "--", experiment, module="slurm.submit", env=env)
+        self.tool("--nodes=2", f"--args={' '.join(words)}", "--", experiment, module="slurm.launch.submit", env=env)
         (path,) = runs.iterdir()
         return Running(self, Folder(path))
 
@@ -224,8 +224,8 @@ def own_disk(place: Path) -> Iterator[None]:
 
     This process keeps mounts of its own, so that nothing stays mounted however it ends.
     """
-    net.unshare("mnt")
-    net.mount("none", "/", None, net.RECURSIVE | net.PRIVATE)
+    namespaces.unshare("mnt")
+    namespaces.mount("none", "/", None, namespaces.RECURSIVE | namespaces.PRIVATE)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(place)], check=True)
     try:
         yield

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from common.runs.folder import Folder
-from slurm import cluster, cluster_boot, cluster_net
+from slurm.local_cluster import cluster, daemons, namespaces
 from tests.harness.site import FIRST, Site, own_mounts, up
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,7 +38,7 @@ def check_job(
     assert done.returncode == status, done.stdout + done.stderr
     logs = [log.read_text() for log in folder.path.glob("submit/*_log.out")]
     assert not any("Traceback" in text for text in logs), logs
-    assert message in site.call("slurm.status", "status", str(folder.path), status=1).stdout
+    assert message in site.call("slurm.reports.status", "status", str(folder.path), status=1).stdout
     site.gone(folder)
 
 
@@ -63,16 +63,16 @@ def host_knows(site: Site, number: int, names: str) -> Iterator[None]:
     file = site.folder / "hosts"
     file.write_text(f"127.0.0.1 localhost\n10.77.0.254 ctl\n{names}\n")
     environ = {"CLUSTER_DIR": str(site.folder)}
-    process = cluster_net.Process.load(cluster.folder_of("local", environ) / "holder")
+    process = namespaces.Process.load(cluster.folder_of("local", environ) / "holder")
     assert process
     plan = cluster.Plan.load(cluster.folder_of("local", environ))
 
     def on_host(*argv: str) -> None:
         def body() -> None:
-            cluster_net.enter(int(cluster_boot.record(plan, number).read_text().split()[0]))
+            namespaces.enter(int(daemons.record(plan, number).read_text().split()[0]))
             subprocess.run(argv, check=True)
 
-        assert cluster_net.inside(process, body) == 0
+        assert namespaces.inside(process, body) == 0
 
     on_host("mount", "--bind", str(file), "/etc/hosts")
     try:
@@ -121,7 +121,7 @@ def test_data_that_vanish_between_submission_and_start_are_told_in_time(site: Si
         shutil.rmtree(images)
         shutil.rmtree(prepared)
     folder = site.run_of("vanished")
-    done = site.call("slurm.status", "logs", str(folder.path), "--follow=1", status=None)
+    done = site.call("slurm.reports.status", "logs", str(folder.path), "--follow=1", status=None)
     check_job(site, done, folder, f"{images}/train is missing; set data.root to a folder with train/<class>/*")
     check_in_time(site, folder)
 
@@ -170,7 +170,7 @@ def test_a_bad_disk_of_a_submitted_run_is_told_in_time(
             folder = Folder(Path(line.split()[-1]))
             subprocess.run([*prefix, "sh", "-c", change.format(disk=f"{base}/runs")], check=False)
         began = time.monotonic()
-        done = site.call("slurm.status", "logs", str(folder.path), "--follow=1", status=None)
+        done = site.call("slurm.reports.status", "logs", str(folder.path), "--follow=1", status=None)
         assert time.monotonic() - began < SECONDS
         for message in messages:
             check_job(site, done, folder, message, status)
@@ -200,7 +200,7 @@ def test_a_controller_that_is_silent_or_down_is_told_in_time(
             check(done, down)
             assert not (site.runs / "after").exists()
             began = time.monotonic()
-            shown = site.call("slurm.status", "status", str(site.run_of("before").path))
+            shown = site.call("slurm.reports.status", "status", str(site.run_of("before").path))
             assert "  UNKNOWN  " in shown.stdout and time.monotonic() - began < SECONDS
 
 

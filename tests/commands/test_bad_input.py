@@ -17,7 +17,8 @@ import pytest
 
 from common.core.config import UserError
 from common.data.prepare import RAW
-from slurm import submit, trained
+from slurm.launch import submit
+from slurm.reports import trained_model
 from tests.harness import inside
 from tests.harness.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file
 from tests.harness.damaged_runs import OF_A_RUN
@@ -170,13 +171,13 @@ def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -
 )
 def test_bad_words_about_a_trained_model(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
-    done = inside.call(trained.main, *(word.replace("{}", str(folder.path)) for word in words))
+    done = inside.call(trained_model.main, *(word.replace("{}", str(folder.path)) for word in words))
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done
     assert "Traceback" not in done.stderr
 
 
 def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "slurm.submit", "--args=epoch=3", "--", "mnist_pipeline"]
+    argv = [sys.executable, "-m", "slurm.launch.submit", "--args=epoch=3", "--", "mnist_pipeline"]
     env = environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2 and not done.stdout

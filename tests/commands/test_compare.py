@@ -13,8 +13,8 @@ import pytest
 
 from common.runs import compare_page
 from common.runs.folder import Folder
-from slurm import compare as compared
-from slurm import selection, status
+from slurm.reports import compare as compared
+from slurm.reports import selection, status
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made, write_six
 from tests.harness.processes import ROOT, environment
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
-    done = warm.execute([sys.executable, "-m", "slurm.compare", f"--runs={made}"], env=environment(), real=True)
+    done = warm.execute([sys.executable, "-m", "slurm.reports.compare", f"--runs={made}"], env=environment(), real=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == compare(made).stdout
     head, *lines = done.stdout.splitlines()
@@ -220,7 +220,7 @@ def test_status_is_told_to_machines(made: Path) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    program = "import sys, slurm.compare, slurm.dashboard, slurm.prune, slurm.upload\n"
+    program = "import sys\nfrom slurm.reports import compare, prune_runs, wandb_dashboard, wandb_sync\n"
     program += "print('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

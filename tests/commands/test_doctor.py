@@ -18,10 +18,10 @@ from common.core import config
 from common.runs.folder import write_json
 from common.training import entry_point
 from common.training.host_checks import problems
-from slurm import diagnosis
-from slurm import doctor as checks
-from slurm.ranks import Beat, straggler
-from slurm.scheduler import Scheduler
+from slurm.reports import diagnosis
+from slurm.reports import doctor as checks
+from slurm.reports.heartbeats import Beat, straggler
+from slurm.scheduling.scheduler import Scheduler
 from tests.harness import inside, warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.made_runs import Made
@@ -100,7 +100,7 @@ def test_a_damaged_set_is_named(cache: Path, tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    words = [sys.executable, "-m", "slurm.doctor", "--nodes=2", "--json=1"]
+    words = [sys.executable, "-m", "slurm.reports.doctor", "--nodes=2", "--json=1"]
     words.append(f"--args=runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}")
     done = warm.execute(words, env=environment(), timeout=90)
     found = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""The Makefile and slurm/submit.py: what a person types, honest or hostile.
+"""The Makefile and slurm/launch/submit.py: what a person types, honest or hostile.
 
 make runs in a folder of its own, with copies of the Makefile and of requirements.txt and a `.venv` whose python
 is this one: the project's environment can neither be missing nor be rebuilt by a test. What make hands over is told by
@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurm import compare, prune, submit, upload
+from slurm.launch import submit
+from slurm.reports import compare, prune_runs, wandb_sync
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake
 from tests.harness.making import handed_over
@@ -203,8 +204,8 @@ def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> No
     [
         (compare.main, ("--pick={}",)),
         (compare.main, ("--where={}",)),
-        (upload.main, ("sync", "--sweep={}")),
-        (prune.main, ("--last={}",)),
+        (wandb_sync.main, ("sync", "--sweep={}")),
+        (prune_runs.main, ("--last={}",)),
     ],
     ids=["compare RUNS", "compare WHERE", "sync SWEEP", "prune-runs LAST"],
 )
@@ -236,7 +237,7 @@ def test_bad_settings_are_answered_without_torch(tmp_path: Path) -> None:
         fake.write_text(f"raise SystemExit('{name} was imported')\n")
     program = """
 from common.core.config import UserError
-from slurm import submit
+from slurm.launch import submit
 for words in (
     ["--", "mnist_pipelin"],
     ["--args=epoch=1", "--", "mnist_pipeline"],

@@ -15,7 +15,7 @@ import pytest
 from common.core.config import UserError
 from common.runs.folder import Folder, write_json
 from configs.profile import Profile
-from slurm import rerun
+from slurm.launch import rerun
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment, run
@@ -34,7 +34,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(cache: Path, tmp_p
     script.write_text(script.read_text() + "# as it was then\n")
     meta = json.loads((old / "meta.json").read_text())
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
-    done = warm.execute([sys.executable, "-m", "slurm.rerun", "--", str(old)], env=environment())
+    done = warm.execute([sys.executable, "-m", "slurm.launch.rerun", "--", str(old)], env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert differing(done.stdout) == [f"package numpy: then 1.0, now {np.__version__}"]
     assert "losses      equal to the bit in 12 steps" in done.stdout

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-import slurm.sweep
-from slurm import compare, grid
+import slurm.launch.sweep
+from slurm.launch import sweep_file
+from slurm.reports import compare
 from tests.harness import inside
 from tests.harness.damaged_runs import DAMAGES
 from tests.harness.processes import ROOT
@@ -20,7 +21,7 @@ from tests.harness.sweeps import DIVERGES, begin, cells, sweep, write
 
 def refused(file: Path, *words: str, cwd: Path = ROOT) -> str:
     """The one line that refuses a sweep."""
-    done = inside.call(slurm.sweep.main, "--launch=local", *words, "--", str(file), cwd=cwd)
+    done = inside.call(slurm.launch.sweep.main, "--launch=local", *words, "--", str(file), cwd=cwd)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
@@ -100,7 +101,7 @@ def test_a_damaged_sweep_is_told_and_not_begun_anew(damage: str, tmp_path: Path,
 
 
 def test_repeats_have_seeds_of_their_own(tmp_path: Path, cache: Path) -> None:
-    found = grid.read(str(write(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")), ["seed=5"])
+    found = sweep_file.read(str(write(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")), ["seed=5"])
     assert [(p.values["batch"], p.settings.seed) for p in found.points] == [
         (batch, seed) for seed in (5, 6, 7) for batch in ("32", "64")
     ]
@@ -108,5 +109,5 @@ def test_repeats_have_seeds_of_their_own(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_grid_is_valid(file: Path) -> None:
-    assert grid.read(str(file), []).points
+    assert sweep_file.read(str(file), []).points
     assert re.match(r"#.*make sweep GRID=configs/sweeps/", file.read_text())

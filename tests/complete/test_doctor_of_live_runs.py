@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm import doctor, status
+from slurm.reports import doctor, status
 from tests.harness import inside, warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import environment
@@ -19,7 +19,7 @@ from tests.harness.processes import environment
 
 def test_this_machine_is_sound(cache: Path, tmp_path: Path) -> None:
     args = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
-    done = warm.execute([sys.executable, "-m", "slurm.doctor", "--nodes=2", args], env=environment(), real=True)
+    done = warm.execute([sys.executable, "-m", "slurm.reports.doctor", "--nodes=2", args], env=environment(), real=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-2:] == ["W&B: runs would be disabled", "all is sound"] and len(lines) == 6

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurm import compare as compared
+from slurm.reports import compare as compared
 from tests.harness import inside
 from tests.harness.browser import browser, requests
 from tests.harness.made_runs import Made, write_six

@@ -11,7 +11,7 @@ import pytest
 
 from common.data.prepare import RAW
 from common.runs.folder import Folder
-from slurm import rerun
+from slurm.launch import rerun
 from tests.harness.processes import environment, run
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")

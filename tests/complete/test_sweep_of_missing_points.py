@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm import compare
+from slurm.reports import compare
 from tests.harness import inside
 from tests.harness.sweeps import DIVERGES, begin, cells, sweep, write
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from common.checkpoint import checkpointer, storage
 from common.models import model_file
 from common.runs.folder import Folder, write_json
-from slurm import rerun, trained
+from slurm.launch import rerun
+from slurm.reports import trained_model
 from tests.harness import inside
 from tests.harness.processes import run
 from tests.harness.registry import EXPERIMENTS, REPLICATED, Entry
@@ -34,7 +35,7 @@ assert not {"common", "torch"} & set(sys.modules)
 
 
 def evaluate(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.call(trained.main, *words, "--", "evaluate", str(folder.path))
+    return inside.call(trained_model.main, *words, "--", "evaluate", str(folder.path))
 
 
 def copy(folder: Folder, place: Path) -> Folder:
@@ -86,7 +87,7 @@ def test_another_model_gives_other_numbers(finished: Make, tmp_path: Path) -> No
     digest = model_file.file_hash(folder.path / "model.safetensors")
     write_json(folder.path / "model.json", facts | {"sha256": digest})
     done = evaluate(folder)
-    assert done.returncode == trained.DIFFERENT and "DIFFERENT" in done.stdout
+    assert done.returncode == trained_model.DIFFERENT and "DIFFERENT" in done.stdout
 
 
 def test_other_samples_are_measured_and_not_compared(finished: Make, cache: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_model_of_another_device_is_measured_and_not_judged(finished: Make, tm
     assert facts["device"] == "cpu"
     facts["scores"]["test_loss"] *= 1.001
     write_json(folder.path / "model.json", facts)
-    assert evaluate(folder).returncode == trained.DIFFERENT
+    assert evaluate(folder).returncode == trained_model.DIFFERENT
     write_json(folder.path / "model.json", facts | {"device": "cuda"})
     done = evaluate(folder)
     assert done.returncode == 0 and "the run was measured on cuda, which rounds otherwise" in done.stdout

@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import slurm.upload
+import slurm.reports.wandb_sync
 from common.runs.folder import Folder
-from slurm import compare, doctor, prune, rerun, status, submit, trained
+from slurm.launch import rerun, submit
+from slurm.reports import compare, doctor, prune_runs, status, trained_model
 from tests.harness import inside
 from tests.harness.made_runs import Made
 
@@ -71,8 +72,8 @@ OF_A_RUN: dict[str, tuple[Main, str]] = {
     "doctor": (doctor.main, "--run={}"),
     "rerun": (rerun.main, "-- {}"),
     "resume": (submit.main, "--resume={} --launch=local --dry-run=1 -- "),
-    "evaluate": (trained.main, "-- evaluate {}"),
-    "export": (trained.main, "-- export {}"),
+    "evaluate": (trained_model.main, "-- evaluate {}"),
+    "export": (trained_model.main, "-- export {}"),
 }
 """The commands that take RUN, but for cancel."""
 
@@ -85,8 +86,8 @@ def call_all(run: Path) -> None:
     calls: dict[str, tuple[Main, list[str]]] = {
         "status of all": (status.main, [given, "status"]),
         "compare": (compare.main, [given, "--json=1", f"--page={runs.parent / 'page.html'}"]),
-        "prune": (prune.main, [given]),
-        "sync": (slurm.upload.main, ["sync", given, "--dry-run=1"]),
+        "prune": (prune_runs.main, [given]),
+        "sync": (slurm.reports.wandb_sync.main, ["sync", given, "--dry-run=1"]),
     }
     calls |= {
         what: (main, [w.replace("{}", str(run)) for w in text.split(" ")]) for what, (main, text) in OF_A_RUN.items()

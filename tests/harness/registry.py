@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slurm.launch.tour import SMALLEST
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -23,7 +25,7 @@ class Entry:
 EXPERIMENTS = [
     Entry(
         name="mnist_pipeline",
-        smallest=("batch=16", "microbatches=2"),
+        smallest=SMALLEST["mnist_pipeline"],
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second"),
         spread=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
@@ -34,7 +36,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="ddp_multinode",
-        smallest=("batch=16", "optim.base_batch=16", "optim.warmup=0"),
+        smallest=SMALLEST["ddp_multinode"],
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "ranks", "communication_exposed"),
         spread=lambda count: (f"processes_per_node={count}",),
@@ -46,7 +48,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="amp_accum",
-        smallest=("batch=16", "optim.base_batch=16", "optim.warmup=0"),
+        smallest=SMALLEST["amp_accum"],
         processes=2,
         produces=(
             "test_accuracy",
@@ -65,14 +67,14 @@ EXPERIMENTS = [
     ),
     Entry(
         name="resnet_dataparallel",
-        smallest=("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
+        smallest=SMALLEST["resnet_dataparallel"],
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "devices", "memory_megabytes"),
         spread=lambda count: ("model=convnet", "compare=false", f"processes_per_node={count}"),
     ),
     Entry(
         name="resnet_modelparallel",
-        smallest=("width=8", "batch=16", "split_size=8", "plot=false"),
+        smallest=SMALLEST["resnet_modelparallel"],
         processes=2,
         produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "peak_memory"),
         spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
@@ -84,7 +86,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="sparse_prune",
-        smallest=("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
+        smallest=SMALLEST["sparse_prune"],
         processes=1,
         produces=(
             "test_accuracy",

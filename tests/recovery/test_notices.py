@@ -14,7 +14,7 @@ import pytest
 
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
-from slurm import diagnosis, status
+from slurm.reports import diagnosis, status
 from tests.harness.long_runs import (
     ENDLESS,
     PATIENCE,

@@ -23,7 +23,7 @@ from common.distributed.rendezvous import Place, first_host, outside
 from common.runs.folder import Folder, read_json
 from configs.amp_accum import Config as Precision
 from configs.resnet_modelparallel import Config as Split
-from slurm import status
+from slurm.reports import status
 from tests.harness import warm
 from tests.harness.long_runs import ENDLESS, PATIENCE, free_port, only_folder, ranks_of, train_long
 from tests.harness.processes import command, environment, processes_of, run, wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import Folder
-from slurm import ranks
+from slurm.reports import heartbeats
 
 GOOD = {"global_step": 1, "samples": 8, "time": 0.5, "loss": 1.5}
 BAD = ['{"global_step": "1", "loss": 1}', '{"global_step": null}', "null", "[1]", '{"loss": 1}', "garb\0ge", "", "{"]
@@ -47,5 +47,5 @@ def test_rows_up_to_a_checkpoint_are_counted_by_lines(attempt: Folder) -> None:
 def test_a_damaged_heartbeat_is_one_without_a_step(attempt: Folder, value: object) -> None:
     beat = {"step": value, "time": value, "before_backward": value}
     (attempt.attempt / "heartbeat-0.json").write_text(json.dumps(beat))
-    (found,) = ranks.beats(attempt)
+    (found,) = heartbeats.beats(attempt)
     assert (found.step, found.time, found.before_backward) == (0, 0.0, None)

@@ -15,10 +15,10 @@ from typing import Any
 
 from common.core.errors import DIVERGENCE, UNUSABLE
 from common.runs.folder import Folder, read_json
-from slurm import status
-from slurm.ranks import Beat, beats, slow_words, straggler
-from slurm.selection import number, settings_of
-from slurm.status import OVER
+from slurm.reports import status
+from slurm.reports.heartbeats import Beat, beats, slow_words, straggler
+from slurm.reports.selection import number, settings_of
+from slurm.reports.status import OVER
 
 ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
 RAISED = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # a traceback's last line
@@ -114,7 +114,7 @@ def where_it_stands(text: str) -> str:
     frames = FRAME.findall(threads[-1]) if threads else []  # the main thread comes last
     if not frames:
         return ""
-    own = [f for f in frames if re.search(r"/(common/\w+|experiments)/\w+\.py$", f[0])]
+    own = [f for f in frames if re.search(r"/(common|slurm|experiments)/([\w/]+/)?\w+\.py$", f[0])]
     chosen = [*frames[:1], *[f for f in own[:2] if f is not frames[0]]]
     return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in chosen)
 

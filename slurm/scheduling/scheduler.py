@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.core.config import UserError
-from slurm import cluster
+from slurm.local_cluster import cluster
 
 LOCAL = "the local cluster"
 PATIENCE = 15.0  # seconds for a command of SLURM

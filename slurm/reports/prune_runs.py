@@ -1,6 +1,6 @@
 """`make prune-runs`: free the disk of what runs that are over no longer need. Imports no torch.
 
-    python -m slurm.prune [--pick="ID ID"] [--name= --last= --where=] [--dry-run=0]
+    python -m slurm.reports.prune_runs [--pick="ID ID"] [--name= --last= --where=] [--dry-run=0]
 
 Without --dry-run=0 it only shows what would go: checkpoints, traces, and W&B's folders that were sent. Settings,
 results, metrics, logs and source stay. A run that did not finish can go on from its checkpoints: they go only if
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.core import config
-from common.core.config import UserError
 from common.runs.folder import MODEL, Folder, disk_errors
-from slurm import selection, status, upload
-from slurm.selection import Asked
+from slurm.arguments import parse_switch
+from slurm.reports import selection, status, wandb_sync
+from slurm.reports.selection import Asked
 
 
 def superfluous(folder: Folder, named: bool) -> list[Path]:
@@ -37,7 +37,7 @@ def superfluous(folder: Folder, named: bool) -> list[Path]:
             found += [path for path in sorted(room.iterdir()) if path not in stay]
         elif room.exists():
             found.append(room)
-    return found + [path for path in upload.offline(folder) if upload.sent(path)]
+    return found + [path for path in wandb_sync.offline(folder) if wandb_sync.sent(path)]
 
 
 def size(path: Path) -> int:
@@ -76,8 +76,7 @@ def main(arguments: list[str]) -> int:
     for option in ("pick", "name", "last", "where", "dry-run", "runs"):
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
-    if given.dry_run not in ("", "0", "1"):
-        raise UserError(f"DRY_RUN={given.dry_run!r} is neither 0 nor 1")
+    parse_switch("DRY_RUN", given.dry_run)
     asked = Asked(given.pick, given.name, given.last, given.where)
     dry = given.dry_run != "0"
     total = prune(selection.select(asked, Path(given.runs or "runs"), newest=0), bool(given.pick), dry)

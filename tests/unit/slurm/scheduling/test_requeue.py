@@ -11,7 +11,7 @@ import pytest
 
 from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import Folder
-from slurm import after
+from slurm.scheduling import requeue
 from tests.harness.fake_slurm import Fake, call
 
 OURS, ELSEWHERE, QUEUED = "JobState=RUNNING Restarts=1", "JobState=RUNNING Restarts=2", "JobState=PENDING Restarts=2"
@@ -40,7 +40,7 @@ def end(
     looks.write_text("".join(f"{line}\n" for line in shown))
     once = f'head -1 {looks}; [ "$(wc -l <{looks})" = 1 ] || sed -i 1d {looks}'
     fake.answer("scontrol", f'case "$1" in requeue) {requeue};; *) {once};; esac')
-    return call(fake, "slurm.after", str(folder.path), str(status), **PLACE)
+    return call(fake, "slurm.scheduling.requeue", str(folder.path), str(status), **PLACE)
 
 
 def requeues(fake: Fake) -> int:
@@ -90,9 +90,9 @@ def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
 def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    after.note_refusal(folder, 1, "rank 0 tells")
-    after.note_refusal(folder, 0, "the loss is nan")
-    after.note_refusal(folder, 10, "rank 0 tells")
+    requeue.note_refusal(folder, 1, "rank 0 tells")
+    requeue.note_refusal(folder, 0, "the loss is nan")
+    requeue.note_refusal(folder, 10, "rank 0 tells")
     assert end(fake, folder, 2, OURS).returncode == 2
     assert folder.result["reason"] == "the loss is nan" and requeues(fake) == 0
 

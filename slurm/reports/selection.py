@@ -7,7 +7,6 @@ import difflib
 import operator
 import os
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 from common.core import config
 from common.core.config import UserError
 from common.runs.folder import Folder, parse_json, read_json
-from slurm import status
+from slurm.arguments import split_words
+from slurm.reports import status
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -51,7 +51,7 @@ def select(asked: Asked, root: Path, newest: int = NEWEST) -> list[Folder]:
     Where nothing tells which or how many, the `newest` ones; 0 is all.
     """
     if asked.runs or asked.sweep:
-        found = named(words(asked.runs, "RUNS"), root) + (cells(asked.sweep, root) if asked.sweep else [])
+        found = named(split_words("RUNS", asked.runs), root) + (cells(asked.sweep, root) if asked.sweep else [])
         found = list({folder.path: folder for folder in found}.values())
     else:
         found = everything(root)
@@ -65,13 +65,6 @@ def select(asked: Asked, root: Path, newest: int = NEWEST) -> list[Folder]:
     found = fitting(found, asked.where)
     last = checked_last(asked.last) or (0 if asked.runs or asked.sweep or asked.where else newest)
     return found[-last:]
-
-
-def words(text: str, variable: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{variable}={text!r} cannot be split into words: {error}") from None
 
 
 def checked_last(text: str) -> int:
@@ -141,7 +134,7 @@ def settings_of(folder: Folder) -> dict[str, str]:
 def fitting(folders: list[Folder], where: str) -> list[Folder]:
     """The runs whose settings fulfil all conditions, such as `strategy=ddp lr>0.1`."""
     conditions = []
-    for word in words(where, "WHERE"):
+    for word in split_words("WHERE", where):
         match = CONDITION.fullmatch(word)
         if not match:
             raise UserError(f"WHERE={where!r}: {word!r} is no condition; write key=value, key!=value or key>number")

@@ -1,6 +1,6 @@
 """`make tour`: every experiment at its smallest, one after the other, and then all of them side by side.
 
-python -m tests.tour [key=value ...]        settings for all of them, after their own
+python -m slurm.launch.tour [key=value ...]        settings for all of them, after their own
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import time
 from pathlib import Path
 
 from common.core import config
-from slurm import selection
-from tests.harness.registry import EXPERIMENTS
+from slurm.reports import selection
 
-SMALL = ("epochs=1", "steps=30", "data.test_limit=1000")
-
-
-def settings(name: str) -> tuple[str, ...]:
-    """The smallest settings of an experiment; of one that the tests do not know yet, a few steps."""
-    return SMALL + next((entry.smallest for entry in EXPERIMENTS if entry.name == name), ())
+FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
+SMALLEST: dict[str, tuple[str, ...]] = {
+    "mnist_pipeline": ("batch=16", "microbatches=2"),
+    "ddp_multinode": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
+    "amp_accum": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
+    "resnet_dataparallel": ("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
+    "resnet_modelparallel": ("width=8", "batch=16", "split_size=8", "plot=false"),
+    "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
+}
+"""The smallest settings of each experiment; one that is not listed takes its defaults, for a few steps."""
 
 
 def main(more: list[str]) -> int:
@@ -28,16 +31,16 @@ def main(more: list[str]) -> int:
     before = {folder.path for folder in selection.everything(root)}
     began, failed = time.monotonic(), []
     for name in config.names():
-        words = shlex.join([*settings(name), *more])
+        words = shlex.join([*FEW_STEPS, *SMALLEST.get(name, ()), *more])
         print(f"\n---- {name}: make exp NAME={name} ARGS={shlex.quote(words)}", flush=True)
-        command = [sys.executable, "-m", "slurm.submit", "--launch=local", f"--args={words}", "--", name]
+        command = [sys.executable, "-m", "slurm.launch.submit", "--launch=local", f"--args={words}", "--", name]
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
     print(f"\n---- side by side, after {time.monotonic() - began:.0f} s", flush=True)
     made = [str(folder.path) for folder in selection.everything(root) if folder.path not in before]
     shown = 0
     if made:
-        command = [sys.executable, "-m", "slurm.compare", f"--runs={root}", f"--pick={shlex.join(made)}"]
+        command = [sys.executable, "-m", "slurm.reports.compare", f"--runs={root}", f"--pick={shlex.join(made)}"]
         shown = subprocess.run(command, check=False).returncode
     if failed:
         print(f"error: {', '.join(failed)} failed; what each said stands above", file=sys.stderr)

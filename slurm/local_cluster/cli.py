@@ -1,8 +1,8 @@
 """A real SLURM cluster on one machine: real daemons, each host with its own name, address and processes.
 
-    python -m slurm.cluster up [--nodes 2] [--cpus N] [--db] [--conf Key=Value ...]
-    python -m slurm.cluster status | shell | exec CMD... | node N CMD... | down
-    python -m slurm.cluster cut N | join N | power-off N | power-on N | preempt [JOB] | requeue JOB
+    python -m slurm.local_cluster.cli up [--nodes 2] [--cpus N] [--db] [--conf Key=Value ...]
+    python -m slurm.local_cluster.cli status | shell | exec CMD... | node N CMD... | down
+    python -m slurm.local_cluster.cli cut N | join N | power-off N | power-on N | preempt [JOB] | requeue JOB
 
 Needs Linux and Debian's or Ubuntu's packages slurm-wlm and iproute2; no root, no change to the machine.
 Hosts are `node1`, `node2`, ... and share the machine's files; the controller is `ctl`. They reach each
@@ -21,87 +21,22 @@ import contextlib
 import fcntl
 import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.core.errors import UserError, user_errors
-from slurm import cluster_boot as boot
-from slurm import cluster_conf as conf
-from slurm.cluster_conf import Plan
-from slurm.cluster_net import Process, checked_user, inside
-
-DEFAULT = "local"
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster that is up."""
-
-    plan: Plan
-    process: Process
-    """Its first process: every other one ends with it."""
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What programs inside need besides the caller's environment: SLURM_CONF and PATH."""
-        return self.plan.environment
-
-    def command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
-        """`argv` prefixed so that it runs inside as the caller, on the controller or on a node, in `cwd`."""
-        doors = ["--net", "--uts", "--mount", "--pid"]
-        user = ["--user", "--preserve-credentials"] if self.plan.uid else []
-        prefix = ["nsenter", f"--target={self.process.pid}", *user, *doors, "--"]
-        if node:
-            pid = boot.record(self.plan, node).read_text().split()[0]
-            prefix += ["nsenter", f"--target={pid}", *doors, "--"]
-        variables = [f"{key}={value}" for key, value in self.environment.items()]
-        # env changes the folder last: a namespace's mounts are entered at their root
-        return [*prefix, *boot.as_caller(self.plan), "env", f"--chdir={cwd or Path.cwd()}", *variables, *argv]
-
-    def run(self, *argv: str, check: bool = True) -> str:
-        """The output of a program on the controller; UserError with its complaint if it fails."""
-        done = subprocess.run(self.command(argv), capture_output=True, text=True, check=False)
-        if check and done.returncode:
-            raise UserError(f"{argv[0]}: {done.stderr.strip().rpartition('error: ')[2] or done.returncode}")
-        return done.stdout.strip()
-
-    def as_root(self, function: Callable[[], object]) -> None:
-        """Run a function as root of the cluster's namespaces; exit with its status if it fails."""
-        status = inside(self.process, function)
-        if status:
-            sys.exit(status)  # it has said why
-
-
-def folder_of(name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a cluster keeps everything."""
-    base = environ.get("CLUSTER_DIR") or environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 (checked on use)
-    return Path(base).absolute() / f"cluster-{os.getuid()}-{conf.checked_name(name)}"
-
-
-def running(name: str = DEFAULT) -> Cluster | None:
-    """The cluster of that name, if it is up. Inside a cluster the answer is None: sbatch works there as it is."""
-    folder = folder_of(name)
-    process = Process.load(folder / "holder")
-    return Cluster(Plan.load(folder), process) if process else None
-
-
-def needed(name: str) -> Cluster:
-    """The cluster of that name; UserError if it is not up."""
-    cluster = running(name)
-    if not cluster:
-        named = "" if name == DEFAULT else f" NAME={name}"
-        raise UserError(f"cluster {name} is not up; start it with: make cluster-up{named}")
-    return cluster
+from slurm.local_cluster import daemons, slurm_conf
+from slurm.local_cluster.cluster import DEFAULT, Cluster, folder_of, needed, running
+from slurm.local_cluster.namespaces import Process, checked_user
+from slurm.local_cluster.slurm_conf import Plan
 
 
 @contextlib.contextmanager
 def own_folder(name: str) -> Iterator[Path]:
     """The state folder, made if need be, ours alone, and locked against another `up` or `down`."""
-    folder = conf.checked_folder(folder_of(name))
+    folder = slurm_conf.checked_folder(folder_of(name))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -115,11 +50,11 @@ def own_folder(name: str) -> Iterator[Path]:
 
 def up(given: argparse.Namespace) -> None:
     """Start a cluster and wait until its hosts are idle."""
-    nodes = conf.checked_number("--nodes", given.nodes or "2", conf.MOST_NODES)
-    cpus = conf.checked_number("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
-    settings, database = conf.checked_settings(given.conf), conf.checked_switch("--db", given.db)
-    auth = given.auth or conf.choose_auth()
-    conf.check_programs(auth, database)
+    nodes = slurm_conf.checked_number("--nodes", given.nodes or "2", slurm_conf.MOST_NODES)
+    cpus = slurm_conf.checked_number("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
+    settings, database = slurm_conf.checked_settings(given.conf), slurm_conf.checked_switch("--db", given.db)
+    auth = given.auth or slurm_conf.choose_auth()
+    slurm_conf.check_programs(auth, database)
     user = checked_user(os.getuid())
     with own_folder(given.name) as folder:
         if found := running(given.name):
@@ -131,10 +66,10 @@ def up(given: argparse.Namespace) -> None:
         began = time.monotonic()
         last = (folder / "first_job").read_text() if (folder / "first_job").exists() else "0"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
-        uid, gid, first = os.getuid(), os.getgid(), conf.next_job_id(int(last))
+        uid, gid, first = os.getuid(), os.getgid(), slurm_conf.next_job_id(int(last))
         plan = Plan(given.name, folder, nodes, cpus, memory, user, uid, gid, auth, database, first, settings)
-        conf.write(plan)
-        boot.create(plan)
+        slurm_conf.write(plan)
+        daemons.create(plan)
         try:
             wait_until_idle(plan, seconds=30 + nodes + 30 * database)
         except BaseException:  # also Ctrl-C: half a cluster is of no use
@@ -153,7 +88,7 @@ def wait_until_idle(plan: Plan, seconds: float) -> None:
         if not cluster:
             break
         # asked too early, sinfo would sleep for a second
-        if boot.record(plan, plan.nodes).exists() and cluster.run(*asked, check=False) == str(plan.nodes):
+        if daemons.record(plan, plan.nodes).exists() and cluster.run(*asked, check=False) == str(plan.nodes):
             return
         time.sleep(0.02)
     raise UserError(f"cluster {plan.name} did not start: {complaint(plan.folder / 'log')}; see {plan.folder}/log")
@@ -185,7 +120,7 @@ def down(given: argparse.Namespace) -> None:
         return
     with own_folder(given.name) as folder:
         end(folder)
-        for name in set(conf.FOLDERS) - {"log"}:
+        for name in set(slurm_conf.FOLDERS) - {"log"}:
             shutil.rmtree(folder / name, ignore_errors=True)
     print(f"cluster {given.name} is down; its logs are in {folder}/log")
 
@@ -196,7 +131,7 @@ def status(given: argparse.Namespace) -> None:
     plan = cluster.plan
     print(f"cluster {plan.name} is up: first process {cluster.process.pid}, files in {plan.folder}", flush=True)
     states = dict(line.split() for line in cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %T").splitlines())
-    cluster.as_root(lambda: boot.print_hosts(plan, states))
+    cluster.as_root(lambda: daemons.print_hosts(plan, states))
 
 
 def enter(given: argparse.Namespace) -> None:
@@ -204,7 +139,7 @@ def enter(given: argparse.Namespace) -> None:
     cluster = needed(given.name)
     number = checked_host(cluster, given.node) if given.verb == "node" else 0
     if number:
-        cluster.as_root(lambda: boot.running_host(cluster.plan, number))
+        cluster.as_root(lambda: daemons.running_host(cluster.plan, number))
     argv = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.verb == "shell":
         argv = [os.environ.get("SHELL", "/bin/sh")]
@@ -217,15 +152,15 @@ def enter(given: argparse.Namespace) -> None:
 
 def checked_host(cluster: Cluster, text: str) -> int:
     """The number of a host, given as `2` or `node2`."""
-    return conf.checked_number("N", text.removeprefix("node"), cluster.plan.nodes)
+    return slurm_conf.checked_number("N", text.removeprefix("node"), cluster.plan.nodes)
 
 
 def fault(given: argparse.Namespace) -> None:
     """Cut, join, power-off or power-on."""
     cluster = needed(given.name)
     number = checked_host(cluster, given.node)
-    cluster.as_root(lambda: boot.VERBS[given.verb](cluster.plan, number))
-    print(f"{given.verb}: {conf.host(number)}")
+    cluster.as_root(lambda: daemons.VERBS[given.verb](cluster.plan, number))
+    print(f"{given.verb}: {slurm_conf.host(number)}")
 
 
 def preempt(given: argparse.Namespace) -> None:
@@ -251,7 +186,9 @@ def requeue(given: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
-        prog="python -m slurm.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m slurm.local_cluster.cli",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -264,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     options = verb("up", up)
-    options.add_argument("--nodes", default="", help=f"hosts, 1 to {conf.MOST_NODES} (2)")
+    options.add_argument("--nodes", default="", help=f"hosts, 1 to {slurm_conf.MOST_NODES} (2)")
     options.add_argument("--cpus", default="", help="CPUs that each host claims to have (the machine's, at least 2)")
     options.add_argument("--db", nargs="?", const="1", default="", help="accounting in a private MariaDB")
     options.add_argument("--conf", action="append", default=[], metavar="Key=Value", help="a line of slurm.conf")
@@ -274,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
     verb("shell", enter).set_defaults(command=[])
     verb("exec", enter, "command")
     verb("node", enter, "node", "command")
-    for name in boot.VERBS:
+    for name in daemons.VERBS:
         verb(name, fault, "node")
     verb("preempt", preempt).add_argument("job", nargs="?")
     verb("requeue", requeue, "job")
@@ -287,7 +224,7 @@ def main(arguments: list[str]) -> None:
         raise UserError(
             f"this is inside cluster {given.name}, where its processes look different; leave its shell first"
         )
-    os.environ["PATH"] = conf.search_path()  # ip, slurmctld and slurmd are administrators' programs
+    os.environ["PATH"] = slurm_conf.search_path()  # ip, slurmctld and slurmd are administrators' programs
     given.function(given)
 
 

@@ -1,8 +1,8 @@
 """How runs are doing: `make status`, `make logs`, `make cancel`. Imports no torch.
 
-    python -m slurm.status status [RUN] [--wait=SECONDS] [--json=1]
-    python -m slurm.status logs RUN [--follow=1]
-    python -m slurm.status cancel RUN
+    python -m slurm.reports.status status [RUN] [--wait=SECONDS] [--json=1]
+    python -m slurm.reports.status logs RUN [--follow=1]
+    python -m slurm.reports.status cancel RUN
 
 The truth is asked in this order: the result file and the heartbeats, then squeue and scontrol, then
 sacct. A site without accounting loses nothing; a run that none of them knows any more is LOST.
@@ -30,9 +30,11 @@ from common.core.config import UserError
 from common.runs import provenance
 from common.runs import result as summary
 from common.runs.folder import Folder, read_json, write_json
-from slurm import cluster, ranks
-from slurm.cluster_net import Process
-from slurm.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
+from slurm.arguments import parse_switch
+from slurm.local_cluster import cluster
+from slurm.local_cluster.namespaces import Process
+from slurm.reports import heartbeats
+from slurm.scheduling.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
 TAIL, LAST_ROW = 1 << 16, 1 << 11  # bytes of metrics that tell the speed, and the step alone
@@ -116,14 +118,14 @@ def status_of(folder: Folder) -> Status:
     result = folder.result
     rate = summary.number(result.get("samples_per_second"))
     rows = tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
-    signs = ranks.beats(newest) if newest else []
+    signs = heartbeats.beats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
     age = max(0.0, time.time() - beat) if beat else None
     begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier starts
     step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = state_of(folder, patience=QUICK)
     if state == "RUNNING":
-        detail = "; ".join(filter(None, (detail, ranks.slow_words(signs))))
+        detail = "; ".join(filter(None, (detail, heartbeats.slow_words(signs))))
     return Status(folder.path.name, state, len(attempts), step, rate or speed(rows), age, detail)
 
 
@@ -312,12 +314,6 @@ def cancel(folder: Folder) -> str:
     return f"cancelled job {job['id']}"
 
 
-def as_json(text: str) -> bool:
-    if text not in ("", "0", "1"):
-        raise UserError(f"JSON={text!r} is neither 0 nor 1")
-    return text == "1"
-
-
 def show(found: Iterable[Status], machines: bool) -> None:
     """The runs as a table, or as JSON."""
     if machines:
@@ -338,7 +334,7 @@ def main(arguments: list[str]) -> int:
     runs = Path(given.runs or "runs")
     if given.verb == "status" and not given.run:
         found = (status_of(Folder(path.parent.absolute())) for path in sorted(runs.glob("*/config.yaml")))
-        show(found, as_json(given.json))
+        show(found, parse_switch("JSON", given.json))
         return 0
     folder = find(given.run, runs)
     if given.verb == "cancel":
@@ -350,7 +346,7 @@ def main(arguments: list[str]) -> int:
     else:
         if not (given.wait or "0").isdigit():
             raise UserError(f"WAIT={given.wait!r} is no number of seconds")
-        machines = as_json(given.json)
+        machines = parse_switch("JSON", given.json)
         status = wait(folder, float(given.wait or "0"))
         show([status], machines)
         return 1 if status.state in ("FAILED", "LOST") else 0

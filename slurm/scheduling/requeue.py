@@ -1,6 +1,6 @@
 """The last line of a job's script: what becomes of a run whose processes have ended. Imports no torch.
 
-    python -m slurm.after RUN_FOLDER EXIT_STATUS
+    python -m slurm.scheduling.requeue RUN_FOLDER EXIT_STATUS
 
 It stands outside the step, so it is there whichever process died, rank 0 included. A run that was told to stop, or
 that crashed, is started again where it was saved. One that a person must look at is not: a wrong setting, a loss that
@@ -19,7 +19,7 @@ from common.core import config
 from common.core.errors import EXIT_RESUMABLE, UserError
 from common.runs import provenance
 from common.runs.folder import Folder, read_json, write_json
-from slurm.scheduler import Scheduler
+from slurm.scheduling.scheduler import Scheduler
 
 PATIENCE = 600.0  # seconds for a controller that does not answer: it may be starting again
 PAUSE = 5.0

@@ -18,7 +18,7 @@ from submitit.helpers import DelayedSubmission
 
 from common.core.errors import EXIT_RESUMABLE, Absent
 from common.runs.folder import Folder
-from slurm.after import note_refusal
+from slurm.scheduling.requeue import note_refusal
 
 
 class Job:

@@ -1,7 +1,7 @@
 """`make compare`: runs side by side, as a table on the terminal and as one page for a browser. Imports no torch.
 
-    python -m slurm.compare [--pick="ID ID ..."] [--name=EXPERIMENT] [--last=5] [--where="strategy=ddp optim.lr>0.1"]
-                            [--sweep=FOLDER] [--page=FILE] [--json=1]
+    python -m slurm.reports.compare [--pick="ID ID ..."] [--name=EXPERIMENT] [--last=5]
+        [--where="strategy=ddp optim.lr>0.1"] [--sweep=FOLDER] [--page=FILE] [--json=1]
 
 The page holds everything, the plotting library included: it opens from disk, without a network.
 """
@@ -26,10 +26,10 @@ from common.runs import metric_curves
 from common.runs import result as summary
 from common.runs.compare_page import Picture
 from common.runs.folder import Folder, disk_errors, read_json, write_atomic
-from slurm import selection, status
-from slurm.selection import Asked
-from slurm.status import Status
-from slurm.submit import checked_switch
+from slurm.arguments import parse_switch
+from slurm.reports import selection, status
+from slurm.reports.selection import Asked
+from slurm.reports.status import Status
 
 NO_MATTER = ("runs", "data.cache", "data.root", "log.", "wandb.")  # settings that do not change what is computed
 LOGS = 4  # ranks whose logs have links of their own
@@ -229,7 +229,7 @@ def main(arguments: list[str]) -> int:
     for option in ("pick", "name", "last", "where", "sweep", "page", "json", "runs"):
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
-    as_json = checked_switch("JSON", given.json)
+    as_json = parse_switch("JSON", given.json)
     root = Path(given.runs or "runs")
     folders = selection.select(Asked(given.pick, given.name, given.last, given.where, given.sweep), root)
     runs, differing = compare(folders)

@@ -1,8 +1,8 @@
 """`make doctor`: looks at every host before a long job, or at a run that failed or hangs. Imports no torch itself.
 
-python -m slurm.doctor [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] [--json=1]
-python -m slurm.doctor --run=RUN [--json=1]
-python -m slurm.doctor look NODES RUNS CACHE       one process of it, started by srun or by ourselves
+python -m slurm.reports.doctor [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] [--json=1]
+python -m slurm.reports.doctor --run=RUN [--json=1]
+python -m slurm.reports.doctor look NODES RUNS CACHE       one process of it, started by srun or by ourselves
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from common.core import config
 from common.core.config import ROOT, UserError
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm import diagnosis, sbatch, status
-from slurm.scheduler import Scheduler, choose, scrubbed
-from slurm.submit import checked_nodes, only_settings
+from slurm.arguments import parse_node_count, parse_settings, parse_switch
+from slurm.reports import diagnosis, status
+from slurm.scheduling import sbatch
+from slurm.scheduling.scheduler import Scheduler, choose, scrubbed
 
 COLUMNS = (
     "rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "disk_mb_per_s", "gflop_per_s",
@@ -160,7 +161,7 @@ def why_nothing(lines: list[str], hosts: list[str], late: bool, seconds: float) 
 def send(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
     """Look from so many hosts of a cluster, or from processes of this machine."""
     folders = [str(Path(path).absolute()) for path in (settings.runs, settings.data.cache)]
-    command = [sys.executable, "-m", "slurm.doctor", "look", str(nodes), *folders]
+    command = [sys.executable, "-m", "slurm.reports.doctor", "look", str(nodes), *folders]
     if scheduler is None:
         return ask(command, None, "")
     scheduler.check(nodes, profile.partition)
@@ -189,11 +190,11 @@ def main(arguments: list[str]) -> int:
     for option in ("nodes", "args", "launch", "cluster", "run", "json"):
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
-    machines = status.as_json(given.json)
+    machines = parse_switch("JSON", given.json)
     if given.run:
         return diagnosis.show(status.find(given.run, Path("runs")), machines)
-    nodes = checked_nodes(given.nodes or "1")
-    words, for_profile = only_settings(given.args)
+    nodes = parse_node_count(given.nodes or "1")
+    words, for_profile = parse_settings(given.args)
     settings = config.resolve(Places, [config.parse(words).values])
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose(given.launch or "auto")

@@ -20,8 +20,8 @@ from common.core import config
 from common.core.config import ROOT, UserError
 from common.runs.folder import Folder, disk_errors, write_atomic
 from configs.profile import Profile
-from slurm.job import Job
-from slurm.scheduler import Scheduler, scrubbed
+from slurm.scheduling.entry_points import CURRENT, EntryPoints, JobReference, find_entry_points
+from slurm.scheduling.scheduler import Scheduler, scrubbed
 
 WORD = re.compile(r"[\w.,:=@/+\-\[\]%&|* ]*")
 PATH = re.compile(r"[\w.,:=@/+\- ]+")
@@ -49,7 +49,13 @@ def checked_profile(values: Mapping[str, Any], words: list[str]) -> Profile:
 
 
 def parameters(
-    profile: Profile, name: str, nodes: int, per_node: int, folder: Path, tasks: Path | None = None
+    profile: Profile,
+    name: str,
+    nodes: int,
+    per_node: int,
+    folder: Path,
+    tasks: Path | None = None,
+    entry_points: EntryPoints = CURRENT,
 ) -> dict[str, Any]:
     """Submitit's parameters; empty values are left out, so that the cluster's own defaults hold.
 
@@ -72,7 +78,7 @@ def parameters(
         # srun does not take over sbatch's processors by itself
         "setup": [*which, f"export PYTHONPATH={here}/code PYTHONSAFEPATH=1", *profile.setup],
         # outside the step, where no rank's death reaches it
-        "teardown": [f"{shlex.quote(sys.executable)} -m slurm.after {here} $?"],
+        "teardown": [f"{shlex.quote(sys.executable)} -m {entry_points.requeue} {here} $?"],
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={profile.cpus}", *profile.container],
         "additional_parameters": {"requeue" if profile.requeue else "no-requeue": True},
     }
@@ -104,7 +110,7 @@ class Executor(SlurmExecutor):
         """The exact text for sbatch."""
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
-    def as_array(self, jobs: list[Job]) -> list[str]:
+    def as_array(self, jobs: list[Any]) -> list[str]:
         """Submit all jobs as one array; returns the ids of its tasks.
 
         Submitit's own way would leave this class behind, and so the chosen SLURM.
@@ -148,14 +154,14 @@ def executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any])
 def array(
     room: Path, folders: list[Folder], nodes: int, per_node: int, profile: Profile, scheduler: Scheduler, parallel: int
 ) -> Executor:
-    """An executor for an array of jobs, one a run folder; `room` is the sweep's folder."""
+    """An executor for an array of jobs, one a run folder, with equal entry points; `room` is the sweep's folder."""
     for folder in folders:
         renew(folder)
     name = folders[0].experiment
     made = executor(Folder(room), scheduler, {})
     tasks = made.room / f"tasks-{secrets.token_hex(4)}.txt"
     write_atomic(tasks, "".join(f"{folder.path}\n" for folder in folders))
-    asked = parameters(profile, name, nodes, per_node, room, tasks)
+    asked = parameters(profile, name, nodes, per_node, room, tasks, find_entry_points(folders[0]))
     made.update_parameters(**asked, array_parallelism=parallel)
     return made
 
@@ -168,16 +174,21 @@ def renew(folder: Folder) -> None:
     folder.retire_result()
 
 
+def refer_to_job(folder: Folder) -> Any:
+    """What a task of a run's job unpickles and executes, from the run's own source."""
+    return JobReference(find_entry_points(folder).job, str(folder.path))
+
+
 def submit_array(made: Executor, folders: list[Folder]) -> list[str]:
     """Submit an array; returns the job ids of its tasks. Raises UserError with sbatch's own words."""
     with asking(made):
-        return made.as_array([Job(str(folder.path)) for folder in folders])
+        return made.as_array([refer_to_job(folder) for folder in folders])
 
 
 def submit(made: Executor) -> str:
     """Submit the run; returns the job id. Raises UserError with sbatch's own words."""
     with asking(made):
-        return str(made.submit(Job(str(made.run_folder.path))).job_id)
+        return str(made.submit(refer_to_job(made.run_folder)).job_id)
 
 
 @contextlib.contextmanager

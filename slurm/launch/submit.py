@@ -1,7 +1,7 @@
 """`make exp`: check a name and its settings, then start the experiment here or give it to SLURM. Imports no torch.
 
-    python -m slurm.submit [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] -- NAME
-    python -m slurm.submit --resume=RUN [...]       go on with a run where it was saved
+    python -m slurm.launch.submit [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] -- NAME
+    python -m slurm.launch.submit --resume=RUN [...]       go on with a run where it was saved
 
 Everything that can be refused is refused here, at once, also on a login node where importing torch
 from a network disk takes half a minute. Words of --args that begin with `cluster.` go to the profile.
@@ -10,9 +10,7 @@ from a network disk takes half a minute. Words of --args that begin with `cluste
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -28,44 +26,11 @@ from common.runs import provenance, wandb_tracker
 from common.runs.folder import Folder, write_atomic
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm import sbatch, status
-from slurm.scheduler import Scheduler, choose
-
-NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-
-
-def checked_name(name: str) -> str:
-    """The name of an existing experiment. Raises UserError with the nearest right one."""
-    known = config.names()
-    if not name:
-        raise UserError(f"NAME is missing; write make exp NAME={known[0]} (experiments: {', '.join(known)})")
-    if not NAME.fullmatch(name) or name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"no experiment {name!r}{hint} (experiments: {', '.join(known)})")
-    return name
-
-
-def checked_nodes(text: str) -> int:
-    """A positive number of nodes."""
-    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) == 0:
-        raise UserError(f"NODES={text!r} is no positive number; write NODES=1 or more")
-    return int(text)
-
-
-def split_arguments(text: str) -> list[str]:
-    """ARGS as a shell would split it, without a shell."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"ARGS={text!r} cannot be split into words: {error}") from None
-
-
-def checked_switch(name: str, text: str) -> bool:
-    """`1` or nothing (or `0`)."""
-    if text not in ("", "0", "1"):
-        raise UserError(f"{name}={text!r} is neither 0 nor 1")
-    return text == "1"
+from slurm.arguments import parse_experiment, parse_node_count, parse_switch, split_arguments
+from slurm.reports import status
+from slurm.scheduling import sbatch
+from slurm.scheduling.entry_points import find_entry_points
+from slurm.scheduling.scheduler import Scheduler, choose
 
 
 def own_source(folder: Folder) -> dict[str, str]:
@@ -134,7 +99,8 @@ def give(
 def queue(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
     """Submit a run folder that holds all the job needs; `text` are its settings as YAML. Returns the job id."""
     nodes = settings.launch.nodes
-    asked = sbatch.parameters(profile, folder.experiment, nodes, settings.processes // nodes, folder.path)
+    per_node, entry_points = settings.processes // nodes, find_entry_points(folder)
+    asked = sbatch.parameters(profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points)
     made = sbatch.executor(folder, scheduler, asked)
     write_atomic(made.room / "config.yaml", text)
     folder.retire_result()
@@ -157,24 +123,6 @@ def settle(settings: Experiment, profile: Profile) -> None:
     """Where the processes of a host are not set: one for each GPU that the profile asks for."""
     if getattr(settings, "processes_per_node", None) == 0:
         settings.processes_per_node = profile.per_node  # type: ignore[attr-defined]
-
-
-def divided(text: str) -> tuple[list[str], list[str]]:
-    """ARGS as words for the experiment and `cluster.key=value` words for the profile."""
-    words = split_arguments(text)
-    for_profile = [word for word in words if re.match(r"cluster\.\w+=", word)]
-    return [word for word in words if word not in for_profile], for_profile
-
-
-def only_settings(text: str) -> tuple[list[str], list[str]]:
-    """The same for a command to which the options of an experiment mean nothing. Raises UserError for them."""
-    words, for_profile = divided(text)
-    option = next((word for word in words if word.startswith("-")), None)
-    if option:
-        raise UserError(
-            f"ARGS: {option} is no setting; write key=value here (make exp NAME=<experiment> ARGS=--help lists them)"
-        )
-    return words, for_profile
 
 
 def check_patience(settings: Experiment, profile: Profile) -> None:
@@ -202,13 +150,13 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
     resumed = checked_run(given.resume, given.name) if given.resume else None
-    name = checked_name(resumed.experiment if resumed else given.name)
-    words, for_profile = divided(given.args)
+    name = parse_experiment(resumed.experiment if resumed else given.name)
+    words, for_profile = split_arguments(given.args)
     if given.nodes:
-        words.append(f"launch.nodes={checked_nodes(given.nodes)}")
+        words.append(f"launch.nodes={parse_node_count(given.nodes)}")
     if resumed:
         words = ["--resume", str(resumed.path), *words]
-    follow, dry, strict = (checked_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
+    follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load(config.schema_of(name), words)
     schedules.preflight(settings)
     wandb_tracker.asked_mode(settings)

@@ -1,6 +1,6 @@
 """`make dashboard`: the saved W&B workspace in which runs are compared. Imports no torch.
 
-    python -m slurm.dashboard [--project=[ENTITY/]PROJECT] [--dry-run=1]
+    python -m slurm.reports.wandb_dashboard [--project=[ENTITY/]PROJECT] [--dry-run=1]
 
 What it shows comes from the metrics and the summary that every run of this repository sends.
 """
@@ -16,7 +16,7 @@ from common.core import config
 from common.core.config import UserError
 from common.runs import wandb_tracker
 from configs.shared import Wandb
-from slurm.submit import checked_switch
+from slurm.arguments import parse_switch
 
 TITLE = "Runs compared"
 
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
     entity, project = checked_project(given.project)
-    if checked_switch("DRY_RUN", given.dry_run):
+    if parse_switch("DRY_RUN", given.dry_run):
         view = workspace(entity or "your-entity", project)._to_model()  # what save() sends
         print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
         return 0

@@ -1,6 +1,6 @@
 """`make sweep`: every point of a grid as a run of its own, as an array of jobs on SLURM or one after the other here.
 
-    python -m slurm.sweep [--args=] [--launch=] [--cluster=] [--failed=1] [--follow=1] [--dry-run=1] -- FILE
+    python -m slurm.launch.sweep [--args=] [--launch=] [--cluster=] [--failed=1] [--follow=1] [--dry-run=1] -- FILE
 
 What is there already is in runs/sweeps/<file's name>/sweep.json: called again, only what is missing is submitted. A
 point that was cancelled or lost goes on where it was saved; a failed one is left alone, and with FAILED=1 begins anew
@@ -30,9 +30,13 @@ from common.core.config import UserError
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, read_json, write_json
 from configs.profile import Profile
-from slurm import grid, sbatch, selection, status, submit
-from slurm.grid import Grid, Point
-from slurm.scheduler import Scheduler, choose
+from slurm.arguments import parse_settings, parse_switch
+from slurm.launch import submit, sweep_file
+from slurm.launch.sweep_file import Grid, Point
+from slurm.reports import selection, status
+from slurm.scheduling import sbatch
+from slurm.scheduling.entry_points import CURRENT, find_entry_points
+from slurm.scheduling.scheduler import Scheduler, choose
 
 GO_ON = ("CANCELLED", "PREEMPTED", "LOST")  # these go on where they were saved
 PAUSE = 2.0  # seconds between two looks at all points
@@ -49,7 +53,7 @@ class Sweep:
                 raise UserError(
                     f"{path} was begun with other {what} ({known[what]}); give the file another name, or remove {path}"
                 )
-        self.cells = {grid.key_of(cell["values"], cell.get("repeat", 0)): cell for cell in known.get("cells", [])}
+        self.cells = {sweep_file.key_of(cell["values"], cell.get("repeat", 0)): cell for cell in known.get("cells", [])}
 
     def folder(self, point: Point) -> Folder | None:
         """The run folder of a point; None where it has none, or one that was never started."""
@@ -126,9 +130,10 @@ def to_run(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tuple[Poi
 # ---- on a cluster
 
 
-def shape(point: Point) -> tuple[int, int]:
-    """Hosts, and processes on each: the same for all tasks of an array."""
-    return point.settings.launch.nodes, point.settings.processes // point.settings.launch.nodes
+def shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
+    """Hosts, processes on each, and the module that is executed: the same for all tasks of an array."""
+    nodes = point.settings.launch.nodes
+    return nodes, point.settings.processes // nodes, (find_entry_points(folder) if folder else CURRENT).job
 
 
 def send(sweep: Sweep, chosen: list[tuple[Point, Folder | None]], profile: Profile, scheduler: Scheduler) -> None:
@@ -136,11 +141,10 @@ def send(sweep: Sweep, chosen: list[tuple[Point, Folder | None]], profile: Profi
     for point, _ in chosen:
         submit.settle(point.settings, profile)
         submit.check_patience(point.settings, profile)
-    for nodes in {shape(point)[0] for point, _ in chosen}:
+    for nodes in {point.settings.launch.nodes for point, _ in chosen}:
         scheduler.check(nodes, profile.partition)
-    for (nodes, per_node), same in itertools.groupby(
-        sorted(chosen, key=lambda one: shape(one[0])), lambda one: shape(one[0])
-    ):
+    ordered = sorted(chosen, key=lambda one: shape(*one))
+    for (nodes, per_node, _), same in itertools.groupby(ordered, lambda one: shape(*one)):
         send_array(sweep, list(same), nodes, per_node, profile, scheduler)
 
 
@@ -257,9 +261,9 @@ def main(arguments: list[str]) -> int:
     for option in ("args", "launch", "cluster", "failed", "follow", "dry-run"):
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
-    failed, wants, dry = (submit.checked_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
-    words, for_profile = submit.only_settings(given.args)
-    plan = grid.read(given.grid, words)
+    failed, wants, dry = (parse_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
+    words, for_profile = parse_settings(given.args)
+    plan = sweep_file.read(given.grid, words)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose(given.launch or "auto")
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.core.errors import UserError
-from slurm import cluster_net as net
-from slurm.cluster_conf import CONTROLLER, Plan, address, host
+from slurm.local_cluster import namespaces
+from slurm.local_cluster.slurm_conf import CONTROLLER, Plan, address, host
 
 BRIDGE = "switch"
 
@@ -24,24 +24,24 @@ def create(plan: Plan) -> None:
 
     def ancestor() -> None:
         if plan.uid:
-            net.become_root(plan.uid, plan.gid)
-        net.unshare("pid")
-        pid = net.child(lambda: controller(plan))
-        net.Process.of(pid).save(plan.folder / "holder")
+            namespaces.become_root(plan.uid, plan.gid)
+        namespaces.unshare("pid")
+        pid = namespaces.child(lambda: controller(plan))
+        namespaces.Process.of(pid).save(plan.folder / "holder")
 
-    status = net.exit_status(net.child(ancestor))
+    status = namespaces.exit_status(namespaces.child(ancestor))
     if status:
         raise SystemExit(status)  # it has said why
 
 
 def controller(plan: Plan) -> None:
     """The first process of the cluster: the switch, the services, slurmctld, then the hosts."""
-    net.detach(plan.folder / "log" / "ctl.log")
-    net.unshare("net", "uts", "mnt")
-    net.mounts(plan.folder / "etc")
+    namespaces.detach(plan.folder / "log" / "ctl.log")
+    namespaces.unshare("net", "uts", "mnt")
+    namespaces.mounts(plan.folder / "etc")
     socket.sethostname("ctl")
     up, addr = f"link set {BRIDGE} up", f"addr add {CONTROLLER}/24 dev {BRIDGE}"
-    net.ip("link set lo up", f"link add {BRIDGE} type bridge", addr, up)
+    namespaces.ip("link set lo up", f"link add {BRIDGE} type bridge", addr, up)
     if plan.auth == "munge":
         munge(plan)
     if plan.database:
@@ -49,9 +49,9 @@ def controller(plan: Plan) -> None:
     daemon(plan, "slurmctld")
     wait("slurmctld", CONTROLLER, 16817)  # a slurmd that finds nobody would try again a second later
     for number in range(1, plan.nodes + 1):
-        if net.exit_status(net.child(lambda number=number: start_host(plan, number))):  # type: ignore[misc]
+        if namespaces.exit_status(namespaces.child(lambda number=number: start_host(plan, number))):  # type: ignore[misc]
             raise UserError(f"{host(number)} did not start")
-    net.rest((plan.folder / "holder").exists)  # a cluster whose folder was deleted could not be found any more
+    namespaces.rest((plan.folder / "holder").exists)  # a cluster whose folder was deleted could not be found any more
 
 
 def start_host(plan: Plan, number: int) -> None:
@@ -59,19 +59,19 @@ def start_host(plan: Plan, number: int) -> None:
     name = host(number)
 
     def first(other_end: socket.socket) -> None:
-        net.detach(plan.folder / "log" / f"{name}.log", keep=other_end)
-        net.mounts()
+        namespaces.detach(plan.folder / "log" / f"{name}.log", keep=other_end)
+        namespaces.mounts()
         other_end.send(b".")
         if not other_end.recv(1):  # nobody plugged us in
             return
         other_end.close()
         socket.sethostname(name)
         up, route = "link set eth0 up", f"route add default via {CONTROLLER}"
-        net.ip("link set lo up", f"addr add {address(number)}/24 dev eth0", up, route)
+        namespaces.ip("link set lo up", f"addr add {address(number)}/24 dev eth0", up, route)
         daemon(plan, "slurmd", "-N", name)
-        net.rest(lambda: True)
+        namespaces.rest(lambda: True)
 
-    net.plug_host(name, BRIDGE, record(plan, number), first)
+    namespaces.plug_host(name, BRIDGE, record(plan, number), first)
 
 
 def record(plan: Plan, number: int) -> Path:
@@ -114,7 +114,7 @@ def munge(plan: Plan) -> None:
 
 def database(plan: Plan) -> None:
     """A private MariaDB with slurmdbd on top: in memory, and without a password, as nobody else reaches it."""
-    net.mount("none", str(plan.folder / "db"), "tmpfs", net.NOSUID | net.NODEV)
+    namespaces.mount("none", str(plan.folder / "db"), "tmpfs", namespaces.NOSUID | namespaces.NODEV)
     folder, log = plan.folder, (plan.folder / "log" / "db.log").open("a")
     common = ["--no-defaults", f"--datadir={folder}/db", f"--user={plan.user}"]
     speed = ["--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
@@ -146,18 +146,18 @@ def wait(name: str, address: str, port: int, seconds: float = 20) -> None:
     raise UserError(f"{name} does not listen after {seconds:.0f} s")
 
 
-def running_host(plan: Plan, number: int) -> net.Process:
+def running_host(plan: Plan, number: int) -> namespaces.Process:
     """The first process of a host; UserError if the host is off."""
-    process = net.Process.load(record(plan, number))
+    process = namespaces.Process.load(record(plan, number))
     if not process:
-        raise UserError(f"{host(number)} is powered off; python -m slurm.cluster power-on {number}")
+        raise UserError(f"{host(number)} is powered off; python -m slurm.local_cluster.cli power-on {number}")
     return process
 
 
 def cut(plan: Plan, number: int) -> None:
     """Pull a host's cable. Its processes go on."""
     running_host(plan, number)
-    net.ip(f"link set {host(number)} down")
+    namespaces.ip(f"link set {host(number)} down")
 
 
 def join(plan: Plan, number: int) -> None:
@@ -167,20 +167,20 @@ def join(plan: Plan, number: int) -> None:
     SlurmdTimeout; `exec scontrol update nodename=nodeN state=resume` makes it ask at once.
     """
     running_host(plan, number)
-    net.ip(f"link set {host(number)} up")
+    namespaces.ip(f"link set {host(number)} up")
 
 
 def power_off(plan: Plan, number: int) -> None:
     """End a host at once. Its cable goes first: dying processes would still say goodbye to their peers."""
     process = running_host(plan, number)
-    net.ip(f"link set {host(number)} down")
-    net.ip(f"link del {host(number)}")  # before the host's end goes with its last process, and this one with it
+    namespaces.ip(f"link set {host(number)} down")
+    namespaces.ip(f"link del {host(number)}")  # before the host's end goes with its last process, and this one with it
     process.kill()
 
 
 def power_on(plan: Plan, number: int) -> None:
     """Start a host that is off."""
-    if net.Process.load(record(plan, number)):
+    if namespaces.Process.load(record(plan, number)):
         raise UserError(f"{host(number)} is on")
     start_host(plan, number)
 
@@ -190,9 +190,9 @@ VERBS: dict[str, Callable[[Plan, int], None]] = {"cut": cut, "join": join, "powe
 
 def print_hosts(plan: Plan, states: dict[str, str]) -> None:
     """A table: each host's address, its cable (in, cut, or off without power), and what SLURM thinks of it."""
-    plugged = net.cables()
+    plugged = namespaces.cables()
     print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}SLURM")
     for number in range(1, plan.nodes + 1):
         name = host(number)
-        cable = ("in" if plugged.get(name) else "cut") if net.Process.load(record(plan, number)) else "off"
+        cable = ("in" if plugged.get(name) else "cut") if namespaces.Process.load(record(plan, number)) else "off"
         print(f"{name:10}{address(number):14}{cable:8}{states.get(name, 'unknown')}")

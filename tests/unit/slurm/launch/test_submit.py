@@ -21,9 +21,11 @@ from common.runs import provenance
 from common.runs.folder import Folder, write_json
 from configs import resnet_modelparallel
 from configs.profile import Profile
-from slurm import sbatch, scheduler, status
-from slurm.cluster_net import Process
-from slurm.submit import checked_name, prepared_folder
+from slurm.arguments import parse_experiment
+from slurm.launch.submit import prepared_folder
+from slurm.local_cluster.namespaces import Process
+from slurm.reports import status
+from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
 from tests.harness.made_runs import Made
@@ -57,7 +59,7 @@ srun --unbuffered --output /runs/x-1-2-3/submit/%j_%t_log.out --kill-on-bad-exit
 
 
 # teardown
-PYTHON -m slurm.after /runs/x-1-2-3 $?"""
+PYTHON -m slurm.scheduling.requeue /runs/x-1-2-3 $?"""
 
 
 def text_of(profile: Profile, folder: Path) -> str:
@@ -115,7 +117,7 @@ def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
 @pytest.mark.parametrize("name", ["$(id)", "`id`", "a;id", "a\n#SBATCH --uid=0", "../x", "a b"])
 def test_hostile_names_are_no_experiments(name: str) -> None:
     with pytest.raises(UserError, match="no experiment"):
-        checked_name(name)
+        parse_experiment(name)
 
 
 def test_jobs_inherit_no_leftovers() -> None:
@@ -134,7 +136,7 @@ def fake(tmp_path: Path) -> Fake:
 
 def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
     args = f"data.name=digits data.cache={cache} runs={fake.bin.parent}/runs {settings}"
-    return call(fake, "slurm.submit", f"--args={args}", *options, "--", "mnist_pipeline", **more)
+    return call(fake, "slurm.launch.submit", f"--args={args}", *options, "--", "mnist_pipeline", **more)
 
 
 def the_folder(fake: Fake) -> Folder:
@@ -265,7 +267,7 @@ def test_status_asks_in_turn(fake: Fake, answers: dict[str, str], state: str, ex
     folder = waiting(fake.bin.parent / "runs", 0, "4711")
     for name, body in answers.items():
         fake.answer(name, body)
-    done = call(fake, "slurm.status", "status", str(folder.path))
+    done = call(fake, "slurm.reports.status", "status", str(folder.path))
     assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
     assert state != "PENDING" or done.stdout.endswith("  job 4711 Resources\n")
     assert done.returncode == exit_status
@@ -312,7 +314,7 @@ def test_the_queue_is_asked_once_for_all_runs(fake: Fake) -> None:
         waiting(runs, number, job)
     fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
     fake.answer("scontrol", "echo JobState=FAILED")
-    done = call(fake, "slurm.status", f"--runs={runs}", "status")
+    done = call(fake, "slurm.reports.status", f"--runs={runs}", "status")
     states = [line.split()[1:2] + line.split()[6:] for line in done.stdout.splitlines()[1:]]
     assert [state for state, *_ in states] == ["RUNNING", "RUNNING", "PENDING", "FAILED"], done.stdout + done.stderr
     assert "job 2_1 JobArrayTaskLimit" in done.stdout
@@ -345,21 +347,27 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exit 1")
     sync = ("sync", f"--runs={folder.path.parent}", "--dry-run=1")
-    assert "is not over yet (UNKNOWN): left for later\nnothing to send" in call(fake, "slurm.upload", *sync).stdout
-    for module, words in (("slurm.rerun", ["--", str(folder.path)]), ("slurm.submit", [f"--resume={folder.path}"])):
+    assert (
+        "is not over yet (UNKNOWN): left for later\nnothing to send"
+        in call(fake, "slurm.reports.wandb_sync", *sync).stdout
+    )
+    for module, words in (
+        ("slurm.launch.rerun", ["--", str(folder.path)]),
+        ("slurm.launch.submit", [f"--resume={folder.path}"]),
+    ):
         done = call(fake, module, *words)
         assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
     fake.answer("sacct", "echo FAILED")
-    assert call(fake, "slurm.upload", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
+    assert call(fake, "slurm.reports.wandb_sync", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
 
 
 def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake) -> None:
     folder = str(waiting(fake.bin.parent / "runs", 0, "4711").path)
-    done = call(fake, "slurm.status", "cancel", folder)
+    done = call(fake, "slurm.reports.status", "cancel", folder)
     assert done.stdout == "cancelled job 4711\n"
     assert "scancel 4711" in fake.calls.read_text()
-    assert "CANCELLED" in call(fake, "slurm.status", "status", folder).stdout
-    assert "is CANCELLED already" in call(fake, "slurm.status", "cancel", folder).stdout
+    assert "CANCELLED" in call(fake, "slurm.reports.status", "status", folder).stdout
+    assert "is CANCELLED already" in call(fake, "slurm.reports.status", "cancel", folder).stdout
 
 
 @pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", "x"]])
@@ -370,7 +378,7 @@ def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
 
 def test_the_end_of_an_id_will_do(fake: Fake) -> None:
     path = waiting(fake.bin.parent / "runs", 0, "4711").path
-    done = call(fake, "slurm.status", "--runs", str(path.parent), "status", path.name[-4:])
+    done = call(fake, "slurm.reports.status", "--runs", str(path.parent), "status", path.name[-4:])
     assert path.name in done.stdout, done.stderr
 
 
@@ -395,7 +403,7 @@ def test_runs_are_listed_within_seconds_when_the_controller_is_dead(fake: Fake, 
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exec sleep 60")
     began = time.monotonic()
-    done = call(fake, "slurm.status", f"--runs={tmp_path / 'runs'}", "status")
+    done = call(fake, "slurm.reports.status", f"--runs={tmp_path / 'runs'}", "status")
     assert done.returncode == 0 and done.stdout.count("UNKNOWN") == 5, done.stdout + done.stderr
     assert time.monotonic() - began < 30, "far less than one patience of 15 s for each run"
     asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
@@ -428,12 +436,12 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
     assert submit(fake, cache).returncode == -signal.SIGKILL
     folder = the_folder(fake)
     assert not folder.attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
-    done = call(fake, "slurm.status", "status", str(folder.path))
+    done = call(fake, "slurm.reports.status", "status", str(folder.path))
     assert done.returncode == 1 and "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
-    assert "is LOST already" in call(fake, "slurm.status", "cancel", str(folder.path)).stdout
+    assert "is LOST already" in call(fake, "slurm.reports.status", "cancel", str(folder.path)).stdout
     provenance.describe(folder, [], {})  # as a living submitter, this process
     assert status.state_of(folder) == ("PENDING", "it is being prepared")
-    done = call(fake, "slurm.status", "cancel", str(folder.path))
+    done = call(fake, "slurm.reports.status", "cancel", str(folder.path))
     assert done.returncode == 2 and "is still being prepared" in done.stderr and "Traceback" not in done.stderr
     (folder.path / "meta.json").unlink()  # the first thing that is written is config.yaml
     assert status.state_of(folder)[0] == "PENDING"

@@ -1,6 +1,6 @@
 """`make rerun`: repeats a run from its own settings and source in a new run folder, and compares. Imports no torch.
 
-    python -m slurm.rerun [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] -- RUN
+    python -m slurm.launch.rerun [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] -- RUN
 
 Before it starts it says what differs from then: settings, packages, machine, processes, data. After it, whether losses
 and final numbers, those of time and memory left out, are equal to the bit, or how far apart. Exit status: 0 equal,
@@ -33,8 +33,12 @@ from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, read_json
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm import sbatch, status, submit
-from slurm.scheduler import Scheduler, choose
+from slurm.arguments import parse_settings
+from slurm.launch import submit
+from slurm.reports import status
+from slurm.scheduling import sbatch
+from slurm.scheduling.entry_points import find_entry_points
+from slurm.scheduling.scheduler import Scheduler, choose
 
 DIFFERENT = 3  # exit status
 PLACES = ("runs", "data.root", "data.cache")  # where things lie changes no number
@@ -66,7 +70,8 @@ def checked(run: str) -> Folder:
 def resolved(old: Folder, words: list[str]) -> str:
     """The settings as YAML, read and checked by the run's own source: keys may have come and gone since."""
     arguments = ["--config", str(old.path / "config.yaml"), *words, "--print-config"]
-    command = [sys.executable, "-m", "slurm.submit", f"--args={shlex.join(arguments)}", "--", old.experiment]
+    given = [f"--args={shlex.join(arguments)}", "--", old.experiment]
+    command = [sys.executable, "-m", *find_entry_points(old).submit, *given]
     done = subprocess.run(command, env=submit.own_source(old), capture_output=True, text=True, check=False)
     if done.returncode:
         problem = done.stderr.strip().splitlines() or ["its own source cannot be imported"]
@@ -235,7 +240,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
     old = checked(given.run)
-    words, for_profile = submit.only_settings(given.args)
+    words, for_profile = parse_settings(given.args)
     profile = profile_of(old, given.cluster, for_profile)
     scheduler = choose(given.launch or "auto")
     text = resolved(old, [f"runs={old.path.parent}", *words])

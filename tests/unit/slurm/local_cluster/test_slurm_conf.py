@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.core.errors import UserError
-from slurm import cluster, cluster_conf, cluster_net
-from slurm.cluster_conf import Plan
+from slurm.local_cluster import cli, cluster, namespaces, slurm_conf
+from slurm.local_cluster.slurm_conf import Plan
 from tests.harness import warm
 from tests.harness.processes import ROOT
 
@@ -20,7 +20,7 @@ PLAN = Plan("local", Path("/tmp/c"), 3, 2, 1000, "me", 1000, 100, "none", False,
 
 
 def lines(plan: Plan) -> list[str]:
-    return cluster_conf.slurm_conf(plan).splitlines()
+    return slurm_conf.slurm_conf(plan).splitlines()
 
 
 def values(plan: Plan) -> dict[str, str]:
@@ -32,7 +32,7 @@ def values(plan: Plan) -> dict[str, str]:
 
 def tool(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """The command, as a fork of a warm process."""
-    return warm.execute([sys.executable, "-m", "slurm.cluster", *words], env=os.environ | environ, timeout=60)
+    return warm.execute([sys.executable, "-m", "slurm.local_cluster.cli", *words], env=os.environ | environ, timeout=60)
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -56,7 +56,7 @@ def test_hosts_partitions_and_state_lie_where_the_plan_says() -> None:
 
 
 def test_conf_replaces_a_line_in_any_spelling_and_adds_others() -> None:
-    settings = cluster_conf.checked_settings(
+    settings = slurm_conf.checked_settings(
         ["killwait=30", "GraceTime=7", "SlurmctldParameters=preempt_send_user_signal", "SchedulerParameters=a=1,b"]
     )
     known = values(replace(PLAN, settings=settings))
@@ -79,12 +79,12 @@ def test_munge_and_database_bring_their_lines() -> None:
     assert full["AuthInfo"].endswith("socket=/tmp/c/run/munge.sock")
     assert full["AccountingStoragePass"] == "/tmp/c/run/munge.sock"
     assert full["AccountingStorageHost"] == "ctl"
-    assert "AuthInfo=socket=/tmp/c/run/munge.sock" in cluster_conf.slurmdbd_conf(replace(PLAN, auth="munge"))
-    assert "munge" not in cluster_conf.slurmdbd_conf(PLAN)
+    assert "AuthInfo=socket=/tmp/c/run/munge.sock" in slurm_conf.slurmdbd_conf(replace(PLAN, auth="munge"))
+    assert "munge" not in slurm_conf.slurmdbd_conf(PLAN)
 
 
 def test_every_host_name_has_its_own_address() -> None:
-    rows = {name: address for address, name in map(str.split, cluster_conf.hosts_file(PLAN).splitlines())}
+    rows = {name: address for address, name in map(str.split, slurm_conf.hosts_file(PLAN).splitlines())}
     assert set(rows) == {"localhost", "ctl", "node1", "node2", "node3"}
     assert len(set(rows.values())) == 5
     assert not any(rows[name].startswith("127.") for name in rows if name != "localhost")
@@ -92,16 +92,16 @@ def test_every_host_name_has_its_own_address() -> None:
 
 def test_job_ids_never_come_twice() -> None:
     later = 1735689600 + 3600 * 24 * 365
-    assert cluster_conf.next_job_id(0, now=later) > 3_000_000  # also after the folder was deleted
-    assert cluster_conf.next_job_id(3_200_000, now=later) == 3_201_000
-    assert cluster_conf.next_job_id(0, now=later + 10) == cluster_conf.next_job_id(0, now=later) + 1
+    assert slurm_conf.next_job_id(0, now=later) > 3_000_000  # also after the folder was deleted
+    assert slurm_conf.next_job_id(3_200_000, now=later) == 3_201_000
+    assert slurm_conf.next_job_id(0, now=later + 10) == slurm_conf.next_job_id(0, now=later) + 1
 
 
 @pytest.mark.parametrize("nodes", ["0", "-1", "abc", "65", "1.5", "٣", "1\n", "$(touch x)", "99999999999"])
 def test_bad_node_counts_are_refused(nodes: str) -> None:
     refused_text = f"--nodes={nodes}: write a number from 1 to 64"
     with pytest.raises(UserError) as caught:
-        cluster_conf.checked_number("--nodes", nodes, 64)
+        slurm_conf.checked_number("--nodes", nodes, 64)
     assert str(caught.value) == refused_text
 
 
@@ -110,7 +110,7 @@ def test_bad_node_counts_are_refused(nodes: str) -> None:
 )
 def test_bad_conf_lines_are_refused(line: str) -> None:
     with pytest.raises(UserError, match="--conf"):
-        cluster_conf.checked_settings([line])
+        slurm_conf.checked_settings([line])
 
 
 @pytest.mark.parametrize("name", ["A", "1a", "a b", "../x", "a-b", "a" * 40, "$(id)"])
@@ -129,36 +129,36 @@ def test_the_folder_follows_the_environment() -> None:
 @pytest.mark.parametrize("folder", ["/tmp/a b", "/tmp/a#b", "/tmp/" + "x" * 90])
 def test_folders_that_slurm_cannot_use_are_refused(folder: str) -> None:
     with pytest.raises(UserError, match="set CLUSTER_DIR"):
-        cluster_conf.checked_folder(Path(folder))
+        slurm_conf.checked_folder(Path(folder))
 
 
 def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cluster_conf, "checked_folder", lambda folder: folder)  # pytest's paths may be long
+    monkeypatch.setattr(slurm_conf, "checked_folder", lambda folder: folder)  # pytest's paths may be long
     monkeypatch.setenv("CLUSTER_DIR", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     cluster.folder_of("local").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="somebody else"), cluster.own_folder("local"):
+    with pytest.raises(UserError, match="somebody else"), cli.own_folder("local"):
         pass
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
 def test_missing_programs_are_named_with_their_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cluster_conf, "ADMIN_PATH", str(tmp_path))
+    monkeypatch.setattr(slurm_conf, "ADMIN_PATH", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"slurmctld, .*apt-get install slurm-wlm iproute2 util-linux$"):
-        cluster_conf.check_programs("none", False)
-    for names in (cluster_conf.PACKAGES | cluster_conf.MUNGE).values():
+        slurm_conf.check_programs("none", False)
+    for names in (slurm_conf.PACKAGES | slurm_conf.MUNGE).values():
         for name in names:
             (tmp_path / name).touch(mode=0o755)
-    cluster_conf.check_programs("munge", False)
+    slurm_conf.check_programs("munge", False)
     with pytest.raises(UserError, match=r"mariadbd, .*slurmdbd not found; .* mariadb-server slurmdbd$"):
-        cluster_conf.check_programs("none", True)
+        slurm_conf.check_programs("none", True)
     (tmp_path / "ip").unlink()
     (tmp_path / "munged").unlink()
     with pytest.raises(UserError, match=r"^ip not found; .* apt-get install iproute2$"):
-        cluster_conf.check_programs("none", False)
+        slurm_conf.check_programs("none", False)
     with pytest.raises(UserError, match=r"^ip, munged not found; .* apt-get install iproute2 munge$"):
-        cluster_conf.check_programs("munge", False)
+        slurm_conf.check_programs("munge", False)
 
 
 def test_munge_is_used_only_where_slurm_cannot_do_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,24 +166,24 @@ def test_munge_is_used_only_where_slurm_cannot_do_without(monkeypatch: pytest.Mo
     for folder in (tmp_path / "sbin", plugins):
         folder.mkdir(parents=True)
     (tmp_path / "sbin" / "slurmctld").touch(mode=0o755)
-    monkeypatch.setattr(cluster_conf, "ADMIN_PATH", "")
+    monkeypatch.setattr(slurm_conf, "ADMIN_PATH", "")
     monkeypatch.setenv("PATH", str(tmp_path / "sbin"))
-    assert cluster_conf.choose_auth() == "munge"
+    assert slurm_conf.choose_auth() == "munge"
     (plugins / "auth_none.so").touch()
-    assert cluster_conf.choose_auth() == "munge"
+    assert slurm_conf.choose_auth() == "munge"
     (plugins / "cred_none.so").touch()
-    assert cluster_conf.choose_auth() == "none"
+    assert slurm_conf.choose_auth() == "none"
 
 
 def test_refused_namespaces_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(name: str, *_: object) -> None:
         raise OSError(1, f"{name}: Operation not permitted")
 
-    monkeypatch.setattr(cluster_net, "call", denied)
+    monkeypatch.setattr(namespaces, "call", denied)
     with pytest.raises(UserError, match=r"kernel.apparmor_restrict_unprivileged_userns=0, or run this as root"):
-        cluster_net.unshare("user")
+        namespaces.unshare("user")
     with pytest.raises(UserError, match=r"sysctl|--privileged"):
-        cluster_net.mount("none", "/", None, 0)
+        namespaces.mount("none", "/", None, 0)
 
 
 @pytest.mark.parametrize(
@@ -206,28 +206,28 @@ def test_inside_a_cluster_no_verb_touches_it(tmp_path: Path) -> None:
 
 
 def test_starting_imports_nothing_heavy() -> None:
-    code = "import sys, slurm.cluster; print(*sys.modules)"
+    code = "import sys, slurm.local_cluster.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "omegaconf", "yaml", "submitit", "wandb"} & set(done.stdout.split())
 
 
 def test_only_the_recorded_process_is_ended(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as sleep:
-        true = cluster_net.Process.of(sleep.pid)
+        true = namespaces.Process.of(sleep.pid)
         true.save(tmp_path / "holder")
-        assert cluster_net.Process.load(tmp_path / "holder") == true
+        assert namespaces.Process.load(tmp_path / "holder") == true
         recycled = true._replace(start=true.start - 1)
         assert not recycled.alive()
         recycled.kill()
         assert sleep.poll() is None
         true.kill()
         assert sleep.wait(timeout=5) == -9
-    assert cluster_net.Process.load(tmp_path / "holder") is None
+    assert namespaces.Process.load(tmp_path / "holder") is None
     true.kill()  # gone already: nothing to do
 
 
 def test_commands_enter_as_the_caller() -> None:
-    process = cluster_net.Process(4711, 1)
+    process = namespaces.Process(4711, 1)
     as_root = cluster.Cluster(replace(PLAN, uid=0, gid=0), process).command(["id"], cwd="/x")
     assert as_root[:2] == ["nsenter", "--target=4711"] and "--user" not in as_root and as_root[-1] == "id"
     as_user = cluster.Cluster(PLAN, process).command(["id"], cwd="/x")
@@ -259,7 +259,7 @@ esac
     ],
 )
 def test_the_sacct_stand_in_answers_like_sacct(asked: list[str], rows: list[str], tmp_path: Path) -> None:
-    for name, text in {"sacct": cluster_conf.SACCT, "scontrol": SCONTROL}.items():
+    for name, text in {"sacct": slurm_conf.SACCT, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     argv = [str(tmp_path / "sacct"), "-o", "JobID,State,NodeList", "--parsable2", *asked]

@@ -1,7 +1,7 @@
 """`make evaluate` and `make export`: the trained model of a finished run, measured again or written for other programs.
 
-    python -m slurm.trained [--args="data.root=..."] -- evaluate RUN
-    python -m slurm.trained [--format=safetensors|torch.export|onnx] -- export RUN
+    python -m slurm.reports.trained_model [--args="data.root=..."] -- evaluate RUN
+    python -m slurm.reports.trained_model [--format=safetensors|torch.export|onnx] -- export RUN
 
 `evaluate` builds the model in one process and gives its test numbers beside the run's own. Exit status: 0 equal, 3
 different; 0, too, where the test samples are not those of the run.
@@ -22,8 +22,8 @@ from common.core import config
 from common.core.config import UserError
 from common.data import prepare
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
-from slurm import status
-from slurm.submit import only_settings
+from slurm.arguments import parse_settings
+from slurm.reports import status
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -177,7 +177,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     folder = status.find(given.run, Path("runs"))
     if given.verb == "evaluate":
-        words, for_profile = only_settings(given.args)
+        words, for_profile = parse_settings(given.args)
         if for_profile:
             raise UserError(f"ARGS: {for_profile[0]} means nothing here; the model is measured on this machine")
         return evaluate(folder, words)

@@ -30,7 +30,7 @@ from common.core.config import UserError
 from common.pipeline import schedules
 from common.runs import wandb_tracker
 from configs.shared import Experiment
-from slurm.submit import checked_name
+from slurm.arguments import parse_experiment
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
@@ -87,7 +87,7 @@ def read(path: str, more: list[str]) -> Grid:
     try:
         if not tree.get("experiment"):
             raise UserError(f"experiment is missing; write a line such as experiment: {config.names()[0]}")
-        experiment = checked_name(scalar(tree.get("experiment", ""), "experiment"))
+        experiment = parse_experiment(scalar(tree.get("experiment", ""), "experiment"))
         repeats, parallel, nodes = (number(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes"))
         common = group(tree.get("settings") or {}, "settings") | config.parse(more).values
         cells = cells_of(tree)

@@ -1,7 +1,7 @@
 """`make sync` and `make leet`: what runs left for W&B, sent there or looked at here. Imports no torch.
 
-    python -m slurm.upload sync [--pick="ID ID"] [--name= --last= --where=] [--dry-run=1]
-    python -m slurm.upload leet [--pick=ID ...]
+    python -m slurm.reports.wandb_sync sync [--pick="ID ID"] [--name= --last= --where=] [--dry-run=1]
+    python -m slurm.reports.wandb_sync leet [--pick=ID ...]
 
 A run that was started several times without a network has a folder for each start, all under one W&B id. W&B's
 client sends them in their order, asks the host how much it has of the run already, and notes beside each what was sent.
@@ -19,9 +19,9 @@ from common.core import config
 from common.core.config import UserError
 from common.runs import wandb_tracker
 from common.runs.folder import Folder
-from slurm import selection, status
-from slurm.selection import Asked
-from slurm.submit import checked_switch
+from slurm.arguments import parse_switch
+from slurm.reports import selection, status
+from slurm.reports.selection import Asked
 
 WANDB = Path(sys.executable).with_name("wandb")
 
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{option}", default="")
     given = parser.parse_args(arguments)
     root = Path(given.runs or "runs")
-    dry = checked_switch("DRY_RUN", given.dry_run)
+    dry = parse_switch("DRY_RUN", given.dry_run)
     asked = Asked(given.pick, given.name, given.last, given.where, given.sweep)
     folders = selection.select(asked, root, newest=0)
     return leet(folders) if given.verb == "leet" else sync(folders, dry)
