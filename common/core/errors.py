@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -17,6 +18,15 @@ class UserError(Exception):
 
 class Absent(UserError):
     """A process or host that does not answer. On a cluster it may be a fault that a later start does not meet."""
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a collective or a message did not end within its time limit.
+
+    gloo says so in two ways: of the operation that waited ("Timed out waiting ..."), and of those behind it on the same
+    connection ("Application timeout caused pair closure").
+    """
+    return isinstance(error, TimeoutError) or bool(re.search("timed out|timeout", str(error), re.IGNORECASE))
 
 
 @contextlib.contextmanager

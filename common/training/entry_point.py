@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common.checkpoint import extension, storage
 from common.checkpoint.preemption import Notice, StopRequested, name_the_silent
 from common.core import config, host_memory, seeds
-from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, UNUSABLE, UserError
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, UNUSABLE, UserError, is_timeout
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
@@ -143,7 +143,7 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
     except (RuntimeError, TimeoutError) as error:
         if notice.all_saved and notice.comes():  # others have left before
             raise StopRequested(together=False) from error
-        late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+        late = is_timeout(error)
         silent = name_the_silent(world, max(2.0, 2 * run.step_seconds())) if late else ""
         run.note(silent or error)
         if silent:

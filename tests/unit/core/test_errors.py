@@ -1,0 +1,19 @@
+"""Which errors of a collective are time-outs."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.core.errors import is_timeout
+
+SAID = {
+    "[transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv operation to complete": True,
+    "Application timeout caused pair closure": True,
+    "[transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3141": False,
+}
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_a_time_out_is_known_by_both_of_its_messages(text: str) -> None:
+    assert is_timeout(RuntimeError(text)) == SAID[text]
+    assert is_timeout(TimeoutError())
