@@ -130,10 +130,11 @@ test-all: $(READY)  ## these, and every combination: parity, recovery, compiler,
 test-slurm: $(READY)  ## the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
 
-lint: $(READY)  ## ruff (lint and format) and mypy
+lint: $(READY)  ## ruff (lint and format), mypy, and the order of imports
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-cache --no-logo
 
 bench: $(READY)  ## the benchmarks of mnist_pipeline, side by side, saved as JSON
 	@$(PY) tests/benchmarks/mnist_pipeline.py
