@@ -121,7 +121,7 @@ def seconds_alone(cfg: Config, train: data.Images, world: World) -> float:
     if world.is_main:
         model = build(cfg, train, world)
         seconds = single_process_baseline.seconds(
-            single_process_baseline.trainer(cfg, model, model, train, world.device), ALONE, PATIENCE
+            single_process_baseline.trainer(cfg, model, model, train, world.device), world.device, ALONE, PATIENCE
         )
     return float(world.broadcast(seconds))
 

@@ -175,7 +175,7 @@ def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[flo
         for name, _, count in plan:
             torch.set_num_threads(count)
             if name in sides:
-                rates[name].append(cfg.batch / single_process_baseline.seconds(sides[name], STEPS))
+                rates[name].append(cfg.batch / single_process_baseline.seconds(sides[name], world.device, STEPS))
             world.meet(f"compare/{number}/{name}")
     torch.set_num_threads(world.threads)
     return rates

@@ -1,7 +1,6 @@
-"""DistributedDataParallel: what is sent of a gradient, and in which buckets.
+"""DistributedDataParallel: what is sent of a gradient, and in which buckets."""
 
-No postponed annotations here: DistributedDataParallel looks at those of a hook.
-"""
+from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
@@ -51,8 +50,6 @@ def register(ddp: DistributedDataParallel, communication: str, rank: int) -> Non
             state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=10)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             setattr(ddp, COMPRESSION, state)
-        case "nothing":
-            ddp.register_comm_hook(None, send_nothing)
 
 
 def compression(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
@@ -76,13 +73,6 @@ def write_memory(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], d
         setattr(state, name, {bucket: value.to(device) for bucket, value in saved[name].items()})
     state.iter = saved["iter"]
     state.rng.set_state(unpack_stream(saved["rng"]))
-
-
-def send_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Leave each process its own gradient: wrong for training, the limit to measure against."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def ring_bytes(model: nn.Module) -> int:

@@ -6,7 +6,6 @@ until backward begins can, as long as nothing is exchanged before.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,16 +14,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from common.distributed.sync_batchnorm import waited
 from common.measure.device_clock import Clock, Stamp
+from common.measure.straggler import find_straggler
+from common.measure.timing import time_calls
 
 T = TypeVar("T")
 HISTORY = 1000  # steps whose time stamps are kept
 NEWEST = 50  # steps that tell how a process does just now
 WARM_UP = 10  # first steps, left out
-STRAGGLER = 1.25  # times the median of the others
 ENOUGH = 10  # steps from which on somebody is called one
 
 
@@ -127,9 +127,7 @@ def straggler(ranks: Sequence[Rank]) -> int | None:
     """The process that the others wait for, if one is clearly slower before backward."""
     if min(rank.steps for rank in ranks) < ENOUGH:
         return None
-    slowest = max(range(len(ranks)), key=lambda r: ranks[r].before_backward)
-    others = [rank.before_backward for r, rank in enumerate(ranks) if r != slowest]
-    return slowest if others and ranks[slowest].before_backward > STRAGGLER * median(others) else None
+    return find_straggler([rank.before_backward for rank in ranks])
 
 
 def communication_seconds(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float:
@@ -138,27 +136,18 @@ def communication_seconds(model: nn.Module, bucket_mb: float, size: int, repeats
     dtype = {2: torch.float16, 4: torch.float32, 8: torch.float64}[size]
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
     pieces = flat.split(max(1, int(bucket_mb * 2**20) // size))
-    seconds = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def reduce_all() -> None:
         for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
             assert work is not None
             work.wait()
-        wait_for(flat)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
+
+    return median(time_calls(reduce_all, flat.device, repeats, prepare=dist.barrier))
 
 
 def imbalance(values: Sequence[float]) -> float | None:
     """How much more the largest is than the mean, 0 when all are equal; None where there is only one."""
     return max(values) / mean(values) - 1 if len(values) > 1 else None
-
-
-def wait_for(value: Tensor) -> None:
-    """Until the device has done everything that it was given."""
-    if value.is_cuda:
-        torch.cuda.synchronize(value.device)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ dict of the model, and the other way round.
 from __future__ import annotations
 
 import copy
-import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
 import torch
 from torch import Tensor, nn
+
+from common.measure.timing import time_calls
 
 
 def begins_in_place(stage: nn.Module) -> bool:
@@ -73,31 +74,26 @@ def time_costs(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, 
     for number, (name, layer) in enumerate(model.named_children()):
         twin = copy.deepcopy(layer).to(x.device).train()  # BatchNorm counts what it sees
         x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
-        times: list[float] = []
-        for _ in range(repeats + 1):
-            given = x.clone() if begins_in_place(layer) else x
-            start = time.perf_counter()
-            out = twin(given)
-            if out.requires_grad:  # not behind a first layer without parameters
-                out.backward(torch.ones_like(out))
-            if x.is_cuda:
-                torch.cuda.synchronize(x.device)
-            times.append(time.perf_counter() - start)
-            twin.zero_grad(set_to_none=True)
-            x.grad = None
-        costs[name], x = median(times[1:]), out
+        step = LayerStep(twin, x)
+        costs[name] = median(time_calls(step, x.device, repeats, prepare=step.prepare))
+        x = step.output
     return costs
 
 
-def join(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The state dict of the whole model out of the state dicts of its stages, in order.
+class LayerStep:
+    """Forward and backward of one layer on one input, for `time_calls`; keeps the output of the newest call."""
 
-    Raises ValueError if two stages hold the same name.
-    """
-    whole: dict[str, Tensor] = {}
-    for part in parts:
-        twice = whole.keys() & part.keys()
-        if twice:
-            raise ValueError(f"two stages hold {sorted(twice)[0]}")
-        whole |= part
-    return whole
+    def __init__(self, layer: nn.Module, x: Tensor) -> None:
+        self.layer, self.x = layer, x
+        self.copies = begins_in_place(layer)
+
+    def prepare(self) -> None:
+        """Clear the gradients, and copy the input of a layer that overwrites it."""
+        self.layer.zero_grad(set_to_none=True)
+        self.x.grad = None
+        self.given = self.x.clone() if self.copies else self.x
+
+    def __call__(self) -> None:
+        self.output = self.layer(self.given)
+        if self.output.requires_grad:  # not behind a first layer without parameters
+            self.output.backward(torch.ones_like(self.output))

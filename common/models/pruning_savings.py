@@ -9,7 +9,6 @@ import contextlib
 import copy
 import io
 import subprocess
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.measure.timing import time_calls
 from common.models import exporting
 from common.models import int8 as quantise
 from common.models.networks import LinearReLU
@@ -105,12 +105,11 @@ def seconds(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> 
     """Seconds of one call of each side: they take turns, and the median counts. Slow ones take fewer turns."""
 
     def turn(side: Callable[[], Tensor], count: int) -> float:
-        began = time.perf_counter()
-        for _ in range(count):
-            side()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / count
+        def repeat() -> None:
+            for _ in range(count):
+                side()
+
+        return time_calls(repeat, device, repeats=1, warm_up=0)[0] / count
 
     taken: dict[str, list[float]] = {name: [] for name in sides}
     with torch.no_grad():

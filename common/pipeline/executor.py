@@ -83,10 +83,6 @@ class Pipeline:
         """The local stages, for the optimizer."""
         return nn.ModuleList(self.local.values())
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The local stages' parameters and buffers under their names in the whole model."""
-        return {name: value for stage in self.local.values() for name, value in stage.state_dict().items()}
-
     def train(self, mode: bool = True) -> None:
         for stage in self.local.values():
             stage.train(mode)

@@ -7,6 +7,7 @@ import platform
 import secrets
 import shutil
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from common.core import network
 from common.core.config import UserError
 from common.data import prepare
 from common.distributed.rendezvous import World
+from common.measure.timing import time_calls
 from common.runs import provenance
 from common.runs.folder import disk_errors, read_json
 
@@ -71,14 +73,18 @@ def disk_free(folder: Path) -> float | None:
 def all_reduce(world: World) -> dict[str, Any]:
     """Whether an all-reduce adds up, and how many bytes a second it carries. All ranks call it."""
     expected = world.size * (world.size + 1) / 2
-    right, best = True, float("inf")
-    for _ in range(ROUNDS):
-        values = torch.full((SIZE,), float(world.rank + 1), device=world.device)
+    values, right = torch.empty(SIZE, device=world.device), True
+
+    def fill() -> None:
+        values.fill_(float(world.rank + 1))
         dist.barrier()
-        start = time.perf_counter()
+
+    def reduce_and_check() -> None:
+        nonlocal right
         dist.all_reduce(values)
         right = right and bool((values == expected).all())
-        best = min(best, time.perf_counter() - start)
+
+    best = min(time_calls(reduce_and_check, world.device, ROUNDS, warm_up=0, prepare=fill))
     return {"all_reduce_right": right, "all_reduce_gb_per_s": round(SIZE * 4 / best / 1e9, 2)}
 
 
@@ -91,15 +97,17 @@ def product(world: World, seconds: float = 0.5) -> dict[str, Any]:
     left, right = (torch.randn(side, side, generator=draw).to(world.device) for _ in range(2))
     first = left @ right
     finite, same, best = bool(first.isfinite().all()), True, 0.0
+
+    def eight_products() -> None:
+        nonlocal same
+        for _ in range(8):
+            last = left @ right
+        same = same and bool(torch.equal(first, last))
+
     for _ in range(ROUNDS):
         dist.barrier()
-        start, count = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
-            for _ in range(8):
-                last = left @ right
-            same = same and bool(torch.equal(first, last))  # waits for the device, too
-            count += 8
-        best = max(best, count / (time.perf_counter() - start))
+        times = time_calls(eight_products, world.device, sys.maxsize, warm_up=0, budget=seconds)
+        best = max(best, 8 * len(times) / sum(times))
     return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * side**3 / 1e9, 1)}
 
 

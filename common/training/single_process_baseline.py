@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data.loader import Images, Loader
-from common.measure.step_timing import wait_for
+from common.measure.timing import time_calls
 from common.training import optimizers
 from configs.shared import Experiment
 
@@ -41,11 +41,6 @@ def trainer(
     return step
 
 
-def seconds(step: Callable[[], Tensor], count: int, patience: float = math.inf) -> float:
-    """The mean of `count` steps, two before them left out, or of fewer if they take longer than `patience` seconds."""
-    began = time.perf_counter()
-    marks: list[float] = []
-    while len(marks) < count + 2 and (len(marks) < 3 or marks[-1] - began < patience):
-        wait_for(step())
-        marks.append(time.perf_counter())
-    return (marks[-1] - marks[1]) / (len(marks) - 2)
+def seconds(step: Callable[[], Tensor], device: torch.device, count: int, patience: float = math.inf) -> float:
+    """Return the mean seconds of `count` steps after two to warm up, or of fewer if these take `patience` seconds."""
+    return mean(time_calls(step, device, count, warm_up=2, budget=patience))

@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from statistics import median
 
+from common.measure.straggler import find_straggler
 from common.runs import result
 from common.runs.folder import Folder, read_json
-
-STRAGGLER = 1.25  # times the median of the others, as in common/measure/step_timing.py
-FLOOR = 1e-3  # seconds at least: less than that is the jitter of a short step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +39,9 @@ def beats(attempt: Folder) -> list[Beat]:
 
 
 def straggler(ranks: Sequence[Beat]) -> Beat | None:
-    """The rank that needs clearly longer than the others until backward begins.
-
-    The step time cannot tell: the all-reduce makes it the same for all.
-    """
-    known = {rank: rank.before_backward for rank in ranks if rank.before_backward}
-    if len(known) < 2:
-        return None
-    slow = max(known, key=lambda rank: known[rank])
-    others = median(seconds for rank, seconds in known.items() if rank is not slow)
-    return slow if known[slow] > max(STRAGGLER * others, others + FLOOR) else None
+    """The rank that needs clearly longer than the others until backward begins."""
+    found = find_straggler([rank.before_backward for rank in ranks])
+    return None if found is None else ranks[found]
 
 
 def slow_words(ranks: Sequence[Beat]) -> str:

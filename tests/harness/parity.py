@@ -24,7 +24,6 @@ from common.core import config
 from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
-from common.models import partition
 from common.models.networks import ResNet, SimpleNN
 from common.pipeline.executor import Pipeline
 from common.runs.folder import Folder
@@ -176,7 +175,8 @@ def train(
     if not world.is_main:
         return {}
     losses = [row["loss"] for row in folder.metrics()]
-    return {"losses": losses, "state": partition.join(states), "scores": scores}
+    joined = {name: value for state in states for name, value in state.items()}
+    return {"losses": losses, "state": joined, "scores": scores}
 
 
 @functools.cache
