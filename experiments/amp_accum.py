@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.checkpoint.train_state import TrainState
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data import loader
 from common.distributed import ddp, sync_batchnorm
 from common.distributed.rendezvous import World

@@ -7,7 +7,7 @@ import re
 import shlex
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 

@@ -23,8 +23,7 @@ from common.checkpoint import storage
 from common.checkpoint.hashing_writer import Hashed
 from common.checkpoint.state_dicts import plain
 from common.checkpoint.storage import Draft, Entry, Manifest, Rejected, Snapshot
-from common.core.config import UserError
-from common.core.errors import UNUSABLE
+from common.core.errors import UNUSABLE, UserError
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder, sync, write_atomic
 from configs.shared import Checkpoint

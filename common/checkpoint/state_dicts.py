@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from common.core import seeds
-from common.core.config import UserError
+from common.core.errors import UserError
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, Tensor]]

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
-from common.core.errors import UserError, user_errors  # noqa: F401 (every other file takes both from here)
+from common.core.errors import UserError
 from configs.shared import Experiment
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from common.core import network
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data import image_folder, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import disk_errors, read_json

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.core.config import UserError, user_errors
+from common.core.errors import UserError, user_errors
 from configs.pipeline import Pipeline, Stages
 
 

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.core.config import UserError
+from common.core.errors import UserError
 
 BLOCK = 1 << 20  # characters of metrics that are read at once
 MODEL, MODEL_FACTS = "model.safetensors", "model.json"  # the trained model of a finished run

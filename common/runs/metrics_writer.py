@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.runs.folder import disk_errors
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config, network
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.runs import result as summary
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
 from configs.shared import Experiment

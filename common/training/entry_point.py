@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common.checkpoint import extension, storage
 from common.checkpoint.preemption import Notice, StopRequested, name_the_silent
 from common.core import config, host_memory, seeds
-from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, UNUSABLE, UserError, is_timeout
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, UNUSABLE, UserError, is_timeout, user_errors
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
@@ -45,7 +45,7 @@ Main = Callable[[T, World, Run], None]
 
 def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) -> None:
     """Run an experiment from its command line, with `sweep=true` the grid; never returns."""
-    with config.user_errors():
+    with user_errors():
         settings = config.load(schema, sys.argv[1:])
         schedules.preflight(settings)
         wandb_tracker.asked_mode(settings)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common.core import network
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data import prepare
 from common.distributed.rendezvous import World
 from common.measure.timing import time_calls

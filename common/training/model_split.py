@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.measure.memory import reset_peak
 from common.models import partition

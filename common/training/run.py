@@ -22,7 +22,7 @@ from common.checkpoint.preemption import Notice, SafePoints, SilenceWatch, StopR
 from common.checkpoint.storage import Rejected, Snapshot
 from common.checkpoint.train_state import TrainState
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data import loader as data
 from common.data.loader import Windows
 from common.data.prepare import Prepared

@@ -24,8 +24,7 @@ from statistics import fmean, stdev
 from typing import Any, Generic, TypeVar
 
 from common.core import config
-from common.core.config import UserError
-from common.core.errors import EXIT_RESUMABLE
+from common.core.errors import EXIT_RESUMABLE, UserError
 from common.core.signals import SIGNALS
 from common.runs.folder import Folder, write_atomic, write_json
 from configs.shared import Experiment

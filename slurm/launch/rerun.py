@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError, user_errors
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.runs import provenance
@@ -265,5 +265,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

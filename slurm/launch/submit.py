@@ -19,7 +19,8 @@ from pathlib import Path
 
 from common.checkpoint import extension
 from common.core import config
-from common.core.config import ROOT, UserError
+from common.core.config import ROOT
+from common.core.errors import UserError, user_errors
 from common.data import prepare
 from common.pipeline import schedules
 from common.runs import provenance, wandb_tracker
@@ -189,5 +190,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

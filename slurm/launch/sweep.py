@@ -25,8 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError, user_errors
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, read_json, write_json
 from configs.profile import Profile
@@ -291,5 +290,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.pipeline import schedules
 from common.runs import wandb_tracker
 from configs.shared import Experiment

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from common.core import config
+from common.core.errors import user_errors
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
@@ -48,5 +49,5 @@ def main(more: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError, user_errors
 from common.runs import compare_page as pages
 from common.runs import metric_curves
 from common.runs import result as summary
@@ -246,5 +245,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config
-from common.core.config import ROOT, UserError
+from common.core.config import ROOT
+from common.core.errors import UserError, user_errors
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import parse_node_count, parse_settings, parse_switch
@@ -217,5 +218,5 @@ class Places(Experiment):
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

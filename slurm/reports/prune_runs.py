@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.core import config
+from common.core.errors import user_errors
 from common.runs.folder import MODEL, Folder, disk_errors
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status, wandb_sync
@@ -88,5 +88,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.runs.folder import Folder, parse_json, read_json
 from slurm.arguments import split_words
 from slurm.reports import status

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError, user_errors
 from common.runs import provenance
 from common.runs import result as summary
 from common.runs.folder import Folder, read_json, write_json
@@ -354,5 +354,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

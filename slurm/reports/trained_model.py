@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError, user_errors
 from common.data import prepare
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
 from slurm.arguments import parse_settings
@@ -188,5 +188,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

@@ -12,8 +12,7 @@ import json
 import sys
 from typing import Any
 
-from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError, user_errors
 from common.runs import wandb_tracker
 from configs.shared import Wandb
 from slurm.arguments import parse_switch
@@ -92,5 +91,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

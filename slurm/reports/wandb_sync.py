@@ -15,8 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError, user_errors
 from common.runs import wandb_tracker
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
@@ -86,5 +85,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with config.user_errors():
+    with user_errors():
         sys.exit(main(sys.argv[1:]))

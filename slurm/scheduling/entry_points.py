@@ -12,7 +12,7 @@ import importlib
 import operator
 from typing import Any
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.runs.folder import Folder, read_json
 
 

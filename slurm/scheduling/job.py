@@ -16,7 +16,7 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.core.errors import EXIT_RESUMABLE, Absent
+from common.core.errors import EXIT_RESUMABLE, Absent, UserError, user_errors
 from common.runs.folder import Folder
 from slurm.scheduling.requeue import note_refusal
 
@@ -38,7 +38,7 @@ class Job:
         from common.distributed import rendezvous
         from common.training import entry_point  # takes seconds
 
-        with config.user_errors():
+        with user_errors():
             name = folder.experiment
             schema = config.schema_of(name)
             settings = config.resolve(schema, [config.read_file(folder.path / "submit" / "config.yaml")])
@@ -55,7 +55,7 @@ class Job:
                     sys.exit(1)
                 note_refusal(folder, place.rank, str(error))
                 raise
-            except config.UserError as error:
+            except UserError as error:
                 note_refusal(folder, place.rank, str(error))
                 raise
         if status:

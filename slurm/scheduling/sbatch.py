@@ -17,7 +17,8 @@ from submitit.core import utils
 from submitit.slurm.slurm import SlurmExecutor
 
 from common.core import config
-from common.core.config import ROOT, UserError
+from common.core.config import ROOT
+from common.core.errors import UserError
 from common.runs.folder import Folder, disk_errors, write_atomic
 from configs.profile import Profile
 from slurm.scheduling.entry_points import CURRENT, EntryPoints, JobReference, find_entry_points

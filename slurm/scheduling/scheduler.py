@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from slurm.local_cluster import cluster
 
 LOCAL = "the local cluster"

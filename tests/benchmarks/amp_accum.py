@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.core import config, seeds
-from common.core.config import UserError
+from common.core.errors import UserError, user_errors
 from common.data import loader as data
 from common.data import prepare
 from common.data.prepare import Prepared
@@ -332,7 +332,7 @@ def gpu(report: Report, scratch: Path) -> None:
 
 def main(words: list[str]) -> None:
     rounds = int(words[0]) if words and words[0] != "gpu" else 6
-    with config.user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+    with user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         report = Report("amp_accum", ROOT / "tests" / "benchmarks" / "results")
         if "gpu" in words:
             gpu(report, Path(scratch))

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.core import config, seeds
+from common.core.errors import user_errors
 from common.data import loader as data
 from common.data import prepare
 from common.data.prepare import Prepared
@@ -176,7 +177,7 @@ def fabric(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any, Any]:
 
 
 def main(rounds: int) -> None:
-    with config.user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+    with user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         bench = Bench(Path(scratch))
         report = Report("ddp", ROOT / "tests" / "benchmarks" / "results")
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this tree, where
 import torch
 from torch import Tensor
 
-from common.core import config
+from common.core.errors import user_errors
 from common.data import loader as data
 from common.distributed.rendezvous import World
 from common.training import optimizers
@@ -195,7 +195,7 @@ def main(names: Sequence[str]) -> None:
     if unknown:
         sys.exit(f"error: no part {unknown[0]!r}; parts are {' '.join(PARTS)}")
     os.chdir(ROOT)
-    with config.user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+    with user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         bench = Bench(Path(scratch))
         for name in names or PARTS:
             PARTS[name](bench)

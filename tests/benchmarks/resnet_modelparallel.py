@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from common.core import config, seeds
+from common.core.errors import user_errors
 from common.data import loader, prepare
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
@@ -115,7 +116,7 @@ def shared(taken: Samples, name: str) -> Ratio:
 
 
 def main(rounds: int, extra: Sequence[str]) -> None:
-    with config.user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+    with user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         bench = Bench(Path(scratch), extra)
         report = Report("resnet_modelparallel", ROOT / "tests" / "benchmarks" / "results")
 

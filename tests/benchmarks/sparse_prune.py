@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as library
 
 from common.core import config, seeds
+from common.core.errors import UserError, user_errors
 from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
@@ -196,7 +197,7 @@ def linear_sides(world: World) -> dict[str, Side]:
 def two_of_four() -> None:
     """2:4 sparse against dense linear layers in float16, on the GPU of this machine."""
     if not torch.cuda.is_available():
-        raise config.UserError("2:4 needs an NVIDIA GPU with sparse tensor cores (Ampere or newer), and CUDA sees none")
+        raise UserError("2:4 needs an NVIDIA GPU with sparse tensor cores (Ampere or newer), and CUDA sees none")
     from torch.sparse import to_sparse_semi_structured
 
     device = torch.device("cuda")
@@ -219,7 +220,7 @@ def two_of_four() -> None:
 
 
 def main(rounds: int) -> None:
-    with config.user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+    with user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         bench = Bench(Path(scratch))
         report = Report("sparse_prune", ROOT / "tests" / "benchmarks" / "results")
 
@@ -254,7 +255,7 @@ def main(rounds: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["2:4"]:
-        with config.user_errors():
+        with user_errors():
             two_of_four()
     else:
         main(int(sys.argv[1]) if len(sys.argv) > 1 else 6)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data.prepare import RAW
 from slurm.launch import submit
 from slurm.reports import trained_model

@@ -236,7 +236,7 @@ def test_bad_settings_are_answered_without_torch(tmp_path: Path) -> None:
         fake.parent.mkdir(parents=True)
         fake.write_text(f"raise SystemExit('{name} was imported')\n")
     program = """
-from common.core.config import UserError
+from common.core.errors import UserError
 from slurm.launch import submit
 for words in (
     ["--", "mnist_pipelin"],

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.runs.folder import Folder, write_json
 from configs.profile import Profile
 from slurm.launch import rerun

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data import loader
 from common.distributed.rendezvous import World
 from common.models import networks

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.measure import plots
 from common.models import networks, partition
 from common.pipeline import report, schedules

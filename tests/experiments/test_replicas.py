@@ -17,7 +17,7 @@ from torch import nn
 from common.checkpoint.checkpointer import Loaded
 from common.checkpoint.train_state import TrainState
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World

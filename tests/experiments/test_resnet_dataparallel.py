@@ -17,7 +17,7 @@ from torch import nn
 
 from common.checkpoint import state_dicts
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.models import networks
 from configs.resnet_dataparallel import Config

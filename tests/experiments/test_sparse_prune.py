@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.checkpoint import storage
 from common.core import config, seeds
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.models import int8, networks, pruning_masks, pruning_savings
 from common.models.pruning_masks import Masks
 from configs.sparse_prune import CRITERIA, Config

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from common.checkpoint import checkpointer, storage
 from common.checkpoint.checkpointer import Checkpoints, Loaded, State
 from common.checkpoint.storage import Draft, Manifest, Snapshot
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
 from configs.shared import Checkpoint

@@ -24,7 +24,7 @@ from torch import nn
 from common.checkpoint import checkpointer, state_dicts, storage
 from common.checkpoint.checkpointer import Checkpoints, State
 from common.checkpoint.storage import Snapshot
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
 from common.training import optimizers

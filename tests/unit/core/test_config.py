@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.core import config
-from common.core.config import UserError, keys, load
+from common.core.config import keys, load
+from common.core.errors import UserError
 from configs.mnist_pipeline import Config
 from configs.profile import Profile
 

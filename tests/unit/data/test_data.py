@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data import loader as data
 from common.data import prepare, synthetic_digits
 from configs.shared import Data

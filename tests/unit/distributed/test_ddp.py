@@ -18,7 +18,7 @@ from PIL import Image
 from torch import nn
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.data import loader as data
 from common.data import prepare
 from common.distributed import sync_batchnorm

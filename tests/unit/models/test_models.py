@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import nn
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.models import model_file, networks, partition
 
 

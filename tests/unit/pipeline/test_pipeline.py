@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.distributed import rendezvous
 from common.distributed.rendezvous import Place, choose_device
 from configs.shared import Launch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.pipeline import schedules
 from common.pipeline.schedules import Action, check, draw, idle_share, play
 from configs.pipeline import Pipeline

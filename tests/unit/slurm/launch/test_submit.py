@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from common.core import config
-from common.core.config import UserError
+from common.core.errors import UserError
 from common.runs import provenance
 from common.runs.folder import Folder, write_json
 from configs import resnet_modelparallel
