@@ -143,7 +143,7 @@ def train_epoch(
     model: nn.Module,
     optimizer: Optimizer,
     scaler: GradScaler,
-    windows: loader.Windows,
+    windows: loader.AccumulationLoader,
     run: Run,
     footprint: Footprint,
     times: step_timing.StepTimes,
@@ -200,17 +200,21 @@ def prepare_device(cfg: Config, world: World, run: Run) -> None:
 
 
 def main(cfg: Config, world: World, run: Run) -> None:
-    train, test = loader.load(run.prepared, cfg.data)
+    train, test = loader.load_train_test(run.prepared, cfg.data)
     prepare_device(cfg, world, run)
     share, device, dtype = (world.rank, world.size), world.device, getattr(torch, cfg.dtype)
-    windows = loader.Windows(loader.Loader.of(train, cfg, device, batch=cfg.microbatch, share=share), cfg.accumulate)
+    windows = loader.AccumulationLoader(
+        loader.Loader.from_config(train, cfg, device, batch=cfg.microbatch, shard=share), cfg.accumulate
+    )
     model = wrap(cfg, build(cfg, train, world), world)
     optimizer = optimizers.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = make_scaler(cfg, device)
     run.averaged, run.total = True, loop.total_steps(cfg, windows)  # a step's loss is the mean over the processes
 
     with autocast(cfg, device):
-        ddp.warm_up_buckets(model, laid_out(cfg, train.inputs(slice(0, cfg.microbatch // world.size), device, dtype)))
+        ddp.warm_up_buckets(
+            model, laid_out(cfg, train.load_inputs(slice(0, cfg.microbatch // world.size), device, dtype))
+        )
     footprint, times = Footprint(device), step_timing.StepTimes(model, device)
     run.before_backward = times.recent  # the heartbeats tell who is slow
     step = run.resume(TrainState([ddp.inner(model)], optimizer, windows, world, replicated=True, scaler=scaler))

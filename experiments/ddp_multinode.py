@@ -127,8 +127,8 @@ def seconds_alone(cfg: Config, train: data.Images, world: World) -> float:
 
 
 def main(cfg: Config, world: World, run: Run) -> None:
-    train, test = data.load(run.prepared, cfg.data)
-    loader = data.Loader.of(train, cfg, world.device, share=(world.rank, world.size))
+    train, test = data.load_train_test(run.prepared, cfg.data)
+    loader = data.Loader.from_config(train, cfg, world.device, shard=(world.rank, world.size))
     model = wrap(cfg, build(cfg, train, world), world)
     optimizer = optimizers.make(model.parameters(), cfg.optim)
     times = step_timing.StepTimes(model, world.device, model.children() if cfg.strategy == "fsdp" else ())
@@ -137,7 +137,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     run.averaged = True  # the loss of a step is the mean over the processes
 
     hooks.warm_up_buckets(
-        model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype))
+        model, train.load_inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype))
     )
     compression = hooks.compression(model)
     step = run.resume(

@@ -66,11 +66,11 @@ def train_epoch(
 
 def main(cfg: Config, world: World, run: Run) -> None:
     dtype = getattr(torch, cfg.dtype)
-    train, test = data.load(run.prepared, cfg.data)
+    train, test = data.load_train_test(run.prepared, cfg.data)
     pipe = build(cfg, world, run, dtype)
     optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
     ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last one labels
-    loader = data.Loader.of(train, cfg, world.device, **ends)
+    loader = data.Loader.from_config(train, cfg, world.device, **ends)
     run.source, run.total = pipe.last_rank, loop.total_steps(cfg, loader)
 
     def evaluate() -> dict[str, float]:

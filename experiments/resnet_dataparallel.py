@@ -182,9 +182,9 @@ def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[flo
 
 
 def main(cfg: Config, world: World, run: Run) -> None:
-    train, test = data.load(run.prepared, cfg.data)
+    train, test = data.load_train_test(run.prepared, cfg.data)
     share = (world.rank, world.size)
-    loader = data.Loader.of(train, cfg, world.device, share=share, ragged=cfg.last_batch == "keep")
+    loader = data.Loader.from_config(train, cfg, world.device, shard=share, drop_last=cfg.last_batch != "keep")
     model = wrap(cfg, build(cfg, train, world), world)
     optimizer = optimizers.make(model.parameters(), cfg.optim)
     times = step_timing.StepTimes(model, world.device)
@@ -195,7 +195,9 @@ def main(cfg: Config, world: World, run: Run) -> None:
     if cfg.strategy == "data_parallel" and devices == 1:
         run.say(ONE_DEVICE.format(len(gpus(world))))
 
-    ddp.warm_up_buckets(model, train.inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype)))
+    ddp.warm_up_buckets(
+        model, train.load_inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype))
+    )
     step = run.resume(TrainState([ddp.inner(model)], optimizer, loader, world, replicated=True))
     scores = loop.train(
         run,

@@ -202,7 +202,7 @@ def train_epoch(
 
 
 def main(cfg: Config, world: World, run: Run) -> None:
-    train, test = data.load(run.prepared, cfg.data)
+    train, test = data.load_train_test(run.prepared, cfg.data)
     dtype = getattr(torch, cfg.dtype)
     team = Team.of(cfg, world)
     own = [world.device]
@@ -212,7 +212,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
         pipe: Any = build(cfg, train.shape, train.classes, team.pipeline, run)
         optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
         ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}  # the first stage sees images, the last labels
-        loader = data.Loader.of(train, cfg, world.device, share=team.share, **ends)
+        loader = data.Loader.from_config(train, cfg, world.device, shard=team.share, **ends)
         run.source, run.total = pipe.last_rank, loop.total_steps(cfg, loader)
 
         def evaluate() -> dict[str, float]:

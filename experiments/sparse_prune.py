@@ -83,13 +83,13 @@ def gradients(it: Parts, step: int) -> Iterator[list[Tensor]]:
     """
     cfg, images, device = it.cfg, it.loader.data, it.world.device
     it.model.eval()
-    order = torch.from_numpy(data.order(len(images), seeds.derive(cfg.seed, "scores", step), 0))
+    order = torch.from_numpy(data.draw_order(len(images), seeds.derive(cfg.seed, "scores", step), 0))
     for batch in order[: len(order) // cfg.batch * cfg.batch].view(-1, cfg.batch)[: cfg.score_batches]:
         mine = batch.view(it.world.size, -1)[it.world.rank]
         it.model.zero_grad()
         with torch.enable_grad():
-            logits = it.model(images.inputs(mine, device, getattr(torch, cfg.dtype)))
-            F.cross_entropy(logits, images.targets(mine, device)).backward()
+            logits = it.model(images.load_inputs(mine, device, getattr(torch, cfg.dtype)))
+            F.cross_entropy(logits, images.load_targets(mine, device)).backward()
         yield [weight.grad for weight in it.masks.weights if weight.grad is not None]
     it.model.train()
 
@@ -233,9 +233,9 @@ def train_epoch(it: Parts, step: int) -> int:
 
 
 def main(cfg: Config, world: World, run: Run) -> None:
-    train, test = data.load(run.prepared, cfg.data)
+    train, test = data.load_train_test(run.prepared, cfg.data)
     dtype = getattr(torch, cfg.dtype)
-    loader = data.Loader.of(train, cfg, world.device, share=(world.rank, world.size))
+    loader = data.Loader.from_config(train, cfg, world.device, shard=(world.rank, world.size))
     inner = networks.for_images(cfg.model, train.shape, train.classes).to(world.device, dtype)
     masks = Masks(inner)
     model = ddp.wrapped(inner, world.device, gradient_as_bucket_view=True) if world.size > 1 else inner
@@ -245,7 +245,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     run.total = loop.total_steps(cfg, loader)
     run.averaged = True  # the loss of a step is the mean over the processes
 
-    ddp.warm_up_buckets(model, train.inputs(slice(0, cfg.batch // world.size), world.device, dtype))
+    ddp.warm_up_buckets(model, train.load_inputs(slice(0, cfg.batch // world.size), world.device, dtype))
     step = run.resume(TrainState([inner], it.optimizer, loader, world, replicated=True))
     masks.refresh()  # a checkpoint may have brought other masks
     masks.agree()
@@ -274,7 +274,7 @@ def conclude(it: Parts, inner: nn.Module, test: data.Images, scores: dict[str, f
     def accuracy(model: nn.Module) -> float:
         return accuracy_alone(model, test, world.device, batch=cfg.eval_batch, dtype=torch.float32)
 
-    x = test.inputs(slice(0, min(cfg.eval_batch, TIMED)), world.device, torch.float32)
+    x = test.load_inputs(slice(0, min(cfg.eval_batch, TIMED)), world.device, torch.float32)
     facts = pruning_savings.savings(inner, x, accuracy if cfg.int8 else None, run.folder.path / "model.pt2", cfg.export)
     nonzero = sum(map(pruning_masks.count, masks.weights))
     found = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}

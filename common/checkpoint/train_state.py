@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import Loaded, State
-from common.data.loader import Loader, Windows
+from common.data.loader import AccumulationLoader, Loader
 from common.distributed import ddp
 from common.distributed.rendezvous import World
 
@@ -32,7 +32,7 @@ class TrainState:
         self,
         parts: Sequence[nn.Module],
         optimizer: Optimizer,
-        loader: Loader | Windows,
+        loader: Loader | AccumulationLoader,
         world: World,
         *,
         replicated: bool = False,

@@ -1,4 +1,4 @@
-"""An image folder as uint8 arrays: train/<class>/* and val/<class>/*, as torchvision's ImageFolder lays them out."""
+"""An image folder (torchvision's ImageFolder layout: train/<class>/*, val/<class>/*) as uint8 arrays."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ import numpy as np
 
 from common.core import seeds
 from common.core.errors import UserError
-from common.data.sources import files_below, shown
+from common.data.sources import list_files, to_printable
 from common.runs.folder import disk_errors
 
-CLASSES = "classes.json"  # their names, in the order of the labels
+CLASSES = "classes.json"  # the names of the classes, in the order of the labels
 LEFT_OUT = "left_out.txt"
 SHOWN = 5  # files that a message names
-Sample = tuple[str, int]  # a file by its path in train or val, and the number of its class
+Sample = tuple[str, int]  # a file's path in train or val, and its label
 
 
 def write_folder(root: Path, beside: Path, side: int, unreadable: str, seed: int) -> str:
     """Write root/train/<class>/* and root/val/<class>/* as arrays into the folder `beside`.
 
-    uint8 [N, 3, side, side] and labels int32 [N]: the shorter edge is resized to `side`, then the middle cut out.
-    The samples come in an order drawn from the seed, so that the first of them are of all classes.
-    Returns what was left out: files that are no images by their names and, with `unreadable` = skip, those that cannot
-    be read. Else these are refused with a UserError that names them. Where they are many, LEFT_OUT lists them all.
+    Images uint8 [N, 3, side, side] and labels int32 [N]: the shorter edge is resized to `side`, then the centre is
+    cropped. Samples are shuffled by the seed, so that the first ones cover all classes. Returns a notice about the
+    files left out: those without an image's extension and, with `unreadable` = skip, those that cannot be decoded.
+    More than SHOWN files are listed in LEFT_OUT.
+
+    Raises UserError for unequal classes, a class without images, a full disk, and, with `unreadable` = refuse, for
+    files that cannot be decoded.
     """
-    parts = [listed(root / name) for name in ("train", "val")]
+    parts = [list_samples(root / name) for name in ("train", "val")]
     classes = parts[0][0]
     if classes != parts[1][0]:
         differing = sorted(set(classes) ^ set(parts[1][0]))
-        raise UserError(shown(f"{root}/train and val have different classes: {', '.join(differing[:SHOWN])}"))
-    check_room(root, beside.parent, sum(len(samples) for _, samples, _ in parts), side)
+        raise UserError(to_printable(f"{root}/train and val have different classes: {', '.join(differing[:SHOWN])}"))
+    check_disk_space(root, beside.parent, sum(len(samples) for _, samples, _ in parts), side)
     with disk_errors(beside.parent):
         (beside / CLASSES).write_text(json.dumps(classes) + "\n")
     broken: list[str] = []
@@ -46,33 +49,35 @@ def write_folder(root: Path, beside: Path, side: int, unreadable: str, seed: int
         labels: list[int] = []
         with disk_errors(beside.parent), open(beside / f"{to}_images.npy", "wb") as file:
             write_header(file, (len(drawn), 3, side, side))
-            for (name, label), (pixels, problem) in zip(drawn, decoded(root / part, drawn, side), strict=True):
+            for (name, label), (pixels, problem) in zip(drawn, decode_images(root / part, drawn, side), strict=True):
                 if pixels is None:
                     broken.append(f"{part}/{name} ({problem})")
                 else:
                     file.write(pixels.data)
                     labels.append(label)
             file.seek(0)
-            write_header(file, (len(labels), 3, side, side))  # as long as before, whatever the number
+            write_header(file, (len(labels), 3, side, side))  # as many bytes as before
             np.save(beside / f"{to}_labels.npy", np.asarray(labels, np.int32))
         left = sorted(set(range(len(classes))) - set(labels))
         if left and unreadable == "skip":
-            raise UserError(shown(f"no image of {root / part / classes[left[0]]} can be read: {named(broken)}"))
+            raise UserError(
+                to_printable(f"no image of {root / part / classes[left[0]]} can be read: {summarize_files(broken)}")
+            )
     if broken and unreadable == "refuse":
-        raise UserError(f"{named(broken)} cannot be read; mend or remove them, or set data.unreadable=skip")
+        raise UserError(f"{summarize_files(broken)} cannot be read; mend or remove them, or set data.unreadable=skip")
     others = [f"{part}/{name}" for part, (_, _, names) in zip(("train", "val"), parts, strict=True) for name in names]
     told = [(files, why) for files, why in ((broken, "cannot be read"), (others, "no images by their names")) if files]
     if any(len(files) > SHOWN for files, _ in told):
         lines = [f"{file}: {why}\n" for files, why in told for file in sorted(files)]
         with disk_errors(beside.parent):
             (beside / LEFT_OUT).write_bytes(os.fsencode("".join(lines)))
-    return "; ".join(f"left out, {why}: {named(files)}" for files, why in told)
+    return "; ".join(f"left out, {why}: {summarize_files(files)}" for files, why in told)
 
 
-def listed(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
-    """The classes, which are the folders here, in order; the images by their names; and all other files.
+def list_samples(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
+    """Return the classes (the sub-folders, sorted), the samples, and all files without an image's extension.
 
-    Raises UserError where there is no class, or one without an image.
+    Raises UserError if there is no class, or one without an image.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -81,7 +86,7 @@ def listed(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
         raise UserError(f"{folder} holds no folders, one for each class, with images in them")
     numbers = {name: number for number, name in enumerate(classes)}
     samples, others = [], []
-    for name in files_below(folder):
+    for name in list_files(folder):
         label, within, _ = name.partition("/")
         if within and name.lower().endswith(IMG_EXTENSIONS):
             samples.append((name, numbers[label]))
@@ -89,12 +94,14 @@ def listed(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
             others.append(name)
     empty = sorted(set(range(len(classes))) - {number for _, number in samples})
     if empty:
-        raise UserError(shown(f"{folder / classes[empty[0]]} holds no image ({', '.join(IMG_EXTENSIONS)}); remove it"))
+        raise UserError(
+            to_printable(f"{folder / classes[empty[0]]} holds no image ({', '.join(IMG_EXTENSIONS)}); remove it")
+        )
     return classes, samples, others
 
 
-def check_room(root: Path, cache: Path, count: int, side: int) -> None:
-    """Raise UserError unless the disk takes so many images."""
+def check_disk_space(root: Path, cache: Path, count: int, side: int) -> None:
+    """Raise UserError unless the disk has space for `count` images of `side` x `side` pixels."""
     needed, free = count * 3 * side * side, shutil.disk_usage(cache).free
     if needed > free:
         raise UserError(
@@ -104,30 +111,30 @@ def check_room(root: Path, cache: Path, count: int, side: int) -> None:
 
 
 def write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
-    """The beginning of a .npy file of uint8; numpy leaves room in it for another first number."""
+    """Write the header of a uint8 .npy file; numpy pads it, so that a later N takes the same number of bytes."""
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
-def decoded(folder: Path, samples: list[Sample], side: int) -> Iterator[tuple[np.ndarray | None, str]]:
-    """Each sample's pixels uint8 [3, side, side], or None and the reason, in order; decoded on all cores, few ahead."""
+def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[tuple[np.ndarray | None, str]]:
+    """Yield each sample's pixels uint8 [3, side, side] in order, or None and the reason; decodes on all cores."""
     import torch
     from PIL import Image
     from torchvision.datasets.folder import default_loader
     from torchvision.transforms import v2
 
     Image.init()  # all formats: several threads that look for one at the same time may miss it
-    torch.set_num_threads(1)  # the cores are shared out by image
+    torch.set_num_threads(1)  # the cores work on different images
     decode = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
 
     def pixels(path: Path) -> tuple[np.ndarray | None, str]:
         try:
-            if not path.is_file():  # a link to nowhere, or a pipe that would be waited for
+            if not path.is_file():  # a broken link, or a pipe, whose opening would block
                 raise OSError("no file")
             return decode(default_loader(path)).contiguous().numpy(), ""
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 (Pillow raises many kinds for what it cannot read)
-            return None, first_line(error, path)
+            return None, describe_error(error, path)
 
     cores = len(os.sched_getaffinity(0))
     waiting: collections.deque[Future[tuple[np.ndarray | None, str]]] = collections.deque()
@@ -140,13 +147,13 @@ def decoded(folder: Path, samples: list[Sample], side: int) -> Iterator[tuple[np
             yield waiting.popleft().result()
 
 
-def named(files: list[str]) -> str:
-    """How many, and the first of them by name."""
+def summarize_files(files: list[str]) -> str:
+    """Return the number of files and the names of the first ones."""
     more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
-    return shown(f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(sorted(files)[:SHOWN])}{more}")
+    return to_printable(f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(sorted(files)[:SHOWN])}{more}")
 
 
-def first_line(error: Exception, path: Path) -> str:
-    """An error in few words, without the path that is told anyway."""
+def describe_error(error: Exception, path: Path) -> str:
+    """Return the first line of an error, without the path, which the message names anyway."""
     words = str(error).replace(repr(str(path)), "it").replace("<_io.BufferedReader name=it>", "it")
     return (words.strip().splitlines() or [type(error).__name__])[0]

@@ -1,6 +1,6 @@
 """Batches of a prepared set, in an order that is a pure function of (seed, epoch, position).
 
-Images stay uint8 in memory, shared by all processes of a host. Several batches at a time are gathered,
+Images stay uint8 in memory, shared by all ranks of a host. Several batches at a time are gathered,
 moved to the device and normalised in one vectorised step, and then handed out as views.
 """
 
@@ -30,67 +30,67 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
     "vectors": (0.5, 0.29),
 }
 IMAGE = (28, 28)  # of mnist and digits
-# inputs and targets of several batches, their number, and the samples that this process has of each
+# inputs and targets of several batches, the number of batches, and this rank's samples in each
 Block = tuple[Tensor | None, Tensor | None, int, int]
 
 
 class Images:
-    """One part of a prepared set: images uint8 [N, H, W] (grey) or [N, 3, H, W], and labels int64 [N]."""
+    """The train or test part of a prepared set: images uint8 [N, H, W] (grey) or [N, 3, H, W], labels int64 [N]."""
 
     def __init__(self, prepared: Prepared, part: str, limit: int = 0) -> None:
         images = torch.from_numpy(prepared.array(f"{part}_images"))
         labels = torch.from_numpy(prepared.array(f"{part}_labels")).long()
         self.classes = int(labels.max()) + 1
         self.images, self.labels = (images[:limit], labels[:limit]) if limit else (images, labels)
-        self.mean, self.std = (per_colour(values) for values in STATISTICS[prepared.name])
+        self.mean, self.std = (to_channel_tensor(values) for values in STATISTICS[prepared.name])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def shape(self) -> torch.Size:
-        """Of one image."""
+        """Shape of one image: [H, W] or [3, H, W]."""
         return self.images.shape[1:]
 
-    def inputs(self, index: Tensor | slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Normalised images on the device: (pixel / 255 - mean) / std."""
+    def load_inputs(self, index: Tensor | slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the images at `index` (int64 [n] or a slice), normalised, on the device: [n, H, W] or [n, 3, H, W]."""
         picked = self.images[index] if isinstance(index, slice) else self.images.index_select(0, index)
-        return self.normalised(picked, device, dtype)
+        return self.normalize(picked, device, dtype)
 
-    def normalised(self, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The same of images uint8 that were changed."""
+    def normalize(self, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return (pixel / 255 - mean) / std of uint8 images [n, H, W] or [n, 3, H, W], on the device."""
         x = pixels.to(device).to(dtype)
         mean, std = (value.to(x) if isinstance(value, Tensor) else value for value in (self.mean, self.std))
         return x.sub_(255 * mean).mul_(1 / (255 * std))
 
-    def targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
-        """Labels [n] on the device."""
+    def load_targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
+        """Return the labels int64 [n] at `index` (int64 [n] or a slice) on the device."""
         return self.labels[index].to(device)
 
 
-def per_colour(values: Any) -> Any:
-    """One number as it is, one for each colour as a tensor [colours, 1, 1]."""
+def to_channel_tensor(values: Any) -> Any:
+    """Return a number unchanged, and a tuple with one number a channel as a float64 tensor [C, 1, 1]."""
     return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) if isinstance(values, tuple) else values
 
 
-def load(prepared: Prepared, settings: Data) -> tuple[Images, Images]:
-    """The training and the test part."""
+def load_train_test(prepared: Prepared, settings: Data) -> tuple[Images, Images]:
+    """Return the training and the test part, cut to `data.train_limit` and `data.test_limit` samples."""
     return (
         Images(prepared, "train", settings.train_limit),
         Images(prepared, "test", settings.test_limit),
     )
 
 
-def order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of `count` samples in an epoch, whatever the number of processes."""
+def draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """Draw the permutation int64 [count] of an epoch: a function of seed and epoch, not of the number of ranks."""
     return seeds.generator(seed, "order", epoch).permutation(count)
 
 
 class Augment:
-    """torchvision's v2 transforms on uint8 images, the same for a sample in whatever process and block it is changed.
+    """torchvision's v2 transforms on uint8 images, the same for a sample on any rank and in any block.
 
-    Each image has a stream of its own, out of the seed, the epoch and its position there: a run that goes on changes
-    the rest of an epoch as if it had not been interrupted. The global stream stays where it is.
+    Each image has its own random stream, derived from the seed, the epoch and its position in it: a resumed run
+    augments the rest of an epoch as an uninterrupted one does. torch's global stream is left as it was.
     """
 
     def __init__(self, kind: str, side: int, seed: int) -> None:
@@ -101,7 +101,7 @@ class Augment:
         self.seed = seed
 
     def __call__(self, images: Tensor, epoch: int, positions: Tensor) -> Tensor:
-        """Images uint8 [n, H, W] or [n, 3, H, W] at `positions` [n] of an epoch; as many of the same shape."""
+        """Augment images uint8 [n, H, W] or [n, 3, H, W] at `positions` int64 [n] of an epoch; the shape stays."""
         changed = torch.empty_like(images)
         with torch.random.fork_rng(devices=[]):
             for number, position in enumerate(positions.tolist()):
@@ -111,17 +111,16 @@ class Augment:
 
 
 class Loader:
-    """Training batches, epoch after epoch, from any position on.
+    """Training batches (x, y), epoch after epoch, from any position on: x [n, H, W] or [n, 3, H, W], y int64 [n].
 
-    Every batch is full: the ragged rest of an epoch (count modulo batch) is left out, and another rest
-    each time; with `ragged` it is the epoch's last batch. `epoch` and `position` (samples of this epoch already
-    handed out) are all its state, and `size` is the number of samples in the newest batch.
-    A process that needs only inputs or only targets, as a pipeline's first and last stage do, asks
-    for just these and gets None for the other. With `share` = (r, n), process r of n gets the r-th
-    of n equal slices of every batch: together they see the batches that one process would see. Slices of a ragged
-    batch differ by one sample at most, the first are the longer ones, and the last may be empty.
-    With `augment` each image is changed by chance, as data.augment says: which way, follows from the seed, the epoch
-    and its position, whatever the number of processes.
+    With `drop_last` every batch is full, and the last partial batch of an epoch (other samples in each epoch) is left
+    out. `epoch` and `position` (samples of this epoch already handed out) are the whole state, and `size` is the
+    number of samples in the newest batch, over all ranks. Without `inputs` or `targets`, as in a pipeline's last and
+    first stage, x or y is None. With `shard` = (r, n), rank r of n gets the r-th of n equal slices of every batch:
+    together they see the batches that one rank would see. Slices of a partial batch differ by at most one sample, the
+    longer ones come first, and the last may be empty. `augment` is data.augment (see `Augment`).
+
+    Raises ValueError if no batch is full, or if the ranks cannot share a batch evenly.
     """
 
     def __init__(
@@ -135,42 +134,42 @@ class Loader:
         block: int = 1,
         inputs: bool = True,
         targets: bool = True,
-        share: tuple[int, int] = (0, 1),
+        shard: tuple[int, int] = (0, 1),
         workers: int = 0,
-        ragged: bool = False,
+        drop_last: bool = True,
         augment: str = "none",
     ) -> None:
-        if len(data) < batch and not ragged:
+        if len(data) < batch and drop_last:
             raise ValueError(f"{len(data)} training samples hold no full batch of {batch}; lower batch")
-        if batch % share[1]:
-            raise ValueError(f"batch={batch} cannot be shared evenly by {share[1]} processes")
+        if batch % shard[1]:
+            raise ValueError(f"batch={batch} cannot be shared evenly by {shard[1]} processes")
         self.data, self.batch, self.seed, self.block = data, batch, seed, block
         self.device, self.dtype = device, dtype
-        self.wants_inputs, self.wants_targets, self.share, self.workers = inputs, targets, share, workers
-        self.ragged, self.augment = ragged, Augment(augment, data.shape[-1], seed) if augment != "none" else None
+        self.wants_inputs, self.wants_targets, self.shard, self.workers = inputs, targets, shard, workers
+        self.drop_last, self.augment = drop_last, Augment(augment, data.shape[-1], seed) if augment != "none" else None
         self.epoch = self.position = 0
         self.size = batch
 
     @classmethod
-    def of(cls, data: Images, cfg: Experiment, device: torch.device, **more: Any) -> Loader:
-        """As the settings say. Raises UserError where they do not fit the data."""
-        said: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("block", "workers", "augment")}
-        said |= {"batch": cfg.batch, "seed": cfg.seed, "device": device, "dtype": getattr(torch, cfg.dtype)}
+    def from_config(cls, data: Images, cfg: Experiment, device: torch.device, **more: Any) -> Loader:
+        """Create the loader that the config describes. Raises UserError where it does not fit the data."""
+        options: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("block", "workers", "augment")}
+        options |= {"batch": cfg.batch, "seed": cfg.seed, "device": device, "dtype": getattr(torch, cfg.dtype)}
         try:
-            return cls(data, **(said | more))
+            return cls(data, **(options | more))
         except ValueError as error:
             raise UserError(str(error)) from None
 
     @property
     def steps(self) -> int:
-        """Batches in an epoch."""
-        return -(-len(self.data) // self.batch) if self.ragged else len(self.data) // self.batch
+        """Number of batches in an epoch."""
+        return len(self.data) // self.batch if self.drop_last else -(-len(self.data) // self.batch)
 
-    def samples(self, steps: int) -> int:
-        """Samples in so many steps from the start, over all processes."""
+    def count_samples(self, steps: int) -> int:
+        """Return the number of samples in the first `steps` steps, over all ranks."""
         epochs, rest = divmod(steps, self.steps)
-        whole = len(self.data) if self.ragged else self.steps * self.batch
-        return epochs * whole + min(rest * self.batch, whole)
+        per_epoch = self.steps * self.batch if self.drop_last else len(self.data)
+        return epochs * per_epoch + min(rest * self.batch, per_epoch)
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
@@ -179,61 +178,61 @@ class Loader:
         self.epoch, self.position = state["epoch"], state["position"]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """The rest of the current epoch; at its end the next epoch begins."""
+        """Yield the rest of the current epoch; at its end the next epoch begins."""
         for x, y, count, own in self._blocks():
             for number in range(count):
                 self.size = min(self.batch, len(self.data) - self.position)
                 self.position += self.size
-                piece = slice(number * own, (number + 1) * own)
-                yield (None if x is None else x[piece]), (None if y is None else y[piece])
+                rows = slice(number * own, (number + 1) * own)
+                yield (None if x is None else x[rows]), (None if y is None else y[rows])
         self.epoch, self.position = self.epoch + 1, 0
 
     def _blocks(self) -> Iterator[Block]:
-        """Several batches at a time, from the current position on."""
-        pieces = list(self._pieces())
+        """Yield several batches at a time, from the current position on."""
+        indices = list(self._block_indices())
         if not self.workers:
-            return map(self._block, pieces)
+            return map(self._load_block, indices)
         ahead: Any = torch.utils.data.DataLoader(
-            Blocks(self),
+            BlockDataset(self),
             batch_size=None,
-            sampler=pieces,  # numpy: tensors would be passed on by a thread, which forks badly
+            sampler=indices,  # numpy: tensors would be passed on by a thread, which forks badly
             num_workers=self.workers,
-            worker_init_fn=shielded,
+            worker_init_fn=shield_worker,
             generator=torch.Generator(),  # else a resumed epoch draws once more from the stream that dropout uses
         )
         return ((self._move(x), self._move(y), count, own) for x, y, count, own in ahead)
 
-    def _pieces(self) -> Iterator[np.ndarray]:
-        """This process's samples of each block, [2, batches, own]: which they are, and their positions in the epoch."""
-        index, (rank, ranks) = order(len(self.data), self.seed, self.epoch), self.share
+    def _block_indices(self) -> Iterator[np.ndarray]:
+        """Yield this rank's samples of each block, int64 [2, batches, own]: index and position in the epoch."""
+        index, (rank, ranks) = draw_order(len(self.data), self.seed, self.epoch), self.shard
         both = np.stack([index, np.arange(len(index))])
         end = len(index) // self.batch * self.batch
         for start in range(self.position, end, self.block * self.batch):
             full = both[:, start : min(start + self.block * self.batch, end)]
             yield full.reshape(2, -1, ranks, self.batch // ranks)[:, :, rank]
-        if self.ragged and max(self.position, end) < len(index):
+        if not self.drop_last and max(self.position, end) < len(index):
             yield np.array_split(both[:, end:], ranks, axis=1)[rank][:, None]
 
-    def _block(self, piece: np.ndarray, device: torch.device | None = None) -> Block:
-        place, (rows, positions) = device or self.device, torch.from_numpy(piece).flatten(1)
+    def _load_block(self, indices: np.ndarray, device: torch.device | None = None) -> Block:
+        device, (rows, positions) = device or self.device, torch.from_numpy(indices).flatten(1)
         x = None
         if self.wants_inputs:
             pixels = self.data.images.index_select(0, rows)
             if self.augment is not None:
                 pixels = self.augment(pixels, self.epoch, positions)
-            x = self.data.normalised(pixels, place, self.dtype)
-        y = self.data.targets(rows, place) if self.wants_targets else None
-        return x, y, *piece.shape[1:]
+            x = self.data.normalize(pixels, device, self.dtype)
+        y = self.data.load_targets(rows, device) if self.wants_targets else None
+        return x, y, *indices.shape[1:]
 
     def _move(self, value: Tensor | None) -> Tensor | None:
         return value if value is None else value.to(self.device)
 
 
-class Windows:
+class AccumulationLoader:
     """A loader's batches in windows of `count`, the microbatches of one optimizer step, from any position on.
 
-    If an epoch's batches are no multiple of `count`, its last window is shorter. State and place are the loader's, and
-    between two windows they are those of an optimizer step.
+    If the number of batches in an epoch is no multiple of `count`, its last window is shorter. The state is the
+    loader's; between two windows it is that of an optimizer step.
     """
 
     def __init__(self, loader: Loader, count: int) -> None:
@@ -241,11 +240,11 @@ class Windows:
 
     @property
     def steps(self) -> int:
-        """Windows in an epoch."""
+        """Number of windows in an epoch."""
         return -(-self.loader.steps // self.count)
 
-    def samples(self, steps: int) -> int:
-        """Samples in so many windows from the start, over all processes."""
+    def count_samples(self, steps: int) -> int:
+        """Return the number of samples in the first `steps` windows, over all ranks."""
         epochs, rest = divmod(steps, self.steps)
         return (epochs * self.loader.steps + rest * self.count) * self.loader.batch
 
@@ -256,7 +255,7 @@ class Windows:
         self.loader.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[tuple[Any, Any]]]:
-        """The rest of the current epoch; at its end the next epoch begins."""
+        """Yield the rest of the current epoch; at its end the next epoch begins."""
         source, left = iter(self.loader), self.loader.steps - self.loader.position // self.loader.batch
         while left > 0:
             window = list(itertools.islice(source, min(self.count, left)))
@@ -265,17 +264,17 @@ class Windows:
         next(source, None)  # not before the last window was used: here the loader turns to the next epoch
 
 
-class Blocks(torch.utils.data.Dataset[Any]):
-    """A loader's blocks as its workers make them, on the CPU."""
+class BlockDataset(torch.utils.data.Dataset[Any]):
+    """A loader's blocks, for its worker processes; tensors stay on the CPU."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
-    def __getitem__(self, piece: np.ndarray) -> Block:
-        return self.loader._block(piece, torch.device("cpu"))
+    def __getitem__(self, indices: np.ndarray) -> Block:
+        return self.loader._load_block(indices, torch.device("cpu"))
 
 
-def shielded(worker: int) -> None:
-    """A worker ends with its rank and not before: signals to stop are for the rank."""
+def shield_worker(worker: int) -> None:
+    """Let a worker ignore stop signals, which are for its rank, and end with that rank."""
     shield()
     die_with_parent()

@@ -1,7 +1,7 @@
-"""Image sets as uint8 arrays, out of the files that torchvision reads or out of a random stream.
+"""Image sets as uint8 arrays, read from torchvision's files or drawn from a random stream.
 
-Each function gives train images, train labels, test images, test labels; colour images are [N, 3, H, W].
-Whoever calls them keeps the result (common/data/prepare.py): nothing is decoded twice.
+Each reader returns train images, train labels, test images, test labels: images uint8 [N, H, W] or [N, 3, H, W],
+labels [N]. The caller stores the result (common/data/prepare.py), so nothing is decoded twice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,21 @@ from common.core.errors import UserError
 from common.core.signals import die_with_parent
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-LINGER = 5.0  # seconds for a process that has answered to leave by itself
+MNIST_FILES = {  # uncompressed sizes in bytes
+    "train-images-idx3-ubyte": 47_040_016,
+    "train-labels-idx1-ubyte": 60_008,
+    "t10k-images-idx3-ubyte": 7_840_016,
+    "t10k-labels-idx1-ubyte": 10_008,
+}
+MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 in three dimensions, in one
+LINGER = 5.0  # seconds for a process that has answered to exit
 
 
-def generated(count: int, side: int, classes: int, seed: int) -> Arrays:
-    """Random pixels with random labels: nothing can be learnt from them, but a step takes as long as with real ones."""
+def generate_images(count: int, side: int, classes: int, seed: int) -> Arrays:
+    """Draw random pixels [count, 3, side, side] with random labels: useless to learn from, realistic in step time.
+
+    The test part has count // 5 samples.
+    """
 
     def part(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
         rng = seeds.generator(seed, "generated", name)
@@ -35,8 +45,11 @@ def generated(count: int, side: int, classes: int, seed: int) -> Arrays:
     return (*part("train", count), *part("test", max(1, count // 5)))
 
 
-def vectors(count: int, seed: int) -> Arrays:
-    """Vectors of 10 random numbers; the class is which of 5 fixed directions one points along most."""
+def generate_vectors(count: int, seed: int) -> Arrays:
+    """Draw vectors [count, 10]; the class is the one of 5 fixed directions with the largest projection.
+
+    The test part has count // 5 samples.
+    """
     directions = seeds.generator(seed, "vectors", "directions").standard_normal((10, 5))
 
     def part(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -47,6 +60,7 @@ def vectors(count: int, seed: int) -> Arrays:
 
 
 def download_mnist(root: Path, timeout: float) -> None:
+    """Download MNIST into `root`; `timeout` in seconds for one silent connection."""
     from torchvision.datasets import MNIST
 
     socket.setdefaulttimeout(timeout)
@@ -54,6 +68,7 @@ def download_mnist(root: Path, timeout: float) -> None:
 
 
 def read_mnist(root: Path) -> Arrays:
+    """Read MNIST: images uint8 [60000 or 10000, 28, 28], labels uint8."""
     from torchvision.datasets import MNIST
 
     train, test = MNIST(str(root), train=True), MNIST(str(root), train=False)
@@ -61,7 +76,28 @@ def read_mnist(root: Path) -> Arrays:
     return train.data.numpy(), labels[0], test.data.numpy(), labels[1]
 
 
+def check_mnist(raw: Path) -> None:
+    """Raise UserError unless all four raw files of MNIST exist and are complete."""
+    for name, size in MNIST_FILES.items():
+        file = raw / name
+        remedy = f"delete {raw} to download it again, or set data.root to a complete copy"
+        if not file.exists():
+            raise UserError(f"{file} is missing; {remedy}")
+        if file.stat().st_size != size:
+            raise UserError(f"{file} is damaged: {file.stat().st_size} bytes, expected {size}; {remedy}")
+        with open(file, "rb") as opened:
+            if opened.read(4) != MAGIC[name.split("-")[1]]:
+                raise UserError(f"{file} is damaged: it does not begin like a file of MNIST; {remedy}")
+
+
+def fingerprint_mnist(raw: Path) -> str:
+    """Return a text that changes whenever a raw file is replaced."""
+    stats = [(raw / name).stat() for name in MNIST_FILES]
+    return " ".join([str(raw.resolve())] + [f"{s.st_size}:{s.st_mtime_ns}" for s in stats])
+
+
 def download_cifar10(root: Path, timeout: float) -> None:
+    """Download CIFAR-10 into `root`; `timeout` in seconds for one silent connection."""
     from torchvision.datasets import CIFAR10
 
     socket.setdefaulttimeout(timeout)
@@ -69,7 +105,7 @@ def download_cifar10(root: Path, timeout: float) -> None:
 
 
 def read_cifar10(root: Path) -> Arrays:
-    """torchvision compares the files with their known checksums."""
+    """Read CIFAR-10: images uint8 [50000 or 10000, 3, 32, 32]; torchvision verifies the files' checksums."""
     from torchvision.datasets import CIFAR10
 
     train, test = CIFAR10(str(root), train=True), CIFAR10(str(root), train=False)
@@ -78,36 +114,37 @@ def read_cifar10(root: Path) -> Arrays:
     return images[0], labels[0], images[1], labels[1]
 
 
-def files_below(folder: Path) -> list[str]:
-    """All files below a folder by their paths in it, sorted. Links are followed, except back to a folder they lie in.
+def list_files(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, relative to it and sorted.
 
-    What is no folder counts as a file, a link to nowhere too. Raises UserError for a folder that cannot be listed.
+    Links are followed, except back to a folder they lie in. Whatever is no folder counts as a file, broken links too.
+    Raises UserError for a folder that cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{shown(str(error.filename))} cannot be listed ({error.strerror}); mend or remove it")
+        raise UserError(f"{to_printable(str(error.filename))} cannot be listed ({error.strerror}); mend or remove it")
 
     found: list[str] = []
-    # of each folder still to come: what it and the folders above it really are
+    # of each folder still to come: the real paths of it and of the folders above it
     within: dict[str, list[str]] = {str(folder): [os.path.realpath(folder)]}
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        above = within.pop(place)
-        real = {name: os.path.realpath(f"{place}/{name}") for name in folders}
-        folders[:] = [name for name in folders if not any(lies_in(outer, real[name]) for outer in above)]
-        within |= {f"{place}/{name}": [*above, real[name]] for name in folders}
-        found += [f"{place}/{name}"[len(f"{folder}/") :] for name in files]
+    for path, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        above = within.pop(path)
+        real = {name: os.path.realpath(f"{path}/{name}") for name in folders}
+        folders[:] = [name for name in folders if not any(is_inside(outer, real[name]) for outer in above)]
+        within |= {f"{path}/{name}": [*above, real[name]] for name in folders}
+        found += [f"{path}/{name}"[len(f"{folder}/") :] for name in files]
     return sorted(found)
 
 
-def lies_in(path: str, folder: str) -> bool:
-    """Whether one real path is the other or below it."""
+def is_inside(path: str, folder: str) -> bool:
+    """Return whether a real path is the folder or below it."""
     return os.path.commonpath([path, folder]) == folder
 
 
-def tree_state(folder: Path) -> str:
-    """Changes whenever a file in the folder is added, removed or replaced."""
+def fingerprint_folder(folder: Path) -> str:
+    """Return a text that changes whenever a file in the folder is added, removed or replaced."""
     lines = []
-    for name in files_below(folder):
+    for name in list_files(folder):
         try:
             found = (folder / name).stat()
         except OSError as error:
@@ -117,13 +154,16 @@ def tree_state(folder: Path) -> str:
     return f"{folder.resolve()} {hashlib.sha256(os.fsencode(''.join(lines))).hexdigest()}"
 
 
-def shown(text: str) -> str:
-    """A name that any screen and any file takes, whatever bytes it is made of."""
+def to_printable(text: str) -> str:
+    """Escape the bytes of a file name that are not valid text, so that it can be printed and written anywhere."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) -> Any:
-    """Call a function in a forked process, so that neither its imports nor its threads stay here."""
+def call_in_subprocess(function: Callable[..., Any], *arguments: Any, limit: float = 600) -> Any:
+    """Call a function in a forked process and return its value; its imports and threads end with that process.
+
+    Raises UserError if the function fails, or takes longer than `limit` seconds.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -133,7 +173,7 @@ def isolated(function: Callable[..., Any], *arguments: Any, limit: float = 600) 
             sender.send((True, function(*arguments)))
         except UserError as error:
             sender.send((False, str(error)))
-        except BaseException as error:  # noqa: BLE001 (the parent tells it)
+        except BaseException as error:  # noqa: BLE001 (the parent reports it)
             sender.send((False, f"{function.__name__} failed: {type(error).__name__}: {error}"))
         os._exit(0)
 

@@ -1,7 +1,7 @@
-"""The built-in data set: grey 28x28 digits drawn from Pillow's scalable font, MNIST in shape and size.
+"""The built-in data set: grey 28x28 digits drawn with Pillow's scalable font, in MNIST's shape and size.
 
-For machines without MNIST and without a network. Each image is a glyph with random stroke, rotation,
-scale, shear and shift, and noise; for one seed the bytes are always the same.
+For machines without MNIST and without a network. Each image is a glyph with random stroke, rotation, scale, shear and
+shift, and noise; one seed always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ STROKES = (0, 1, 2)
 
 
 @functools.cache
-def glyph(digit: int, stroke: int) -> Image.Image:
-    """One digit, white on black, centred on a square canvas."""
+def draw_glyph(digit: int, stroke: int) -> Image.Image:
+    """Draw one digit, white on black, centred on a square canvas of CANVAS pixels."""
     font = ImageFont.load_default(size=30)
     image = Image.new("L", (CANVAS, CANVAS))
     draw = ImageDraw.Draw(image)
@@ -29,18 +29,21 @@ def glyph(digit: int, stroke: int) -> Image.Image:
     return image
 
 
-def affine(angle: float, scale: float, shear: float, dx: float, dy: float) -> tuple[float, ...]:
-    """Pillow's six coefficients, output pixel to canvas pixel, turning about the centres."""
+def compute_affine(angle: float, scale: float, shear: float, dx: float, dy: float) -> tuple[float, ...]:
+    """Return Pillow's six affine coefficients from output pixel to canvas pixel, about the centres.
+
+    `angle` in radians, `dx` and `dy` in pixels.
+    """
     cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
     a, b, d, e = cos, sin + shear * cos, -sin, cos - shear * sin
     x, y = SIDE / 2 + dx, SIDE / 2 + dy
     return (a, b, CANVAS / 2 - a * x - b * y, d, e, CANVAS / 2 - d * x - e * y)
 
 
-def generate(count: int, seed: int, part: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images [count, 28, 28] and labels [count], both uint8; labels balanced within one, in random order.
+def generate_digits(count: int, seed: int, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Draw images [count, 28, 28] and labels [count], both uint8; labels balanced within one, in random order.
 
-    `part` ("train" or "test") names the random stream, so that the parts share no image.
+    `part` ("train" or "test") names the random stream: the two parts have no image in common.
     """
     rng = seeds.generator(seed, "digits", part)
     labels = rng.permutation(np.arange(count) % 10).astype(np.uint8)
@@ -51,8 +54,8 @@ def generate(count: int, seed: int, part: str) -> tuple[np.ndarray, np.ndarray]:
     shift = rng.uniform(-3.5, 3.5, (2, count))
     images = np.empty((count, SIDE, SIDE), np.uint8)
     for i in range(count):
-        coefficients = affine(angle[i], scale[i], shear[i], shift[0, i], shift[1, i])
-        drawn = glyph(int(labels[i]), STROKES[stroke[i]])
+        coefficients = compute_affine(angle[i], scale[i], shear[i], shift[0, i], shift[1, i])
+        drawn = draw_glyph(int(labels[i]), STROKES[stroke[i]])
         moved = drawn.transform((SIDE, SIDE), Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
         images[i] = np.asarray(moved)
     for block in range(0, count, 10_000):

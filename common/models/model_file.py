@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from common.checkpoint import checkpointer, storage
 from common.checkpoint.storage import Rejected, Snapshot
 from common.core.errors import UserError
-from common.data.prepare import file_hash
+from common.data.prepare import hash_file
 from common.models import networks
 from common.models.networks import Recipe
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
@@ -47,7 +47,7 @@ def write(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | None, fa
         draft.chmod(folder.path.stat().st_mode & 0o666)  # the library writes for the owner alone
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
-        own = {"format": FORMAT, "sha256": file_hash(draft)} | (recipe or {"class": None, "arguments": None})
+        own = {"format": FORMAT, "sha256": hash_file(draft)} | (recipe or {"class": None, "arguments": None})
         draft.replace(folder.path / MODEL)
         write_json(folder.path / MODEL_FACTS, own | dict(facts))
     finally:
@@ -65,7 +65,7 @@ def read(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if facts.get("format") != FORMAT or not isinstance(facts.get("scores"), dict) or not facts.keys() >= NEEDED:
         raise UserError(f"{folder.path / MODEL_FACTS} is missing, damaged or of another version; bring it back")
     try:
-        if file_hash(file) != facts.get("sha256"):
+        if hash_file(file) != facts.get("sha256"):
             raise UserError(f"{file} is damaged: it has another checksum than {MODEL_FACTS} says; bring it back")
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None

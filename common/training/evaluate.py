@@ -67,10 +67,10 @@ def add_up(
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     pieces = shares(len(test), batch, *share) if share[1] > 1 else batches(len(test), batch)
     for piece in pieces:
-        x = test.inputs(piece, device, dtype) if inputs else None
+        x = test.load_inputs(piece, device, dtype) if inputs else None
         logits = predict(x, piece.stop - piece.start)
         if logits is not None:
-            y = test.targets(piece, device)
+            y = test.load_targets(piece, device)
             # autocast gives logits in few bits: summed up in bf16, a thousand losses would be a whole number
             sums[0] += F.cross_entropy(logits.to(dtype), y, reduction="sum")
             sums[1] += (logits.argmax(1) == y).sum()
@@ -106,6 +106,6 @@ def accuracy_alone(model: nn.Module, test: Images, device: torch.device, *, batc
     """Accuracy over all test samples by this process alone, which need not be in a group. Leaves the model's mode."""
     correct = 0
     for piece in batches(len(test), batch):
-        logits = model(test.inputs(piece, device, dtype))
-        correct += int((logits.argmax(1) == test.targets(piece, device)).sum())
+        logits = model(test.load_inputs(piece, device, dtype))
+        correct += int((logits.argmax(1) == test.load_targets(piece, device)).sum())
     return correct / len(test)

@@ -151,7 +151,7 @@ def data(cache: Path) -> dict[str, Any]:
         sets[manifest.parent.name] = "".join(str(value)[:4] for value in known.values())
         for part, expected in known.items():
             file = manifest.parent / f"{part}.npy"
-            if not file.is_file() or prepare.file_hash(file) != expected:
+            if not file.is_file() or prepare.hash_file(file) != expected:
                 damaged.append(str(file))
     return {"data": sets, "data_damaged": damaged}
 

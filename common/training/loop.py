@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.data.loader import Loader, Windows
+from common.data.loader import AccumulationLoader, Loader
 from common.distributed.rendezvous import World
 from common.measure.memory import read_peak
 from common.training.run import Run
 from configs.shared import Experiment
 
 
-def total_steps(cfg: Experiment, loader: Loader | Windows) -> int:
+def total_steps(cfg: Experiment, loader: Loader | AccumulationLoader) -> int:
     """The optimizer steps of the whole run."""
     return cfg.total_steps(loader.steps)
 
 
 def train(
-    run: Run, loader: Loader | Windows, step: int, epoch: Callable[[int], int], evaluate: Callable[[], dict[str, float]]
+    run: Run,
+    loader: Loader | AccumulationLoader,
+    step: int,
+    epoch: Callable[[int], int],
+    evaluate: Callable[[], dict[str, float]],
 ) -> dict[str, float]:
     """Epochs from `step` to `run.total`, with an evaluation after each; returns the last one's scores.
 

@@ -24,7 +24,7 @@ from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.core.errors import UserError
 from common.data import loader as data
-from common.data.loader import Windows
+from common.data.loader import AccumulationLoader
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.measure import media, profiler
@@ -360,7 +360,7 @@ class Run:
 
     def _samples(self, steps: int) -> int:
         """Samples in so many steps from the start; the last step of an epoch may have fewer."""
-        return self.training.loader.samples(steps) if self.training else steps * self.settings.batch
+        return self.training.loader.count_samples(steps) if self.training else steps * self.settings.batch
 
     def _mean(self, table: Tensor) -> Tensor:
         """The means over the ranks that have a value, added in their order whatever the number of rows.
@@ -472,7 +472,7 @@ class Run:
             self.say("WARNING: no model is kept: call run.resume(...) and run.evaluate(...)", logging.WARNING)
             return
         peers = training.peers
-        loader = training.loader.loader if isinstance(training.loader, Windows) else training.loader
+        loader = training.loader.loader if isinstance(training.loader, AccumulationLoader) else training.loader
         mean, std = data.STATISTICS[self.prepared.name]
         facts = {
             "run": self.folder.path.name,

@@ -27,7 +27,7 @@ def trainer(
 ) -> Callable[[], Tensor]:
     """A function that takes one step with the next batch, or with a share of it, and gives the loss."""
     optimizer = optimizers.make(parameters.train().parameters(), cfg.optim)
-    loader = Loader.of(train, cfg, device, share=share)
+    loader = Loader.from_config(train, cfg, device, shard=share)
     batches = (batch for _ in itertools.count() for batch in loader)
 
     def step() -> Tensor:

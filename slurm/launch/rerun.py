@@ -131,7 +131,7 @@ def differences(old: Folder, text: str, settings: Experiment, found: Prepared, s
         yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if there else "cpu"
     for part, known in ((meta.get("data") or {}).get("sha256") or {}).items():
         file = found.path / f"{part}.npy"
-        yield f"data {part} of {found.name} (sha256 of {file})", known[:16], prepare.file_hash(file)[:16]
+        yield f"data {part} of {found.name} (sha256 of {file})", known[:16], prepare.hash_file(file)[:16]
 
 
 def say(lines: Lines, then: str, now: str) -> int:

@@ -76,8 +76,8 @@ class Bench:
     def turn(self, name: str, world: World, cfg: Config, train: Train, losses: list[Tensor]) -> Side:
         """A side that trains STEPS windows; the losses of its first ones are kept, to compare the sides by."""
         images, share = data.Images(self.prepared, "train"), (world.rank, world.size)
-        loader = data.Loader.of(images, cfg, world.device, batch=cfg.microbatch, share=share)
-        windows = list(islice(data.Windows(loader, cfg.accumulate), STEPS + 1))
+        loader = data.Loader.from_config(images, cfg, world.device, batch=cfg.microbatch, shard=share)
+        windows = list(islice(data.AccumulationLoader(loader, cfg.accumulate), STEPS + 1))
 
         def side() -> float:
             train(windows[:1])
@@ -114,7 +114,7 @@ class Bench:
         def train(windows: list[Window]) -> None:
             nonlocal steps
             run.flushed = time.perf_counter()  # so that waiting for the turn does not look like slow steps
-            given = cast(data.Windows, windows)
+            given = cast(data.AccumulationLoader, windows)
             steps = experiment.train_epoch(cfg, model, optimizer, scaler, given, run, footprint, times, steps, 10**9)
 
         return self.turn(name, world, cfg, train, losses)
@@ -282,8 +282,8 @@ def on_gpu(bench: Bench, cfg: Config, world: World) -> dict[str, float]:
     experiment.prepare_device(cfg, world, cast(Run, None))  # says nothing on a GPU
     inner = bench.model(cfg, world).train()
     images = data.Images(bench.prepared, "train")
-    loader = data.Loader.of(images, cfg, world.device, batch=cfg.microbatch)
-    given = list(data.Windows(loader, cfg.accumulate))
+    loader = data.Loader.from_config(images, cfg, world.device, batch=cfg.microbatch)
+    given = list(data.AccumulationLoader(loader, cfg.accumulate))
     scaler, footprint = experiment.make_scaler(cfg, world.device), Footprint(world.device)
     times = step_timing.StepTimes(inner, world.device)
     with FlopCounterMode(display=False) as counter:

@@ -61,7 +61,7 @@ class Bench:
 
     def batches(self, cfg: Config, world: World) -> list[tuple[Tensor, Tensor]]:
         images, share = data.Images(self.prepared, "train"), (world.rank, world.size)
-        loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, share=share)
+        loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, shard=share)
         return list(islice(loader, STEPS + 1))
 
     def model(self, cfg: Config, world: World) -> nn.Module:

@@ -68,7 +68,7 @@ def part_a(bench: Bench) -> None:
 
     def sides(world: World) -> dict[str, Side]:
         cfg = bench.settings(*UNSPLIT)
-        order = data.order(len(bench.images), cfg.seed, 0)[: few * cfg.batch].tolist()
+        order = data.draw_order(len(bench.images), cfg.seed, 0)[: few * cfg.batch].tolist()
 
         def pil(workers: int) -> Any:
             options = {"batch_size": cfg.batch, "sampler": order, "num_workers": workers}

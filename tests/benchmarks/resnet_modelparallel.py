@@ -77,7 +77,7 @@ class Bench:
         torch.manual_seed(seeds.derive(cfg.seed, "init"))
         pipe: Any = experiment.build(cfg, images.shape, images.classes, world, run)
         optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
-        batches = list(islice(loader.Loader.of(images, cfg, world.device), STEPS + 1))
+        batches = list(islice(loader.Loader.from_config(images, cfg, world.device), STEPS + 1))
         run.source, run.total = pipe.last_rank, 10**9
         steps = 0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from common.core.errors import UserError
-from common.data.prepare import RAW
+from common.data.sources import MNIST_FILES
 from slurm.launch import submit
 from slurm.reports import trained_model
 from tests.harness import inside
@@ -77,7 +77,7 @@ def raw(**sizes: int | None) -> Callable[[Path, Path], None]:
     def setup(place: Path, cache: Path) -> None:
         folder = place / "raw/MNIST/raw"
         folder.mkdir(parents=True)
-        for name, size in RAW.items():
+        for name, size in MNIST_FILES.items():
             wanted = sizes.get(name.replace("-", "_"), size)
             if wanted is not None:
                 with open(folder / name, "wb") as opened:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.data.prepare import RAW
+from common.data.sources import MNIST_FILES
 from common.runs.folder import Folder
 from slurm.launch import rerun
 from tests.harness.processes import environment, run
@@ -44,7 +44,7 @@ def test_another_seed_is_named_and_how_far_it_leads(cache: Path, place: Path, tm
 def test_one_flipped_byte_of_the_source_of_the_data_is_named(place: Path, tmp_path: Path) -> None:
     random, raw = np.random.default_rng(0), tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
-    for name, size in RAW.items():
+    for name, size in MNIST_FILES.items():
         count = (size - 16) // 784 if "images" in name else size - 8
         head = [2051, count, 28, 28] if "images" in name else [2049, count]
         body = random.integers(0, 255 if "images" in name else 10, size - 4 * len(head), dtype=np.uint8)

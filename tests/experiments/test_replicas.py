@@ -59,7 +59,7 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
     layers: list[str], peers: int, means: list[float], cache: Path
 ) -> None:
     settings = Data(name="digits", cache=str(cache))
-    images, _ = data.load(prepare.prepare(settings), settings)
+    images, _ = data.load_train_test(prepare.prepare(settings), settings)
     cpu = torch.device("cpu")
 
     def training(names: list[str], size: int) -> TrainState:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint import checkpointer, storage
+from common.data.prepare import hash_file
 from common.models import model_file
 from common.runs.folder import Folder, write_json
 from slurm.launch import rerun
@@ -84,7 +85,7 @@ def test_another_model_gives_other_numbers(finished: Make, tmp_path: Path) -> No
     save_file(state, folder.path / "model.safetensors")
     assert "is damaged: it has another checksum" in evaluate(folder).stderr
     facts = json.loads((folder.path / "model.json").read_text())
-    digest = model_file.file_hash(folder.path / "model.safetensors")
+    digest = hash_file(folder.path / "model.safetensors")
     write_json(folder.path / "model.json", facts | {"sha256": digest})
     done = evaluate(folder)
     assert done.returncode == trained_model.DIFFERENT and "DIFFERENT" in done.stdout

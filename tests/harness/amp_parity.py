@@ -233,14 +233,14 @@ def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: F
 
 def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
     torch.manual_seed(1234)
-    train_set, test_set = loader.load(prepared, cfg.data)
+    train_set, test_set = loader.load_train_test(prepared, cfg.data)
     model = amp_accum.wrap(cfg, amp_accum.build(cfg, train_set, world), world)
     optimizer = optimizers.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = amp_accum.make_scaler(cfg, world.device)
     dtype = getattr(torch, cfg.dtype)
     share = (world.rank, world.size)
-    windows = loader.Windows(
-        loader.Loader(train_set, cfg.microbatch, cfg.seed, world.device, dtype, block=3, share=share), cfg.accumulate
+    windows = loader.AccumulationLoader(
+        loader.Loader(train_set, cfg.microbatch, cfg.seed, world.device, dtype, block=3, shard=share), cfg.accumulate
     )
     run = Run(cfg, folder, world, prepared)
     run.averaged, run.total = True, cfg.steps

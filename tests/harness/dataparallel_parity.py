@@ -64,11 +64,11 @@ def settings(text: str) -> tuple[Config, str]:
 def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
     """One case on this process; on rank 0 its losses, full state and scores."""
     torch.manual_seed(1234)
-    train_set, test_set = data.load(prepared, cfg.data)
+    train_set, test_set = data.load_train_test(prepared, cfg.data)
     inner = ResNet("resnet18", train_set.shape, train_set.classes, width=8).to(world.device, getattr(torch, cfg.dtype))
     model = resnet_dataparallel.wrap(cfg, inner, world)
     optimizer = optimizers.make(model.parameters(), cfg.optim)
-    loader = data.Loader.of(train_set, cfg, world.device, share=(world.rank, world.size), ragged=True)
+    loader = data.Loader.from_config(train_set, cfg, world.device, shard=(world.rank, world.size), drop_last=False)
     run, times = Run(cfg, folder, world, prepared), step_timing.StepTimes(model, world.device)
     run.averaged, run.total = True, loop.total_steps(cfg, loader)
     run.training = TrainState([ddp.inner(model)], optimizer, loader, world, replicated=True)

@@ -96,11 +96,11 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
     """One case on this process; on rank 0 its losses, full state and scores."""
     torch.manual_seed(1234)
-    train_set, test_set = data.load(prepared, cfg.data)
+    train_set, test_set = data.load_train_test(prepared, cfg.data)
     model = ddp_multinode.wrap(cfg, unsplit(cfg), world)
     optimizer = optimizers.make(model.parameters(), cfg.optim)
     share = (0 if mistake == "same_share" else world.rank, world.size)
-    loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, share=share)
+    loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, shard=share)
     run = Run(cfg, folder, world, prepared)
     run.averaged, run.total = True, cfg.steps
     if mistake == "sums_losses":

@@ -154,7 +154,7 @@ def train(
 ) -> dict[str, Any]:
     """One case on this process; on rank 0 its losses, joined parameters and scores."""
     torch.manual_seed(1234)
-    train_set, test_set = data.load(prepared, cfg.data)
+    train_set, test_set = data.load_train_test(prepared, cfg.data)
     run = Run(cfg, folder, world, prepared)
     pipe = kind.build(cfg, train_set, world, run)
     if mistake:

@@ -144,7 +144,7 @@ def test_without_set_epoch_every_epoch_has_the_same_order(cache: Path) -> None:
     sampler.set_epoch(1)
     assert list(sampler) != first
     images = data.Images(prepare_digits(cache), "train", limit=100)
-    loader = data.Loader(images, 10, 0, torch.device("cpu"), torch.float32, share=(0, 2))
+    loader = data.Loader(images, 10, 0, torch.device("cpu"), torch.float32, shard=(0, 2))
     epochs = [[label for _, y in loader for label in y.tolist()] for _ in range(2)]
     assert epochs[0] != epochs[1], "the order follows from the epoch, and nobody has to say which one it is"
 

@@ -17,7 +17,7 @@ import torch
 
 from common.core.errors import UserError
 from common.data import loader as data
-from common.data import prepare, synthetic_digits
+from common.data import prepare, sources, synthetic_digits
 from configs.shared import Data
 
 
@@ -37,10 +37,10 @@ def batches(source: data.Loader) -> list[tuple[bytes, list[int]]]:
 
 
 def test_digits_are_the_same_bytes_for_a_seed_and_balanced() -> None:
-    first, labels = synthetic_digits.generate(503, seed=5, part="train")
-    again, _ = synthetic_digits.generate(503, seed=5, part="train")
-    other, _ = synthetic_digits.generate(503, seed=6, part="train")
-    test, _ = synthetic_digits.generate(503, seed=5, part="test")
+    first, labels = synthetic_digits.generate_digits(503, seed=5, part="train")
+    again, _ = synthetic_digits.generate_digits(503, seed=5, part="train")
+    other, _ = synthetic_digits.generate_digits(503, seed=6, part="train")
+    test, _ = synthetic_digits.generate_digits(503, seed=5, part="test")
     assert first.shape == (503, 28, 28) and first.dtype == labels.dtype == np.uint8
     assert first.tobytes() == again.tobytes()
     assert len({part.tobytes() for part in (first, other, test)}) == 3
@@ -62,10 +62,10 @@ def test_statistics_are_those_of_the_digits(cache: Path) -> None:
 
 
 def test_order_is_a_function_of_seed_and_epoch(images: data.Images) -> None:
-    first = data.order(1000, 0, 0)
+    first = data.draw_order(1000, 0, 0)
     assert sorted(first) == list(range(1000))
-    assert (first == data.order(1000, 0, 0)).all()
-    assert (first != data.order(1000, 0, 1)).any() and (first != data.order(1000, 1, 0)).any()
+    assert (first == data.draw_order(1000, 0, 0)).all()
+    assert (first != data.draw_order(1000, 0, 1)).any() and (first != data.draw_order(1000, 1, 0)).any()
     assert batches(loader(images, block=1)) == batches(loader(images, block=7))
 
 
@@ -88,7 +88,7 @@ def test_ragged_rest_of_an_epoch_is_left_out_and_is_another_one_each_time(images
     first, second = batches(source), batches(source)
     assert len(first) == len(second) == 1000 // 64 == source.steps
     assert all(len(labels) == 64 for _, labels in first)
-    left_out = [set(data.order(1000, 0, epoch)[15 * 64 :]) for epoch in (0, 1)]
+    left_out = [set(data.draw_order(1000, 0, epoch)[15 * 64 :]) for epoch in (0, 1)]
     assert len(left_out[0]) == 40 and left_out[0] != left_out[1]
 
 
@@ -98,7 +98,7 @@ def test_inputs_are_normalised_like_torchvision(images: data.Images) -> None:
 
     mean, std = data.STATISTICS["digits"]
     theirs = transforms.Compose([transforms.ToTensor(), transforms.Normalize((mean,), (std,))])
-    ours = images.inputs(torch.arange(5), torch.device("cpu"), torch.float32)
+    ours = images.load_inputs(torch.arange(5), torch.device("cpu"), torch.float32)
     for i in range(5):
         expected = theirs(Image.fromarray(images.images[i].numpy()))[0]
         assert torch.allclose(ours[i], expected, atol=1e-6)
@@ -107,14 +107,14 @@ def test_inputs_are_normalised_like_torchvision(images: data.Images) -> None:
 def test_prepared_once_by_processes_that_start_together(tmp_path: Path) -> None:
     made = tmp_path / "made"
 
-    def small() -> prepare.Arrays:
+    def small() -> sources.Arrays:
         with open(made, "a") as file:
             file.write("x")
         time.sleep(0.3)  # long enough for the others to find nothing there
-        return (*synthetic_digits.generate(50, 0, "train"), *synthetic_digits.generate(20, 0, "test"))
+        return (*synthetic_digits.generate_digits(50, 0, "train"), *synthetic_digits.generate_digits(20, 0, "test"))
 
     def body() -> None:
-        prepare.cached(tmp_path / "cache", "digits", "small", prepare.saved(small)).verify()
+        prepare.store_arrays(tmp_path / "cache", "digits", "small", small).verify()
 
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=body) for _ in range(4)]
@@ -128,10 +128,10 @@ def test_prepared_once_by_processes_that_start_together(tmp_path: Path) -> None:
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
-    """A small MNIST in torchvision's layout; sizes are those of RAW scaled down by the test."""
+    """A small MNIST in torchvision's layout; sizes are those of MNIST_FILES scaled down by the test."""
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
-    train, test = synthetic_digits.generate(100, 1, "train"), synthetic_digits.generate(50, 1, "test")
+    train, test = synthetic_digits.generate_digits(100, 1, "train"), synthetic_digits.generate_digits(50, 1, "test")
     for prefix, (pixels, labels) in (("train", train), ("t10k", test)):
         count = len(labels)
         header = np.array([0x803, count, 28, 28], ">i4").tobytes()
@@ -143,12 +143,12 @@ def raw(tmp_path: Path) -> Path:
 
 
 def test_mnist_comes_through_torchvision(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "RAW", {file.name: file.stat().st_size for file in raw.iterdir()})
+    monkeypatch.setattr(sources, "MNIST_FILES", {file.name: file.stat().st_size for file in raw.iterdir()})
     settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
     found = prepare.prepare(settings)
     assert found.name == "mnist" and not found.notice
-    assert (found.array("train_images") == synthetic_digits.generate(100, 1, "train")[0]).all()
-    assert (found.array("test_labels") == synthetic_digits.generate(50, 1, "test")[1]).all()
+    assert (found.array("train_images") == synthetic_digits.generate_digits(100, 1, "train")[0]).all()
+    assert (found.array("test_labels") == synthetic_digits.generate_digits(50, 1, "test")[1]).all()
     shutil.copy(raw / "t10k-labels-idx1-ubyte", raw / "kept")
     (raw / "t10k-labels-idx1-ubyte").write_bytes(b"short")
     with pytest.raises(UserError, match="t10k-labels-idx1-ubyte is damaged: 5 bytes"):
@@ -159,7 +159,7 @@ def test_mnist_comes_through_torchvision(raw: Path, tmp_path: Path, monkeypatch:
 
 
 def test_changed_raw_files_are_prepared_anew(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "RAW", {file.name: file.stat().st_size for file in raw.iterdir()})
+    monkeypatch.setattr(sources, "MNIST_FILES", {file.name: file.stat().st_size for file in raw.iterdir()})
     settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
     first = prepare.prepare(settings)
     file = raw / "train-labels-idx1-ubyte"
@@ -187,8 +187,8 @@ def test_workers_hand_out_the_same_batches_from_any_position(images: data.Images
 
 
 def ragged(images: data.Images, share: tuple[int, int] = (0, 1), **settings: Any) -> data.Loader:
-    keywords: dict[str, Any] = {"block": 4, "ragged": True} | settings
-    return data.Loader(images, 64, 0, torch.device("cpu"), torch.float32, share=share, **keywords)
+    keywords: dict[str, Any] = {"block": 4, "drop_last": False} | settings
+    return data.Loader(images, 64, 0, torch.device("cpu"), torch.float32, shard=share, **keywords)
 
 
 def test_a_ragged_last_batch_is_shared_as_evenly_as_it_can_be(images: data.Images) -> None:
@@ -231,7 +231,7 @@ def test_an_image_changes_by_its_place_alone(images: data.Images) -> None:
     assert same.double().mean() < 0.1
     again = ragged(images, augment="crop_flip")
     again.load_state_dict({"epoch": 3, "position": 0})
-    rows = [data.order(1000, 0, epoch).argsort()[5] for epoch in (2, 3)]
+    rows = [data.draw_order(1000, 0, epoch).argsort()[5] for epoch in (2, 3)]
     assert not torch.equal(torch.cat([x for x, _ in again])[rows[1]], changed[rows[0]]), "another epoch, another change"
     shifted = changed[rows[0]].sort().values  # only whole pixels move, and mirrored images are the same pixels
     assert torch.isin(shifted, torch.cat([unchanged[rows[0]].flatten(), unchanged.min()[None]])).all()

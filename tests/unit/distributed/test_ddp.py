@@ -46,7 +46,7 @@ def test_shares_of_a_batch_are_the_batch(cache: Path) -> None:
     images = data.Images(prepare.prepare_digits(cache), "train", limit=200)
 
     def loader(share: tuple[int, int]) -> data.Loader:
-        return data.Loader(images, 24, 3, torch.device("cpu"), torch.float32, block=3, share=share)
+        return data.Loader(images, 24, 3, torch.device("cpu"), torch.float32, block=3, shard=share)
 
     whole = [(x, y) for x, y in loader((0, 1))]
     parts = [[(x, y) for x, y in loader((rank, 4))] for rank in range(4)]
@@ -147,9 +147,9 @@ def test_generated_images_are_labelled_as_such(tmp_path: Path) -> None:
     settings = Data(name="generated", cache=str(tmp_path), samples=50, image_size=16, classes=7)
     found = prepare.prepare(settings)
     assert found.name == "generated" and "throughput only" in found.notice
-    train_set, test_set = data.load(found, settings)
+    train_set, test_set = data.load_train_test(found, settings)
     assert train_set.shape == (3, 16, 16) and train_set.classes == 7 and len(test_set) == 10
-    x = train_set.inputs(slice(0, 50), torch.device("cpu"), torch.float64)
+    x = train_set.load_inputs(slice(0, 50), torch.device("cpu"), torch.float64)
     assert abs(x.mean().item()) < 0.05 and abs(x.std().item() - 1) < 0.05
 
 
@@ -181,7 +181,7 @@ def test_cifar10_comes_through_torchvision(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(CIFAR10, "test_list", [test_file])
     monkeypatch.setattr(CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5})
     settings = Data(name="cifar10", root=str(tmp_path), cache=str(tmp_path / "cache"))
-    train_set, test_set = data.load(prepare.prepare(settings), settings)
+    train_set, test_set = data.load_train_test(prepare.prepare(settings), settings)
     assert (train_set.images.numpy().reshape(15, -1) == pixels[:15]).all() and train_set.shape == (3, 32, 32)
     assert test_set.labels.tolist() == [9, 8, 7, 6, 5]
 
@@ -196,7 +196,7 @@ def test_an_image_folder_is_decoded_once(tmp_path: Path) -> None:
             for number in range(3 - label):
                 Image.new("RGB", (20, 12), colour).save(tmp_path / part / colour / f"{number}.png")
     first = prepare.prepare(settings)
-    train_set, _ = data.load(first, settings)
+    train_set, _ = data.load_train_test(first, settings)
     assert sorted(train_set.labels.tolist()) == [0, 0, 1, 1, 1] and train_set.shape == (3, 8, 8)  # blue before red
     colours = torch.tensor([[0, 0, 255], [255, 0, 0]], dtype=torch.uint8)
     assert (train_set.images == colours[train_set.labels].view(5, 3, 1, 1)).all()
@@ -224,11 +224,11 @@ def linked(tmp_path: Path) -> Path:
 def test_a_change_in_a_linked_folder_is_seen(linked: Path) -> None:
     settings = Data(name="imagefolder", root=str(linked / "set"), cache=str(linked / "cache"), image_size=8)
     first = prepare.prepare(settings)
-    assert len(data.load(first, settings)[0]) == 2 and not first.notice
+    assert len(data.load_train_test(first, settings)[0]) == 2 and not first.notice
     Image.new("RGB", (9, 9), "red").save(linked / "train" / "red" / "1.png")
     (linked / "train" / "red" / "notes.txt").touch()
     second = prepare.prepare(settings)
-    assert second.path != first.path and len(data.load(second, settings)[0]) == 3
+    assert second.path != first.path and len(data.load_train_test(second, settings)[0]) == 3
     assert second.notice == "left out, no images by their names: 1 file: train/red/notes.txt"
 
 
@@ -243,11 +243,11 @@ def test_the_first_samples_of_an_image_folder_are_of_all_classes(tmp_path: Path)
     folders = [tmp_path / "cache", tmp_path / "another"]
     found = [prepare.prepare(dataclasses.replace(settings, cache=str(folder))) for folder in folders]
     assert found[0].sha256 == found[1].sha256, "the order is the same wherever it is prepared"
-    for images in data.load(found[0], settings):
+    for images in data.load_train_test(found[0], settings):
         counts = images.labels.bincount(minlength=5)
         assert len(images) == 50 and counts.min() >= 4, counts
         assert torch.equal(images.images[:, 0, 0, 0] // 50, images.labels), "each label goes with its image"
-    whole = data.load(found[0], dataclasses.replace(settings, train_limit=0, test_limit=0))
+    whole = data.load_train_test(found[0], dataclasses.replace(settings, train_limit=0, test_limit=0))
     assert all(images.labels.bincount().tolist() == [20] * 5 for images in whole)
     assert not torch.equal(whole[0].labels, whole[1].labels)
 
@@ -260,7 +260,7 @@ def test_links_that_lead_back_and_links_to_nowhere(linked: Path) -> None:
     settings = Data(name="imagefolder", root=str(linked / "set"), cache=str(linked / "cache"), image_size=8)
     found = prepare.prepare(settings)
     assert found.notice == "left out, no images by their names: 1 file: val/blue/itself.txt"
-    assert len(data.load(found, settings)[0]) == 4, "each class has its own image and, once, the other's"
+    assert len(data.load_train_test(found, settings)[0]) == 4, "each class has its own image and, once, the other's"
     (linked / "val" / "red" / "gone.png").symlink_to("nowhere.png")
     with pytest.raises(UserError, match=r"1 file: val/red/gone.png \(no file\) cannot be read"):
         prepare.prepare(settings)
@@ -316,7 +316,7 @@ def test_files_that_cannot_be_read_are_skipped_if_asked_and_told_of_every_time(d
         found = prepare.prepare(settings)
         assert "cannot be read: 3 files: train/red/0.jpg" in found.notice
         assert "no images by their names: 1 file: train/blue/notes.txt" in found.notice
-        train_set, test_set = data.load(found, settings)
+        train_set, test_set = data.load_train_test(found, settings)
         assert sorted(train_set.labels.tolist()) == [0, 0, 0, 1]
         assert sorted(test_set.labels.tolist()) == [0, 0, 1, 1, 1]
     noise = np.random.default_rng(2).integers(0, 256, (20, 20, 3), dtype=np.uint8)

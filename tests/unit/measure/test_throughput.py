@@ -71,7 +71,7 @@ def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every:
     """A run whose epochs have so many steps, that saves every so many, and has nothing to compute."""
     cfg = Config(data=Data(name="digits", cache=str(cache)), checkpoint=Checkpoint(every_steps=every, every_seconds=0))
     prepared = prepare.prepare(cfg.data)
-    images, _ = data.load(prepared, cfg.data)
+    images, _ = data.load_train_test(prepared, cfg.data)
     room.mkdir()
     with open(room / "stacks", "w") as log:
         run = Run(cfg, Folder(room).claim(), world, prepared, Notice(60, log))
