@@ -22,6 +22,7 @@ override KNOWN-cluster-down := NAME
 override KNOWN-cluster-status := NAME
 override KNOWN-cluster-shell := NAME
 override KNOWN-test := TESTS
+override KNOWN-bench := NAME MINUTES
 override GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
 override KNOWN := PYTHON $(foreach target,$(MAKECMDGOALS),$(KNOWN-$(target)))
 override UNKNOWN := $(filter-out $(KNOWN),$(GIVEN))
@@ -37,7 +38,7 @@ override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
 
 .DEFAULT_GOAL := help
 .PHONY: help exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
-  cluster-up cluster-down cluster-status cluster-shell test test-all test-slurm lint bench requirements clean
+  cluster-up cluster-down cluster-status cluster-shell test test-all test-slurm lint bench tables requirements clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -136,8 +137,11 @@ lint: $(READY)  ## ruff (lint and format), mypy, and the order of imports
 	@$(PY) -m mypy
 	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-cache --no-logo
 
-bench: $(READY)  ## the benchmarks of mnist_pipeline, side by side, saved as JSON
-	@$(PY) tests/benchmarks/mnist_pipeline.py
+bench: $(READY)  ## measure side by side, within a budget, and show goals met or missed [NAME=ddp_multinode] [MINUTES=5]
+	@$(PY) -m tests.benchmarks --minutes="$$MINUTES" -- "$$NAME"
+
+tables: $(READY)  ## write the measured tables and figures of the pages from tests/benchmarks/recorded/
+	@$(PY) -m tests.benchmarks.tables
 
 requirements: $(READY)  ## pin all dependencies of pyproject.toml anew into requirements.txt
 	@$(PY) -m uv pip compile --universal --python-version 3.11 --extra dev --extra bench --extra dashboard --extra quantise --upgrade --quiet \

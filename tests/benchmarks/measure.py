@@ -1,15 +1,15 @@
-"""Measuring side by side: who is compared takes turns, and what is reported is the median of per-round ratios.
+"""Measuring side by side: the sides of a comparison take turns, and each round gives one ratio.
 
-Sides live in teams: processes that were forked together, joined into one world of their own, and keep their
-number of threads. Only the team whose turn it is computes; the others sleep at the end of a pipe. The share of
-the machine that somebody else used meanwhile is measured with every turn; disturbed rounds are repeated and left out.
+A side is a task of this process, such as a command that is started and timed, or a function inside a team: processes
+that were forked together, joined into one process group, and keep their number of threads. Only the side whose turn
+it is computes; teams sleep at the end of a pipe meanwhile. The share of the machine that other programs used is
+measured with every turn; disturbed rounds stay in the record and do not count where enough others are left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -22,22 +22,20 @@ from typing import Any
 
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rendezvous import Place, World
-from common.runs import provenance
 from common.training.entry_point import redirect
 from configs.shared import Launch
 
-NOISY = 0.1  # share of the machine used by others during a turn, above which its round is left out
-SLACK = 0.03  # seconds: what /proc cannot resolve
+NOISY = 0.1  # share of the machine used by others during a turn, above which its round is disturbed
+SLACK = 0.03  # seconds: the resolution of /proc
 ENOUGH = 3  # undisturbed rounds
-PATIENCE = 600.0  # seconds for one turn; a busy machine is no reason to fail
-PACKAGES = ("torch", "torchvision", "numpy", "pillow", "lightning", "accelerate", "wandb")
-ALLOCATOR = ("MALLOC_", "OMP_", "MKL_", "GOMP_", "KMP_", "LD_PRELOAD")
+PATIENCE = 600.0  # seconds for one turn
 Side = Callable[[], float]
+Values = Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Team:
-    """Processes that measure together: in each, `sides(world)` gives what can be run there, by name.
+    """Processes that measure together: in each, `sides(world)` gives the functions that can be called, by name.
 
     A side runs once per call, on all processes of its team at the same time, and returns seconds; rank 0's count.
     """
@@ -48,70 +46,103 @@ class Team:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ratio:
-    """The median of per-round ratios and their range."""
+class Task:
+    """A side that this process runs itself.
 
-    median: float
+    `run(number)` gets the number of the round and returns what was measured, by name; `seconds` is what ratios use.
+    """
+
+    name: str
+    run: Callable[[int], Values]
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A median over rounds with the lowest and the highest value."""
+
+    value: float
     low: float
     high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}..{self.high:.2f}]"
 
 
 @dataclasses.dataclass
 class Samples:
-    """What was taken down, round by round: seconds, cores used, and the share of the machine that others used.
+    """What was measured: `values[side][name]` has one number a round.
 
-    Rounds that others disturbed stay in the record but do not count, unless fewer than `ENOUGH` are left.
+    Every side has `seconds`, `cores` (how many it kept busy) and `others` (the share of the machine that other
+    programs used meanwhile).
     """
 
-    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    cores: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    foreign: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    values: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
+    counted: bool = True
+    """Whether rounds are added; False while warming up."""
 
-    def add(self, side: str, seconds: float, before: Load) -> None:
-        """Take down a turn that began with `before` and has just ended."""
+    def add(self, side: str, found: Values, before: Load) -> None:
+        """Record a turn that began with `before` and has just ended."""
         now = Load.now()
         wall, own = now.time - before.time, now.own - before.own
         others = max(0.0, now.machine - before.machine - own - SLACK) / (wall * (os.cpu_count() or 1))
-        for table, value in ((self.seconds, seconds), (self.cores, own / wall), (self.foreign, others)):
-            table.setdefault(side, []).append(value)
+        table = self.values.setdefault(side, {})
+        for name, value in {**found, "cores": round(own / wall, 3), "others": round(others, 3)}.items():
+            if self.counted:
+                table.setdefault(name, []).append(float(f"{value:.7g}"))
+
+    @property
+    def rounds(self) -> int:
+        """Complete rounds."""
+        return min((len(found.get("seconds", [])) for found in self.values.values()), default=0)
 
     def clean(self) -> list[int]:
         """The rounds in which others left the machine alone."""
-        worst = [max(shares) for shares in zip(*self.foreign.values(), strict=True)]
-        return [number for number, share in enumerate(worst) if share <= NOISY]
+        others = [found["others"] for found in self.values.values()]
+        return [number for number in range(self.rounds) if max(side[number] for side in others) <= NOISY]
 
-    def kept(self, side: str) -> list[float]:
-        clean, every = self.clean(), self.seconds[side]
-        return [every[number] for number in clean] if len(clean) >= ENOUGH else every
+    def kept(self, side: str, name: str = "seconds") -> list[float]:
+        """The numbers of the rounds that count."""
+        clean, every = self.clean(), self.values[side][name]
+        return [every[number] for number in (clean if len(clean) >= ENOUGH else range(self.rounds))]
 
-    def median(self, side: str) -> float:
-        return median(self.kept(side))
+    def number(self, side: str, name: str = "seconds", factor: float = 1.0) -> Number:
+        values = [factor * value for value in self.kept(side, name)]
+        return Number(median(values), min(values), max(values))
 
-    def ratio(self, over: str, under: str, factor: float = 1.0) -> Ratio:
-        """`factor` * seconds of one side / seconds of another, round by round."""
-        values = [factor * a / b for a, b in zip(self.kept(over), self.kept(under), strict=True)]
-        return Ratio(median(values), min(values), max(values))
+    def ratio(self, over: str, under: str, factor: float = 1.0, name: str = "seconds") -> Number:
+        """`factor` * one side / another, round by round."""
+        values = [factor * a / b for a, b in zip(self.kept(over, name), self.kept(under, name), strict=True)]
+        return Number(median(values), min(values), max(values))
 
-    @property
-    def rounds(self) -> str:
-        """How many rounds count, and a warning if others disturbed too many."""
-        clean, total = len(self.clean()), len(next(iter(self.seconds.values())))
-        if clean < ENOUGH:
-            return f"NOISY: others used the machine in {total - clean} of {total} rounds, all of which count"
-        return f"{clean} rounds" + (f", {total - clean} disturbed by others left out" if clean < total else "")
+    def difference(self, side: str, other: str, name: str, factor: float = 1.0) -> Number:
+        """`factor` * (one side - another), round by round."""
+        values = [factor * (a - b) for a, b in zip(self.kept(side, name), self.kept(other, name), strict=True)]
+        return Number(median(values), min(values), max(values))
 
 
 # ---- taking turns
 
 
-def interleave(teams: Sequence[Team], *, rounds: int, drop: int = 1) -> Samples:
-    """Run all sides of all teams in turn: `drop` rounds for warming up, then `rounds` undisturbed ones, if half are.
+class Pace:
+    """How many rounds there are, and the seconds that they may take."""
 
-    Must be called before this process has computed anything with torch. Exits if a process fails.
+    def __init__(self, rounds: int, drop: int, seconds: float) -> None:
+        self.rounds, self.drop, self.seconds = rounds, drop, seconds
+        self.began = time.monotonic()
+        self.last = 0.0  # seconds of the newest round
+
+    def goes_on(self, number: int) -> bool:
+        """Whether round `number` is begun: the first ones always, later ones if they will end in time."""
+        if number <= self.drop:
+            return True
+        return number < self.drop + self.rounds and time.monotonic() - self.began + self.last <= self.seconds
+
+
+def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples], None]) -> Samples:
+    """Let all sides take turns, round by round; `keep` is called with the samples after each round that counts.
+
+    Prints a line a round while it goes. Must be called before this process has computed anything with torch. Exits if
+    a process of a team fails.
     """
+    teams = [side for side in sides if isinstance(side, Team)]
+    tasks = [side for side in sides if isinstance(side, Task)]
     seats = [(team, rank) for team in teams for rank in range(team.size)]
     pipes = [Pipe() for _ in seats]
     samples = Samples()
@@ -132,36 +163,63 @@ def interleave(teams: Sequence[Team], *, rounds: int, drop: int = 1) -> Samples:
         for _, theirs in pipes:
             theirs.close()
         members = [[pipes[i][0] for i, seat in enumerate(seats) if seat[0] is team] for team in teams]
-        with contextlib.suppress(EOFError, BrokenPipeError):  # a process has ended, and fork_all tells why
-            direct(members, samples, rounds, drop)
+        with contextlib.suppress(EOFError, BrokenPipeError):  # a process has ended, and fork_all reports why
+            direct(members, tasks, samples, pace, keep)
 
+    if not teams:
+        direct([], tasks, samples, pace, keep)
+        return samples
     status = local_launcher.fork_all(body, len(seats), 1, meanwhile)
     if status:
         sys.exit(status)
     return samples
 
 
-def direct(members: Sequence[Sequence[Connection]], samples: Samples, rounds: int, drop: int) -> None:
+def direct(
+    members: Sequence[Sequence[Connection]],
+    tasks: Sequence[Task],
+    samples: Samples,
+    pace: Pace,
+    keep: Callable[[Samples], None],
+) -> None:
     """Give the turns; `members` are the pipes to each team's processes."""
-    turns = [(team, side) for team in members for side in hear_all(team)[0]]
-    for number in range(drop + 2 * rounds):
-        if number > drop and len(samples.clean()) == rounds:
-            break
-        first = number % len(turns)  # another one each round: who comes after a pause may have to wait for the disk
-        for team, side in turns[first:] + turns[:first]:
+    turns: list[tuple[str, Callable[[int], Values]]] = [(task.name, task.run) for task in tasks]
+    for team in members:
+        turns += [(side, call_team(team, side)) for side in hear_all(team)[0]]
+    number = 0
+    while pace.goes_on(number):
+        began, samples.counted = time.monotonic(), number >= pace.drop
+        title = f"round {number + 1 - pace.drop} of {pace.rounds}" if samples.counted else "warm-up"
+        print(f"  {title}:", end="", flush=True)
+        first = number % len(turns)  # another one each round: a side after a pause may have to wait for the disk
+        for name, run in turns[first:] + turns[:first]:
             before = Load.now()
-            for pipe in team:
-                pipe.send(side)
-            seconds = hear_all(team)[0]
-            if number >= drop:
-                samples.add(side, seconds, before)
+            found = run(number)
+            samples.add(name, found, before)
+            print(f"  {name} {found['seconds']:.4g} s", end="", flush=True)
+        pace.last = time.monotonic() - began
+        print(f"  ({pace.last:.0f} s)", flush=True)
+        if samples.counted:
+            keep(samples)
+        number += 1
     for team in members:
         for pipe in team:
             pipe.send(None)
 
 
+def call_team(team: Sequence[Connection], side: str) -> Callable[[int], Values]:
+    """A turn of a team's side."""
+
+    def run(number: int) -> Values:
+        for pipe in team:
+            pipe.send(side)
+        return {"seconds": hear_all(team)[0]}
+
+    return run
+
+
 def hear_all(team: Sequence[Connection]) -> list[Any]:
-    """The answer of each process of a team."""
+    """The answer of each process of a team. Raises TimeoutError."""
     for pipe in team:
         if not pipe.poll(PATIENCE):
             raise TimeoutError(f"no answer within {PATIENCE:.0f} s")
@@ -169,7 +227,7 @@ def hear_all(team: Sequence[Connection]) -> list[Any]:
 
 
 def serve(sides: Mapping[str, Side], pipe: Connection) -> None:
-    """A process's part: run the sides that are called."""
+    """Run the sides that are called for, in a process of a team."""
     pipe.send(list(sides))
     while (name := pipe.recv()) is not None:
         pipe.send(sides[name]())
@@ -209,65 +267,8 @@ def own_ticks() -> int:
     return sum(table[pid][1] for pid in family if pid in table)
 
 
-# ---- what is shown and kept
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the report. `met` says whether a goal was reached; None where there is none."""
-
-    what: str
-    measured: str
-    goal: str = ""
-    met: bool | None = None
-    note: str = ""
-
-    @property
-    def verdict(self) -> str:
-        return "" if self.met is None else "met" if self.met else "MISSED"
-
-
-def at_least(what: str, ratio: Ratio, goal: float, note: str = "") -> Row:
-    return Row(what, str(ratio), f">= {goal:g}", ratio.median >= goal, note)
-
-
-def at_most(what: str, ratio: Ratio, goal: float, note: str = "") -> Row:
-    return Row(what, str(ratio), f"<= {goal:g}", ratio.median <= goal, note)
-
-
-class Report:
-    """Prints section by section and keeps everything, raw samples included, in one JSON file."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.file = folder / f"{name}-{provenance.now().replace(':', '')}.json"
-        self.content: dict[str, Any] = {
-            "benchmark": name,
-            "date": provenance.now(),
-            "command": sys.argv,
-            "machine": {"cpu": provenance.cpu_model(), "cores": len(os.sched_getaffinity(0))},
-            "versions": {package: provenance.version(package) for package in PACKAGES},
-            "commit": (provenance.git("rev-parse", "HEAD") or "").strip() or None,
-            "environment": {k: v for k, v in os.environ.items() if k.startswith(ALLOCATOR)},
-            "sections": {},
-        }
-        machine = self.content["machine"]
-        print(f"{machine['cpu']}, {machine['cores']} cores, torch {self.content['versions']['torch']}")
-        print("medians of per-round ratios [smallest..largest]; sides take turns")
-
-    def section(self, title: str, rows: Sequence[Row], samples: Mapping[str, Samples], **facts: Any) -> None:
-        """Print rows and save them with their raw samples."""
-        print(f"\n{title}")
-        widths = [max((len(text) for text in column), default=0) for column in zip(*map(cells, rows), strict=True)]
-        for row in rows:
-            print("  " + "  ".join(f"{t:<{w}}" for t, w in zip(cells(row), widths, strict=True)).rstrip(), flush=True)
-        if len(samples) == 1:
-            print("  " + next(iter(samples.values())).rounds, flush=True)
-        raw = {name: dataclasses.asdict(taken) for name, taken in samples.items()}
-        shown = [dataclasses.asdict(row) for row in rows]
-        self.content["sections"][title] = {"rows": shown, "samples": raw} | facts
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.content, indent=1))
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    return row.what, row.measured, row.goal, row.verdict, row.note
+def require_same(what: str, one: Sequence[float], other: Sequence[float], tolerance: float) -> None:
+    """Raise AssertionError unless two trainings came out the same: times of different work are not to be compared."""
+    worst = max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(one, other, strict=True))
+    if not worst <= tolerance:
+        raise AssertionError(f"{what}: results differ by {worst:.1e}, allowed {tolerance:.0e}")

@@ -1,46 +1,201 @@
-"""What mnist_pipeline costs, beside others and beside its limits.
+"""What mnist_pipeline costs, beside other engines and loops and beside its limits.
 
-    python tests/benchmarks/mnist_pipeline.py          all parts, about five minutes
-    python tests/benchmarks/mnist_pipeline.py a c      some of them
-
-a  images: the in-memory loader, torchvision's transforms in a DataLoader, one fixed batch
-b  the loop of the unsplit model: bare PyTorch, Lightning, Fabric, Accelerate on the same tensors
-c  schedules in two processes with one thread each: this engine, torch's, the unsplit model, the bound
-d  seconds of training to 97.5 % test accuracy on real MNIST
-e  from the command to the first row of metrics on disk
-
-Real MNIST is taken from DATA_ROOT or data/, else the built-in digits. Goals stand beside what was measured;
-nothing fails because it was slow. Raw samples go to tests/benchmarks/results/.
+Schedules: two processes with one thread each, this project's engine against torch.distributed.pipelining, the unsplit
+model, and the bound that two equal stages would reach if messages took no time: half of what one thread needs for the
+same microbatches, times (M + 1) / M. Loops: the same training written with bare PyTorch, Lightning, Fabric and
+Accelerate. Loaders: the in-memory loader against torchvision's transforms in a DataLoader.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this tree, wherever installed packages point to
 
 import torch
 from torch import Tensor
 
-from common.core.errors import user_errors
+from common.core import config, seeds
 from common.data import loader as data
+from common.data import prepare
 from common.distributed.rendezvous import World
+from common.models.networks import SimpleNN
 from common.training import optimizers
+from configs.mnist_pipeline import Config
 from tests.benchmarks import peers
-from tests.benchmarks.learner import ROOT, UNSPLIT, Batch, Bench, require_same, weights
-from tests.benchmarks.measure import Row, Samples, Side, Team, at_least, at_most, interleave
-from tests.benchmarks.mnist_pipeline_commands import part_d, part_e
-from tests.benchmarks.mnist_pipeline_schedules import part_c
+from tests.benchmarks.measure import Samples, Side, Task, Team, require_same
+from tests.benchmarks.parts import QUIET, Part, finish, run_of, timelines
+from tests.benchmarks.records import Row, Table, at_least, at_most
 
-TOLERANCE = 1e-3  # of weights that differ by the rounding of the normalisation, after training
+NAME = "mnist_pipeline"
+UNSPLIT = ("stages=1", "microbatches=1")
+ACCUMULATING = ("stages=1", "microbatches=4", "schedule=naive")
+ONE, TWO = ("launch.threads=1",), ("launch.threads=2",)
+ENGINES = {"own": "engine=own", "torch": "engine=torch"}
+TOLERANCE = 1e-3  # of losses that differ by the order of additions
 
-# ---- a: images
+# ---- schedules
+
+
+def pipelines(scratch: Path, schedules: list[str], engines: list[str], *values: str, keep: list[str]) -> list[Task]:
+    """Pipelines in two processes, and the unsplit model with one thread and with two."""
+    tasks = [
+        run_of(scratch, f"{engine} {s}", NAME, *ONE, ENGINES[engine], f"schedule={s}", *values, keep=keep)
+        for s in schedules
+        for engine in engines
+    ]
+    return [
+        *tasks,
+        run_of(scratch, "unsplit, 1 thread", NAME, *ONE, *UNSPLIT, *values),
+        run_of(scratch, "unsplit, 2 threads", NAME, *TWO, *UNSPLIT, *values),
+        run_of(scratch, "accumulating, 1 thread", NAME, *ONE, *ACCUMULATING, *values),
+    ]
+
+
+def same_losses(scratch: Path, taken: Samples) -> None:
+    """All sides train the same model on the same batches."""
+    for side, found in taken.values.items():
+        other = taken.values["accumulating, 1 thread"]
+        require_same(side, found["first_loss"], other["first_loss"], TOLERANCE)
+
+
+def small_table(taken: Samples) -> Table:
+    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
+    for name in ("naive", "gpipe", "1f1b"):
+        rows.append(at_least(f"torch {name} / own {name}", taken.ratio(f"torch {name}", f"own {name}"), 3))
+    for side in ("unsplit, 1 thread", "unsplit, 2 threads"):
+        rows.append(Row(f"{side} / own 1f1b (above 1 the pipeline pays)", [taken.ratio(side, "own 1f1b")]))
+    return Table(("measured", "value"), rows)
+
+
+def wide_table(taken: Samples, microbatches: int = 4) -> Table:
+    ideal = 2 * microbatches / (microbatches + 1)
+    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
+    for name in ("gpipe", "1f1b"):
+        own = f"own {name}"
+        rows += [
+            at_least(f"torch {name} / {own}", taken.ratio(f"torch {name}", own), 1.1),
+            at_least(f"unsplit, 1 thread / {own} (ideal {ideal:.2f})", taken.ratio("unsplit, 1 thread", own), 1.3),
+            Row(f"unsplit, 2 threads / {own}", [taken.ratio("unsplit, 2 threads", own)]),
+            at_least(f"share of the bound, {own}", taken.ratio("accumulating, 1 thread", own, 1 / ideal), 0.8),
+            Row(f"idle share of stage 0, {own}, %", [taken.number(own, "idle_share_0", 100)]),
+            Row(f"idle share of stage 1, {own}, %", [taken.number(own, "idle_share_1", 100)]),
+        ]
+    return Table(("measured", "value"), rows)
+
+
+WIDTHS = (64, 256, 1024, 2048)
+
+
+def width_sides(scratch: Path) -> list[Task]:
+    found = []
+    for width in WIDTHS:
+        steps = max(6, min(60, 2**21 // (width * 1024)))
+        words = (f"width={width}", "batch=1024", f"steps={steps}")
+        found += [
+            run_of(scratch, f"width {width}: 1f1b", NAME, *ONE, "schedule=1f1b", *words),
+            run_of(scratch, f"width {width}: unsplit, 1 thread", NAME, *ONE, *UNSPLIT, *words),
+            run_of(scratch, f"width {width}: unsplit, 2 threads", NAME, *TWO, *UNSPLIT, *words),
+        ]
+    return found
+
+
+def width_table(taken: Samples) -> Table:
+    rows = []
+    for width in WIDTHS:
+        own, one, two = (f"width {width}: {side}" for side in ("1f1b", "unsplit, 1 thread", "unsplit, 2 threads"))
+        rows.append(Row(f"{width}", [taken.number(own, factor=1e3), taken.ratio(one, own), taken.ratio(two, own)]))
+    columns = ("width", "ms a step of 1F1B", "unsplit with 1 thread / 1F1B", "unsplit with 2 threads / 1F1B")
+    return Table(columns, rows)
+
+
+# ---- loops and loaders
+
+
+def settings() -> Config:
+    return config.load(Config, [*QUIET, *UNSPLIT])
+
+
+def loader_of(images: data.Images, cfg: Config) -> data.Loader:
+    return data.Loader(images, cfg.batch, cfg.seed, torch.device("cpu"), torch.float32, block=cfg.data.block)
+
+
+class Stamped:
+    """The first `count` batches of a loader; the time of a step is read off in the steady part."""
+
+    def __init__(self, batches: Callable[[], Any], count: int, warm: int) -> None:
+        self.batches, self.count, self.warm = batches, count, warm
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(islice(self.batches(), self.count)):
+            if number == self.warm:
+                self.start = time.perf_counter()
+            self.end = time.perf_counter()
+            yield batch
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.start) / (self.count - 1 - self.warm)
+
+
+def trained(batches: Callable[[], Any], cfg: Config, count: int, peer: peers.Peer, found: list[float]) -> float:
+    """Seconds of a step of a peer; its first and last loss go to `found`."""
+    torch.manual_seed(seeds.derive(cfg.seed, "init"))
+    model, stamped = SimpleNN(), Stamped(batches, count, warm=min(50, count // 3))
+    rates = [optimizers.rate(cfg.optim, step, count) for step in range(count)]
+    peer(model, cast(peers.Batches, stamped), rates, cfg.optim)
+    found[:] = [total for p in model.parameters() for total in (p.sum().item(), p.abs().sum().item())]
+    return stamped.seconds
+
+
+STEPS = 600
+PEERS: dict[str, peers.Peer] = {
+    "bare loop": peers.bare,
+    "Fabric": peers.fabric,
+    "Accelerate": peers.accelerate,
+    "Lightning Trainer": peers.trainer,
+    "Lightning Trainer, nothing logged": peers.trainer_lean,
+}
+
+
+def loop_sides(scratch: Path) -> list[Team | Task]:
+    prepared = prepare.prepare(settings().data)
+
+    def sides(world: World) -> dict[str, Side]:
+        cfg, images = settings(), data.Images(prepared, "train")
+        expected: list[float] = []
+
+        def timed(name: str, peer: peers.Peer) -> Side:
+            def side() -> float:
+                found: list[float] = []
+                seconds = trained(lambda: iter(loader_of(images, cfg)), cfg, STEPS, peer, found)
+                expected[:] = expected or found
+                require_same(name, found, expected, 1e-6)
+                return seconds
+
+            return side
+
+        return {name: timed(name, peer) for name, peer in PEERS.items()}
+
+    return [run_of(scratch, "this script", NAME, *TWO, *UNSPLIT, f"steps={STEPS}"), Team(1, 2, sides)]
+
+
+def loop_table(taken: Samples) -> Table:
+    rows = [Row(f"us a step: {side}", [taken.number(side, factor=1e6)]) for side in taken.values]
+    rows += [
+        at_most(
+            "this script, every loss on disk / bare loop, nothing logged", taken.ratio("this script", "bare loop"), 1.05
+        ),
+        at_least("Lightning Trainer / this script", taken.ratio("Lightning Trainer", "this script"), 2.3),
+    ]
+    for side in ("Lightning Trainer, nothing logged", "Accelerate", "Fabric"):
+        rows.append(Row(f"{side} / this script", [taken.ratio(side, "this script")]))
+    return Table(("measured", "value"), rows)
 
 
 class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -63,144 +218,134 @@ class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return self.transform(Image.fromarray(image.numpy())), label
 
 
-def part_a(bench: Bench) -> None:
-    few = 200
+FEW = 200
+
+
+def loader_sides(scratch: Path) -> list[Team]:
+    prepared = prepare.prepare(settings().data)
 
     def sides(world: World) -> dict[str, Side]:
-        cfg = bench.settings(*UNSPLIT)
-        order = data.draw_order(len(bench.images), cfg.seed, 0)[: few * cfg.batch].tolist()
+        cfg, images = settings(), data.Images(prepared, "train")
+        order = data.order(len(images), cfg.seed, 0)[: FEW * cfg.batch].tolist()
 
         def pil(workers: int) -> Any:
             options = {"batch_size": cfg.batch, "sampler": order, "num_workers": workers}
-            return torch.utils.data.DataLoader(PilImages(bench.images), persistent_workers=workers > 0, **options)
+            return torch.utils.data.DataLoader(PilImages(images), persistent_workers=workers > 0, **options)
 
-        def ours() -> data.Loader:
-            block = cfg.data.block
-            return data.Loader(bench.images, cfg.batch, cfg.seed, world.device, torch.float32, block=block)
-
-        slow = {f"workers {n}": pil(n) for n in (0, 2)}
-        steps = len(bench.images) // cfg.batch
-        fixed = bench.batches(cfg, 1) * steps
-        expected: list[float] = []
-
-        def timed(name: str, batches: Callable[[], Any], total: int, same: bool = True) -> Side:
-            def side() -> float:
-                learner = bench.learner(world, f"a-{name}", *UNSPLIT, total=total)
-                start = time.perf_counter()
-                learner.train(batches())
-                seconds = (time.perf_counter() - start) / total
-                if same:
-                    found = weights(learner.pipe.module)
-                    expected[:] = expected or found
-                    require_same(name, found, expected, TOLERANCE)
-                return seconds
-
-            return side
-
-        return {
-            "ours": timed("ours", ours, few),
-            **{name: timed(name, lambda loader=loader: loader, few) for name, loader in slow.items()},  # type: ignore[misc]
-            "ours, epoch": timed("epoch", ours, steps, same=False),
-            "fixed batch": timed("fixed", lambda: fixed, steps, same=False),
+        fixed = next(iter(loader_of(images, cfg)))
+        slow = {workers: pil(workers) for workers in (0, 2)}
+        feeds: dict[str, Callable[[], Any]] = {
+            "in-memory loader": lambda: iter(loader_of(images, cfg)),
+            "PIL transforms in a DataLoader": lambda: iter(slow[0]),
+            "the same with 2 workers": lambda: iter(slow[2]),
+            "one fixed batch": lambda: iter([fixed] * FEW),
         }
+        return {name: lambda feed=feed: trained(feed, cfg, FEW, peers.bare, []) for name, feed in feeds.items()}  # type: ignore[misc]
 
-    taken = interleave([Team(1, 2, sides)], rounds=8)
-    rows = [Row(f"images/s training: {name}", f"{64 / taken.median(name):,.0f}") for name in taken.seconds]
+    return [Team(1, 2, sides)]
+
+
+def loader_table(taken: Samples) -> Table:
+    ours = "in-memory loader"
+    rows = [Row(f"us a step: {side}", [taken.number(side, factor=1e6)]) for side in taken.values]
+    slow, workers, fixed = (side for side in taken.values if side != ours)
     rows += [
-        at_least("ours / PIL transforms, DataLoader", taken.ratio("workers 0", "ours"), 6),
-        Row("ours / the same with 2 workers", str(taken.ratio("workers 2", "ours"))),
-        at_least("ours / one fixed batch (the limit)", taken.ratio("fixed batch", "ours, epoch"), 0.8),
+        at_least(f"{slow} / {ours}", taken.ratio(slow, ours), 6),
+        Row(f"{workers} / {ours}", [taken.ratio(workers, ours)]),
+        at_least(f"{fixed}, the limit / {ours}", taken.ratio(fixed, ours), 0.8),
     ]
-    bench.report.section(f"a  loader: batch 64, two threads, {few} steps of the slow sides", rows, {"": taken})
+    return Table(("measured", "value"), rows)
 
 
-# ---- b: the loop
+# ---- time to accuracy
+
+RECIPE = (*UNSPLIT, "batch=256", "epochs=4", "optim.name=adam", "optim.lr=0.004", "optim.decay=linear")
 
 
-class Stamped:
-    """Batches that note when they were asked for; the time of a step is read off in the steady part."""
+def accuracy_sides(scratch: Path) -> list[Task]:
+    def run(number: int) -> dict[str, float]:
+        words = (*RECIPE, *TWO, f"seed={number}", "data.fallback=none", "data.test_limit=0")
+        folder = finish(scratch, "accuracy", NAME, *words)
+        total = resumed = last = 0.0
+        for row in folder.metrics():  # from the start to the last step, evaluations left out
+            if "loss" in row:
+                last = row["time"]
+            else:
+                total, resumed = total + last - resumed, row["time"]
+        return {"seconds": total, "test_accuracy": folder.result["test_accuracy"]}
 
-    def __init__(self, batches: list[Batch], warm: int = 50) -> None:
-        self.batches, self.warm = batches, warm
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for number, batch in enumerate(self.batches):
-            if number == self.warm:
-                self.start = time.perf_counter()
-            self.end = time.perf_counter()
-            yield batch
-
-    @property
-    def seconds(self) -> float:
-        return (self.end - self.start) / (len(self.batches) - 1 - self.warm)
+    return [Task("training", run)]
 
 
-def part_b(bench: Bench) -> None:
-    steps = 600
-
-    def sides(world: World, chosen: Mapping[str, peers.Peer | None]) -> dict[str, Side]:
-        cfg = bench.settings(*UNSPLIT)
-        batches = bench.batches(cfg, steps)
-        rates = [optimizers.rate(cfg.optim, step, steps) for step in range(steps)]
-        expected: list[float] = []
-
-        def timed(name: str, peer: peers.Peer | None) -> Side:
-            def side() -> float:
-                learner, stamped = bench.learner(world, f"b-{name}", *UNSPLIT, total=steps), Stamped(batches)
-                model = learner.pipe.module[0]
-                if peer is None:
-                    learner.train(stamped)
-                else:
-                    peer(model, cast(peers.Batches, stamped), rates, cfg.optim)
-                found = weights(model)
-                expected[:] = expected or found
-                require_same(name, found, expected, 1e-6)
-                return stamped.seconds
-
-            return side
-
-        return {name: timed(name, peer) for name, peer in chosen.items()}
-
-    def taken_of(rounds: int, **peers_of: peers.Peer | None) -> Samples:
-        return interleave([Team(1, 2, lambda world: sides(world, peers_of))], rounds=rounds, drop=2)
-
-    # the loops proper are so close that they get more rounds
-    close = taken_of(24, ours=None, bare=peers.bare, bare_light=peers.bare_light)
-    wide = taken_of(
-        6, ours=None, fabric=peers.fabric, accelerate=peers.accelerate, lean=peers.trainer_lean, trainer=peers.trainer
-    )
-    names = {"ours": "ours, every loss on disk", "bare": "bare loop, nothing logged"}
-    names |= {"bare_light": "bare loop with our optimizer", "fabric": "Fabric", "accelerate": "Accelerate"}
-    names |= {"trainer": "Lightning Trainer", "lean": "Lightning Trainer, nothing logged, no scheduler"}
+def accuracy_table(taken: Samples) -> Table:
     rows = [
-        Row(f"us/step: {name}", f"{(close if key in close.seconds else wide).median(key) * 1e6:.0f}")
-        for key, name in names.items()
+        at_most("seconds of training", taken.number("training"), 2),
+        at_least("test accuracy at its end, %", taken.number("training", "test_accuracy", 100), 97.5),
     ]
-    rows.append(at_most("ours / bare loop", close.ratio("ours", "bare"), 1.05, close.rounds))
-    rows.append(Row(f"ours / {names['bare_light']}", str(close.ratio("ours", "bare_light"))))
-    rows.append(at_least("Lightning Trainer / ours", wide.ratio("trainer", "ours"), 2.3, wide.rounds))
-    rows += [Row(f"{names[key]} / ours", str(wide.ratio(key, "ours"))) for key in ("lean", "accelerate", "fabric")]
-    title = "b  loop of the unsplit model: batch 64, two threads, same tensors; final weights equal"
-    bench.report.section(title, rows, {"close": close, "peers": wide})
+    return Table(("measured, one seed a round", "value"), rows)
 
 
-PARTS = {"a": part_a, "b": part_b, "c": part_c, "d": part_d, "e": part_e}
+def no_mnist() -> str:
+    """Whether real MNIST is missing here."""
+    return "" if prepare.prepare(settings().data).name == "mnist" else "real MNIST is not here; set DATA_ROOT"
 
 
-def main(names: Sequence[str]) -> None:
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        sys.exit(f"error: no part {unknown[0]!r}; parts are {' '.join(PARTS)}")
-    os.chdir(ROOT)
-    with user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        bench = Bench(Path(scratch))
-        for name in names or PARTS:
-            PARTS[name](bench)
-        print(f"\nraw samples: {bench.report.file.relative_to(ROOT)}")
+SMALL = ("microbatches=4", "steps=600")
+WIDE = ("width=1024", "batch=1024", "depth=2", "microbatches=4", "steps=24")
+ALL = ["naive", "gpipe", "1f1b"]
+IDLE = ["idle_share"]
 
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+PARTS = [
+    Part(
+        f"{NAME}/schedules",
+        "width 128, batch 64, 4 microbatches: engines and schedules in two processes",
+        lambda scratch: pipelines(scratch, ALL, ["own", "torch"], *SMALL[1:], keep=IDLE),
+        small_table,
+        check=same_losses,
+        facts={"threads": "1 a process", "batch": 64},
+        more=timelines("own naive", "own gpipe", "own 1f1b"),
+    ),
+    Part(
+        f"{NAME}/wide",
+        "width 1024, batch 1024, depth 2, 4 microbatches: engines and schedules in two processes",
+        lambda scratch: pipelines(scratch, ALL[1:], ["own", "torch"], *WIDE, keep=IDLE),
+        wide_table,
+        check=same_losses,
+        facts={"threads": "1 a process", "batch": 1024},
+        more=timelines("own gpipe", "own 1f1b"),
+    ),
+    Part(
+        f"{NAME}/widths",
+        "from which width on two processes beat one: 1F1B, batch 1024, 4 microbatches",
+        width_sides,
+        width_table,
+        rounds=3,
+        facts={"threads": "1 a process", "batch": 1024},
+    ),
+    Part(
+        f"{NAME}/loop",
+        "the loop of the unsplit model beside those of libraries; the same weights at the end",
+        loop_sides,
+        loop_table,
+        rounds=8,
+        drop=1,
+        facts={"threads": 2, "batch": 64},
+    ),
+    Part(
+        f"{NAME}/loader",
+        "the loader beside torchvision's transforms in a DataLoader",
+        loader_sides,
+        loader_table,
+        rounds=6,
+        drop=1,
+        facts={"threads": 2, "batch": 64},
+    ),
+    Part(
+        f"{NAME}/accuracy",
+        f"to 97.5 % on MNIST: {' '.join(RECIPE)}",
+        accuracy_sides,
+        accuracy_table,
+        facts={"threads": 2, "batch": 256},
+        missing=no_mnist,
+    ),
+]

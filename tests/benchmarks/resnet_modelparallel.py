@@ -1,162 +1,121 @@
-"""What a pipeline gains: training ResNet-50 at 64 px, batch 128, channels_last, 4 microbatches, one thread a stage.
+"""What a pipeline of a ResNet gains over the naive split and over one process.
 
-    python tests/benchmarks/resnet_modelparallel.py                about ten minutes on an idle machine
-    python tests/benchmarks/resnet_modelparallel.py --rounds 1 model=resnet18 batch=16     only whether it runs
-
-Two stages in two processes, cut by measured cost and as the well-known tutorial cuts (behind layer2), against the naive
-split, where one stage works at a time, and against one process with one thread and with two. The bound is what two
-equal stages would need if messages took no time: half of what one thread needs for the same microbatches, times
-(M + 1) / M. Two cores that work at the same time share the memory's bandwidth: how fast each of them then is, is
-measured by two processes that train the whole model, and gives a second bound. Goals stand beside what was measured;
-nothing fails because it was slow.
+Modes: ResNet-18 at 32 px unsplit, naively split, and as a pipeline with microbatches of several sizes. Split: ResNet-50
+at 64 px with channels_last in two stages of one thread each, partitioned by measured cost and as the well-known
+tutorial does (behind layer2). The bound is the time of two equal stages whose messages take no time: half of what one
+thread needs for the same microbatches, times (M + 1) / M.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from itertools import islice
 from pathlib import Path
-from statistics import median
-from typing import Any, cast
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this tree, wherever installed packages point to
+from tests.benchmarks.measure import Number, Samples, Task, require_same
+from tests.benchmarks.parts import Part, run_of, timelines
+from tests.benchmarks.records import Row, Table
 
-import torch
-import torch.distributed as dist
+NAME = "resnet_modelparallel"
+KEEP = ("idle_share", "ideal_bubble", "peak_memory")
+STEPS = 7
+MODES = {
+    "single": ("mode=single",),
+    "naive": ("mode=naive",),
+    **{f"pipelined, {size}": ("mode=pipelined", f"split_size={size}") for size in (4, 8, 16, 32)},
+}
 
-from common.core import config, seeds
-from common.core.errors import user_errors
-from common.data import loader, prepare
-from common.data.prepare import Prepared
-from common.distributed.rendezvous import World
-from common.runs.folder import Folder
-from common.training import optimizers
-from common.training.run import Run
-from configs.resnet_modelparallel import Config
-from experiments import resnet_modelparallel as experiment
-from tests.benchmarks.learner import QUIET, ROOT, require_same
-from tests.benchmarks.measure import Ratio, Report, Row, Samples, Side, Team, at_least, interleave
 
-STEPS = 2  # a turn, after one that does not count
+def mode_sides(scratch: Path) -> list[Task]:
+    words = ("batch=64", f"steps={STEPS}", f"data.samples={64 * STEPS}", "data.test_limit=10", "plot=false")
+    return [
+        run_of(scratch, mode, NAME, *words, *chosen, f"launch.threads={1 + (mode == 'single')}", keep=KEEP)
+        for mode, chosen in MODES.items()
+    ]
+
+
+def mode_table(taken: Samples) -> Table:
+    rows = []
+    for mode, found in taken.values.items():
+        stages = [name[-1] for name in found if name.startswith("idle_share_")]
+        idle = [taken.number(mode, f"idle_share_{stage}", 100) for stage in stages]
+        memory = [taken.number(mode, f"peak_memory_{stage}", 2**-20) for stage in stages]
+        ideal = f"{100 * found['ideal_bubble'][0]:.3g}"
+        more = [ideal, *(idle if len(idle) > 1 else [*idle, "-"]), *(memory if len(memory) > 1 else [*memory, "-"])]
+        rows.append(Row(mode, [taken.number(mode, factor=1e3), *more]))
+    heads = ("ideal bubble, %", "idle share of stage 0, %", "of stage 1, %", "peak MiB of stage 0", "of stage 1")
+    return Table(("mode, microbatch", "ms a step", *heads), rows)
+
+
 PIECES = 4  # microbatches
-TOLERANCE = 1e-3  # of the first losses, which the order of additions changes
-IMAGES = ("data.name=generated", "data.image_size=64", "data.samples=384")
-SETTINGS = ("model=resnet50", "channels_last=true", "batch=128", "optim.decay=constant", "plot=false", *IMAGES)
+DEEP = (
+    "model=resnet50",
+    "channels_last=true",
+    "batch=64",
+    "data.name=generated",
+    "data.image_size=64",
+    "data.samples=320",
+    "data.test_limit=10",
+    "optim.decay=constant",
+    "plot=false",
+    "steps=5",
+)
 SPLIT = {
     "naive": ("mode=naive",),
-    "pipelined": ("mode=pipelined", "schedule=gpipe"),
+    "gpipe": ("mode=pipelined", "schedule=gpipe"),
     "1f1b": ("mode=pipelined", "schedule=1f1b"),
-    "tutorial's cut": ("mode=pipelined", "schedule=gpipe", "split=[layer3_0]"),
+    "gpipe, split behind layer2": ("mode=pipelined", "schedule=gpipe", "split=[layer3_0]"),
+    "unsplit": ("mode=single",),
+    "accumulating": ("mode=single", f"split_size={64 // PIECES}"),
 }
-WHOLE = {"single": ("mode=single",), "accumulating": ("mode=single", "split_size={piece}")}
-
-BOTH = "accumulating, both cores"
 
 
-class Bench:
-    """The prepared images and a scratch folder."""
-
-    def __init__(self, scratch: Path, extra: Sequence[str]) -> None:
-        self.scratch, self.extra = scratch, extra
-        self.prepared: Prepared = prepare.prepare(self.settings().data)
-
-    def settings(self, *values: str) -> Config:
-        return config.load(Config, [*QUIET, *SETTINGS, f"data.cache={self.scratch}", *self.extra, *values])
-
-    def side(self, name: str, world: World, *values: str) -> Side:
-        """The experiment's own training, with its time stamps and its log."""
-        piece = self.settings().batch // PIECES
-        cfg = self.settings(*(value.format(piece=piece) for value in values))
-        path = Folder.create(self.scratch / name, "bench", config.to_yaml(cfg)).claim().path if world.is_main else None
-        run = Run(cfg, Folder(world.broadcast(path), 1), world, self.prepared)
-        images = loader.Images(self.prepared, "train")
-        torch.manual_seed(seeds.derive(cfg.seed, "init"))
-        pipe: Any = experiment.build(cfg, images.shape, images.classes, world, run)
-        optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
-        batches = list(islice(loader.Loader.from_config(images, cfg, world.device), STEPS + 1))
-        run.source, run.total = pipe.last_rank, 10**9
-        steps = 0
-
-        def train(some: list[Any]) -> None:
-            nonlocal steps
-            run.flushed = time.perf_counter()  # so that waiting for the turn does not look like slow steps
-            steps = experiment.train_epoch(cfg, pipe, optimizer, cast(Any, some), run, steps, 10**9)
-
-        def turn() -> float:
-            train(batches[:1])
-            dist.barrier()
-            start = time.perf_counter()
-            train(batches[1:])
-            dist.barrier()
-            seconds = (time.perf_counter() - start) / STEPS
-            run.flush()
-            return seconds
-
-        return turn
-
-    def losses(self, name: str) -> list[float]:
-        (path,) = (self.scratch / name).iterdir()
-        return [row["loss"] for row in Folder(path).metrics()][: STEPS + 1]
-
-    def cut(self, name: str) -> str:
-        """Where a side was cut, as its run found out."""
-        (path,) = (self.scratch / name).iterdir()
-        return ",".join(config.read_file(path / "config.yaml")["split"])
+def deep_sides(scratch: Path) -> list[Task]:
+    tasks = [
+        run_of(scratch, name, NAME, *DEEP, *words, "launch.threads=1", keep=("idle_share",))
+        for name, words in SPLIT.items()
+    ]
+    return [*tasks, run_of(scratch, "unsplit, 2 threads", NAME, *DEEP, *SPLIT["unsplit"], "launch.threads=2")]
 
 
-def shared(taken: Samples, name: str) -> Ratio:
-    """The bound where each core is slower while the other works, too: in M - 1 of the M + 1 turns of each direction."""
-    sides = (taken.kept(side) for side in ("accumulating", BOTH, name))
-    shares = [(2 * alone + (PIECES - 1) * both) / (2 * PIECES) / own for alone, both, own in zip(*sides, strict=True)]
-    return Ratio(median(shares), min(shares), max(shares))
+def deep_check(scratch: Path, taken: Samples) -> None:
+    for name, other in (("naive", "unsplit"), *((name, "accumulating") for name in list(SPLIT)[1:4])):
+        require_same(name, taken.values[name]["first_loss"], taken.values[other]["first_loss"], 1e-3)
 
 
-def main(rounds: int, extra: Sequence[str]) -> None:
-    with user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        bench = Bench(Path(scratch), extra)
-        report = Report("resnet_modelparallel", ROOT / "tests" / "benchmarks" / "results")
+def deep_table(taken: Samples) -> Table:
+    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3), ""]) for side in taken.values]
 
-        def sides(chosen: dict[str, tuple[str, ...]]) -> Callable[[World], dict[str, Side]]:
-            return lambda world: {name: bench.side(name, world, *words) for name, words in chosen.items()}
+    def both(over: str, factor: float = 1.0) -> list[Number]:
+        return [taken.ratio(over, name, factor) for name in ("gpipe", "1f1b")]
 
-        def two(world: World) -> dict[str, Side]:
-            alone = world.part([world.rank])  # each process trains a model of its own: what both cores can do at once
-            return sides(SPLIT)(world) | {BOTH: bench.side(f"{BOTH} {world.rank}", alone, *WHOLE["accumulating"])}
-
-        two_threads = {"single, two threads": WHOLE["single"]}
-        teams = [Team(2, 1, two), Team(1, 1, sides(WHOLE)), Team(1, 2, sides(two_threads))]
-        taken = interleave(teams, rounds=rounds, drop=1)
-        for name, like in (("naive", "single"), *((name, "accumulating") for name in list(SPLIT)[1:])):
-            require_same(name, bench.losses(name), bench.losses(like), TOLERANCE)
-        rows = [
-            Row(f"ms/step: {name}", f"{taken.median(name) * 1e3:.0f}", note=f"{median(taken.cores[name]):.1f} cores")
-            for name in taken.seconds
-        ]
-        for name in ("pipelined", "1f1b"):
-            bound = taken.ratio("accumulating", name, (PIECES + 1) / PIECES / 2)
-            rows += [
-                at_least(f"naive / {name}", taken.ratio("naive", name), 1.45),
-                at_least(f"share of the bound, {name}", bound, 0.95),
-                Row(f"share of the bound of cores that share a memory, {name}", str(shared(taken, name))),
-                Row(f"single with one thread / {name}", str(taken.ratio("single", name))),
-                Row(f"single with two threads / {name}", str(taken.ratio("single, two threads", name))),
-            ]
-        rows.append(Row("a core alone / both at work, the same step in each", str(taken.ratio("accumulating", BOTH))))
-        note = f"cut at {bench.cut('pipelined')}"
-        rows += [
-            at_least("the tutorial's cut / the measured one", taken.ratio("tutorial's cut", "pipelined"), 1.12, note)
-        ]
-        report.section(f"two stages, {PIECES} microbatches: {' '.join([*SETTINGS, *extra])}", rows, {"": taken})
-        print(f"\nraw samples: {report.file.relative_to(ROOT)}")
+    bound = (PIECES + 1) / PIECES / 2
+    cut = taken.ratio("gpipe, split behind layer2", "gpipe")
+    rows += [
+        Row("naive / pipelined", both("naive"), 1.45),
+        Row("share of the bound", both("accumulating", bound), 0.95),
+        Row("unsplit with 1 thread / pipelined", both("unsplit")),
+        Row("unsplit with 2 threads / pipelined", both("unsplit, 2 threads")),
+        Row("split behind layer2 / split by measured time", [cut, ""], 1.12),
+    ]
+    return Table(("measured", "GPipe", "1F1B"), rows)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("settings", nargs="*", help="other settings of the experiment, as key=value")
-    asked = parser.parse_args()
-    main(asked.rounds, asked.settings)
+PARTS = [
+    Part(
+        f"{NAME}/modes",
+        "ResNet-18, 32 px, batch 64: unsplit with 2 threads, naive and pipelined in two stages with 1 thread each",
+        mode_sides,
+        mode_table,
+        rounds=3,
+        facts={"threads": "2 in all", "batch": 64},
+        more=timelines("naive", "pipelined, 16"),
+    ),
+    Part(
+        f"{NAME}/split",
+        f"ResNet-50, 64 px, batch 64, {PIECES} microbatches, two stages with 1 thread each",
+        deep_sides,
+        deep_table,
+        check=deep_check,
+        facts={"threads": "1 a stage", "batch": 64},
+        more=timelines("naive", "gpipe", "1f1b"),
+    ),
+]

@@ -1,16 +1,15 @@
-"""Many run folders as real runs leave them: python -m tests.benchmarks.runs FOLDER [COUNT] [STEPS]
+"""Many run folders as real runs leave them, and the cost of reading them.
 
 Every seventh run was started twice, and every eleventh failed half-way.
-With `--measure` the commands that read runs are timed on them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.harness.made_runs import Made
@@ -34,27 +33,14 @@ def several(runs: Path, count: int, steps: int) -> None:
         ).write(runs)
 
 
-def measure(runs: Path) -> dict[str, dict[str, float]]:
-    """What the commands take over what lies in `runs`; on a busy machine only the seconds of the processor tell."""
-    found = {}
-    for name, words in (
-        ("compare LAST=50", ["slurm.reports.compare", "--last=50"]),
-        ("status", ["slurm.reports.status", "--", "status"]),
-    ):
-        module, *rest = words
-        began = time.perf_counter()
-        done = subprocess.Popen([sys.executable, "-m", module, f"--runs={runs}", *rest], stdout=subprocess.DEVNULL)
-        _, status, used = os.wait4(done.pid, 0)
-        assert status == 0, name
-        seconds = time.perf_counter() - began
-        found[name] = {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "peak_gb": used.ru_maxrss / 1e6}
-    return found
-
-
-if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if word != "--measure"]
-    place = Path(words[0])
-    if not place.exists():
-        several(place, int(words[1]) if words[1:] else 500, int(words[2]) if words[2:] else 10_000)
-    if "--measure" in sys.argv:
-        print(json.dumps(measure(place)))
+def measure_reading(runs: Path, command: Sequence[str]) -> dict[str, float]:
+    """Seconds, seconds of one core and GB that a command takes for the runs in `runs`."""
+    module, *rest = command
+    began = time.perf_counter()
+    done = subprocess.Popen([sys.executable, "-m", module, f"--runs={runs}", *rest], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(done.pid, 0)
+    done.returncode = status  # it has been waited for
+    if status:
+        raise RuntimeError(f"{' '.join(command)} failed")
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "peak_gb": used.ru_maxrss / 1e6}

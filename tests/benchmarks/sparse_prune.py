@@ -1,64 +1,95 @@
-"""What pruning costs and what sparse inference gains.
+"""What pruning costs in accuracy and time, and what sparse inference gains.
 
-    python tests/benchmarks/sparse_prune.py            about five minutes
-    python tests/benchmarks/sparse_prune.py 3          three rounds instead of six
-    python tests/benchmarks/sparse_prune.py 2:4        on an NVIDIA GPU: 2:4 sparse against dense linear layers
-
-Global magnitude masks of ResNet-50 at 90 % against torch.nn.utils.prune.global_unstructured; a training step with masks
-against a dense one and the library's reparametrisation; a linear layer in CSR against dense ones in float32 and bf16.
-Goals stand beside what was measured; nothing fails because it was slow. Raw samples go to tests/benchmarks/results/.
+Criteria: LeNet-300-100 on MNIST, dense and with each criterion, one seed a round. Masks: global magnitude masks of
+ResNet-50 against torch.nn.utils.prune.global_unstructured. Step: a training step with masks against a dense one, and
+against the library's reparametrisation. Linear: a layer in CSR against dense ones in float32 and bf16.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from statistics import median
-from typing import Any, cast
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this tree, wherever installed packages point to
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as library
 
 from common.core import config, seeds
-from common.core.errors import UserError, user_errors
 from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
-from common.measure import step_timing
 from common.models import networks, pruning_masks, pruning_savings
 from common.models.pruning_masks import Masks
-from common.runs.folder import Folder
-from common.training import optimizers
-from common.training.run import Run
 from configs.sparse_prune import Config
-from experiments import sparse_prune as experiment
-from tests.benchmarks.learner import QUIET, ROOT, require_same
-from tests.benchmarks.measure import Report, Row, Side, Team, at_least, at_most, interleave
+from tests.benchmarks import peers
+from tests.benchmarks.amp_accum import no_gpu
+from tests.benchmarks.measure import Samples, Side, Task, Team
+from tests.benchmarks.mnist_pipeline import no_mnist
+from tests.benchmarks.parts import QUIET, Part, run_of
+from tests.benchmarks.records import Cell, Row, Table, at_least, at_most
+
+NAME = "sparse_prune"
+
+# ---- accuracy
+
+CRITERIA, LEVELS = ("magnitude", "taylor", "gradient", "random"), ("0.92", "0.97")
+BELOW = {"0.92": 0.1, "0.97": 0.5}  # points of accuracy that magnitude may lose
+SCORES = ("test_accuracy", "bytes_compressed", "nonzero")
+
+
+def accuracy_sides(scratch: Path) -> list[Task]:
+    words = ("export=false", "launch.threads=2", "seed={round}", "data.fallback=none", "data.test_limit=0")
+    return [
+        run_of(scratch, "dense", NAME, *words, "schedule=none", keep=SCORES),
+        *(
+            run_of(
+                scratch,
+                f"{criterion} {level}",
+                NAME,
+                *words,
+                f"criterion={criterion}",
+                f"sparsity={level}",
+                keep=SCORES,
+            )
+            for level in LEVELS
+            for criterion in CRITERIA
+        ),
+    ]
+
+
+def accuracy_table(taken: Samples) -> Table:
+    rows = []
+    for level in LEVELS:
+        for criterion in CRITERIA:
+            side = f"{criterion} {level}"
+            cells: list[Cell] = [
+                taken.difference("dense", side, "test_accuracy", 100),
+                taken.number(side, "test_accuracy", 100),
+                taken.number(side, "bytes_compressed", 1e-3),
+            ]
+            bound = BELOW[level] if criterion == "magnitude" else None
+            rows.append(Row(f"{criterion}, {100 * float(level):.0f} % pruned", cells, bound, at_least=False))
+    dense: list[Cell] = [
+        "0",
+        taken.number("dense", "test_accuracy", 100),
+        taken.number("dense", "bytes_compressed", 1e-3),
+    ]
+    return Table(("criterion", "points below dense", "test accuracy, %", "kB compressed"), [Row("dense", dense), *rows])
+
+
+# ---- masks of ResNet-50
 
 SHARE = 0.9
-STEPS = 100  # a turn, after one that does not count
-WIDTH, SAMPLES = 4096, 64
-LEVELS = (0.8, 0.9, 0.95, 0.98)
-SETTINGS = ("model=mlp", "batch=64", "sparsity=0.9", "schedule=oneshot", "begin=0", "end=0", "optim.decay=constant")
-TOLERANCE = 1e-5  # of the losses
 
 
 def timed(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-# ---- masks of ResNet-50
 
 
 def mask_sides(world: World) -> dict[str, Side]:
@@ -88,7 +119,7 @@ def mask_sides(world: World) -> dict[str, Side]:
         flat = torch.cat([weight.detach().abs().flatten() for weight in masks.weights])
         return timed(lambda: flat.kthvalue(round(SHARE * flat.numel())))
 
-    return {"ours": ours, "library": theirs, "kthvalue": kth_value}
+    return {"this project": ours, "global_unstructured": theirs, "torch.kthvalue alone": kth_value}
 
 
 def same_masks(masks: Masks, found: list[Tensor]) -> bool:
@@ -99,75 +130,63 @@ def same_masks(masks: Masks, found: list[Tensor]) -> bool:
     )
 
 
+def mask_table(taken: Samples) -> Table:
+    rows = [Row(f"ms: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
+    ours, theirs, alone = taken.values
+    rows.append(at_least(f"{theirs} / {ours}, equal masks but for ties", taken.ratio(theirs, ours), 25))
+    return Table(("measured", "value"), [*rows, Row(f"{alone} / {ours}", [taken.ratio(alone, ours)])])
+
+
 # ---- a step of training
 
-
-class Bench:
-    """The prepared images and a scratch folder."""
-
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
-        self.prepared = prepare.prepare(self.settings().data)
-
-    def settings(self, *values: str) -> Config:
-        return config.load(Config, [*QUIET, *SETTINGS, *values])
-
-    def side(self, name: str, world: World, *values: str, reparametrise: bool = False) -> Side:
-        """The experiment's own train_epoch."""
-        cfg = self.settings(*values)
-        torch.manual_seed(seeds.derive(cfg.seed, "init"))
-        path = Folder.create(self.scratch / name, "bench", config.to_yaml(cfg)).claim().path
-        run = Run(cfg, Folder(path, 1), world, self.prepared)
-        run.total = 10**9
-        model = networks.SimpleNN()
-        masks = Masks(model)
-        images = data.Images(self.prepared, "train")
-        loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, block=1)
-        if reparametrise:
-            pairs = [(layer, "weight") for layer in masks.layers.values()]
-            for layer in masks.layers.values():
-                del layer._buffers["weight_mask"]  # the library's has the same name
-            library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=cfg.sparsity)
-        optimizer = optimizers.make(model.parameters(), cfg.optim)
-        times = step_timing.StepTimes(model, world.device)
-        it = experiment.Parts(cfg, world, run, model, masks, optimizer, loader, times)
-        experiment.prune(it, 0)
-        masks.apply()
-        batches, steps = list(islice(loader, STEPS + 1)), 0
-
-        def train(chosen: list[tuple[Tensor, Tensor]]) -> None:
-            nonlocal steps
-            run.flushed = time.perf_counter()  # so that waiting for the turn does not look like slow steps
-            feed = cast(data.Loader, Fed(chosen, images))
-            steps = experiment.train_epoch(replace(it, loader=feed), steps)
-
-        def turn() -> float:
-            train(batches[:1])
-            seconds = timed(lambda: train(batches[1:])) / STEPS
-            if steps == STEPS + 1:
-                run.flush()
-                torch.save([row["loss"] for row in run.folder.metrics()][:20], self.scratch / f"{name}.pt")
-            return seconds
-
-        return turn
-
-    def sides(self, world: World) -> dict[str, Side]:
-        return {
-            "dense": self.side("dense", world, "schedule=none"),
-            "masks": self.side("masks", world),
-            "reparametrised": self.side("reparametrised", world, "schedule=none", reparametrise=True),
-        }
+STEPS = 600
+STEP = ("model=mlp", "batch=64", "optim.decay=constant", "optim.warmup=0", "launch.threads=1", "export=false")
+PRUNED = ("sparsity=0.9", "schedule=oneshot", "begin=0", "end=0")
 
 
-class Fed(list[Any]):
-    """Batches in place of a loader."""
+def step_sides(scratch: Path) -> list[Team | Task]:
+    cfg = config.load(Config, [*QUIET, *STEP])
+    prepared = prepare.prepare(cfg.data)
 
-    def __init__(self, batches: list[tuple[Tensor, Tensor]], images: data.Images) -> None:
-        super().__init__(batches)
-        self.data = images
+    def sides(world: World) -> dict[str, Side]:
+        images = data.Images(prepared, "train")
+        loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, block=cfg.data.block)
+
+        def side(reparametrise: bool) -> Side:
+            torch.manual_seed(seeds.derive(cfg.seed, "init"))
+            model = networks.SimpleNN()
+            if reparametrise:
+                pairs = [(layer, "weight") for layer in model.modules() if isinstance(layer, nn.Linear)]
+                library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE)
+
+            def turn() -> float:
+                batches, rates = islice(iter(loader), STEPS), [cfg.optim.lr] * STEPS
+                return timed(lambda: peers.bare(model, batches, rates, cfg.optim)) / STEPS
+
+            return turn
+
+        return {"bare loop": side(False), "bare loop, reparametrised": side(True)}
+
+    words = (*STEP, f"steps={STEPS}")
+    return [
+        run_of(scratch, "dense", NAME, *words, "schedule=none"),
+        run_of(scratch, "masks", NAME, *words, *PRUNED),
+        Team(1, 1, sides),
+    ]
+
+
+def step_table(taken: Samples) -> Table:
+    rows = [Row(f"us a step: {side}", [taken.number(side, factor=1e6)]) for side in taken.values]
+    bare = taken.ratio("bare loop, reparametrised", "bare loop")
+    rows.append(at_most("masks / dense", taken.ratio("masks", "dense"), 1.08))
+    rows.append(Row("a bare loop with the library's reparametrisation / without", [bare]))
+    return Table(("measured", "value"), rows)
 
 
 # ---- inference
+
+WIDTH, SAMPLES = 4096, 64
+SPARSE = (0.8, 0.9, 0.95, 0.98)
 
 
 def linear_sides(world: World) -> dict[str, Side]:
@@ -184,7 +203,7 @@ def linear_sides(world: World) -> dict[str, Side]:
         return turn
 
     found = {"fp32": side(lambda: layer(x)), "bf16": side(lambda: half(low))}
-    for level in LEVELS:
+    for level in SPARSE:
         thin = copy.deepcopy(layer)
         thin.weight.mul_(pruning_masks.by_layer([thin.weight.abs()], [level])[0])
         rows = pruning_savings.as_csr(nn.Sequential(thin))
@@ -194,68 +213,60 @@ def linear_sides(world: World) -> dict[str, Side]:
     return found
 
 
-def two_of_four() -> None:
-    """2:4 sparse against dense linear layers in float16, on the GPU of this machine."""
-    if not torch.cuda.is_available():
-        raise UserError("2:4 needs an NVIDIA GPU with sparse tensor cores (Ampere or newer), and CUDA sees none")
-    from torch.sparse import to_sparse_semi_structured
-
-    device = torch.device("cuda")
-    print(
-        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, float16, "
-        f"medians of {pruning_savings.ROUNDS} turns"
-    )
-    for width in (1024, 4096, 8192):
-        for samples in (64, 1024, 8192):
-            layer = nn.Linear(width, width).to(device, torch.float16).requires_grad_(False)
-            layer.weight.mul_(pruning_masks.by_group([layer.weight.abs()], 0.5, 4)[0])
-            thin, x = copy.deepcopy(layer), torch.randn(samples, width, device=device, dtype=torch.float16)
-            thin.weight = nn.Parameter(to_sparse_semi_structured(layer.weight), requires_grad=False)
-            if not torch.allclose(thin(x), layer(x), atol=1e-2, rtol=1e-2):
-                raise AssertionError("2:4 gives other outputs")
-            taken = pruning_savings.seconds({"dense": lambda: layer(x), "2:4": lambda: thin(x)}, device)  # noqa: B023
-            ratio = taken["dense"] / taken["2:4"]
-            sides = f"dense {taken['dense'] * 1e6:.1f} us, 2:4 {taken['2:4'] * 1e6:.1f} us"
-            print(f"  {width} x {width}, {samples} samples: {sides}, {ratio:.2f} x as fast", flush=True)
+def linear_table(taken: Samples) -> Table:
+    rows = []
+    for level in SPARSE:
+        name = f"csr {level:.0%}"
+        cells = [taken.number(name, factor=1e3), taken.ratio("fp32", name), taken.ratio("bf16", name)]
+        rows.append(Row(f"{100 * level:.0f} %", cells))
+    return Table(("pruned", "ms in CSR", "dense float32 / CSR", "dense bf16 / CSR"), rows)
 
 
-def main(rounds: int) -> None:
-    with user_errors(), tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        bench = Bench(Path(scratch))
-        report = Report("sparse_prune", ROOT / "tests" / "benchmarks" / "results")
-
-        taken = interleave([Team(1, 2, mask_sides)], rounds=rounds)
-        rows = [Row(f"ms: {side}", f"{taken.median(side) * 1e3:.1f}") for side in taken.seconds]
-        rows += [
-            at_least("library / ours", taken.ratio("library", "ours"), 25, "equal masks, ties aside"),
-            Row("torch.kthvalue alone / ours", str(taken.ratio("kthvalue", "ours"))),
-        ]
-        report.section("global magnitude masks of ResNet-50 at 90 %, two threads", rows, {"": taken})
-
-        taken = interleave([Team(1, 1, bench.sides)], rounds=rounds)
-        first = {side: torch.load(bench.scratch / f"{side}.pt") for side in taken.seconds}
-        require_same("reparametrised", first["reparametrised"], first["masks"], TOLERANCE)
-        rows = [Row(f"us/step: {side}", f"{taken.median(side) * 1e6:.0f}") for side in taken.seconds]
-        rows += [
-            at_most("masks / dense", taken.ratio("masks", "dense"), 1.08),
-            Row("the library's reparametrisation / dense", str(taken.ratio("reparametrised", "dense"))),
-        ]
-        report.section(f"a training step, one thread: {' '.join(SETTINGS)}", rows, {"": taken})
-
-        taken = interleave([Team(1, 2, linear_sides)], rounds=rounds)
-        rows = [Row(f"ms: {side}", f"{median(taken.kept(side)) * 1e3:.2f}") for side in taken.seconds]
-        for level in LEVELS:
-            for dense in ("fp32", "bf16"):
-                ratio = taken.ratio(dense, f"csr {level:.0%}")
-                note = "sparse is slower" if ratio.median < 1 else ""
-                rows.append(Row(f"dense {dense} / CSR at {level:.0%}", str(ratio), note=note))
-        report.section(f"a linear layer {WIDTH} x {WIDTH}, {SAMPLES} samples, two threads", rows, {"": taken})
-        print(f"\nraw samples: {report.file.relative_to(ROOT)}")
+# ---- 2:4 on a GPU
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["2:4"]:
-        with user_errors():
-            two_of_four()
-    else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 6)
+def card_sides(scratch: Path) -> list[Task]:
+    words = ("model=mlp", "scope=n:m", "pattern=2:4", "steps=50", "export=false", "launch.device=cuda")
+    return [run_of(scratch, "2:4", NAME, *words, keep=("fp16_seconds", "two_of_four_seconds"))]
+
+
+def card_table(taken: Samples) -> Table:
+    dense, sparse = (taken.number("2:4", name, 1e3) for name in ("fp16_seconds", "two_of_four_seconds"))
+    return Table(("784-128-64-10, one pass", "ms"), [Row("dense float16", [dense]), Row("2:4", [sparse])])
+
+
+PARTS = [
+    Part(
+        f"{NAME}/criteria",
+        "LeNet-300-100 on MNIST, 10 epochs, one seed a round",
+        accuracy_sides,
+        accuracy_table,
+        facts={"threads": 2, "batch": 128},
+        missing=no_mnist,
+    ),
+    Part(
+        f"{NAME}/masks",
+        "global magnitude masks of ResNet-50 at 90 %",
+        lambda scratch: [Team(1, 2, mask_sides)],
+        mask_table,
+        drop=1,
+        facts={"threads": 2},
+    ),
+    Part(
+        f"{NAME}/step",
+        "a training step of the 784-128-64-10 network at 90 %",
+        step_sides,
+        step_table,
+        facts={"threads": 1, "batch": 64},
+    ),
+    Part(
+        f"{NAME}/linear",
+        f"a linear layer {WIDTH} x {WIDTH}, {SAMPLES} samples",
+        lambda scratch: [Team(1, 2, linear_sides)],
+        linear_table,
+        rounds=8,
+        drop=1,
+        facts={"threads": 2},
+    ),
+    Part(f"{NAME}/gpu", "2:4 on sparse tensor cores", card_sides, card_table, missing=no_gpu),
+]

@@ -1,0 +1,121 @@
+"""Benchmarks within a budget of minutes, written down after each round.
+
+    make bench                                   all, in this order, until the budget is over
+    make bench NAME=ddp_multinode MINUTES=10     the parts of one experiment or topic
+    make bench NAME=ddp_multinode/step           one part
+
+Every round is added to one JSON of this machine and day in tests/benchmarks/results/, so an interrupted benchmark keeps
+what it has. The last table shows what was measured, the goal, and whether it was met. Nothing fails because it was
+slow. `make tables` shows what is committed in tests/benchmarks/recorded/; copy a JSON there to publish it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.core import config
+from common.core.config import ROOT, UserError
+from tests.benchmarks import records
+from tests.benchmarks.measure import Pace, Samples, interleave
+from tests.benchmarks.parts import Part
+from tests.benchmarks.records import Record
+
+
+def all_parts() -> list[Part]:
+    from tests.benchmarks import (
+        amp_accum,
+        checkpoint,
+        ddp_multinode,
+        mnist_pipeline,
+        resnet_dataparallel,
+        resnet_modelparallel,
+        sparse_prune,
+        tools,
+    )
+
+    modules = (mnist_pipeline, ddp_multinode, resnet_modelparallel, resnet_dataparallel, amp_accum, sparse_prune)
+    return [part for module in (*modules, checkpoint, tools) for part in module.PARTS]
+
+
+def choose_parts(names: Sequence[str]) -> list[Part]:
+    """The parts with these names, or of these experiments; all without names. Raises UserError."""
+    parts, known = all_parts(), list[Part]()
+    for name in names:
+        found = [part for part in parts if name in (part.name, part.name.partition("/")[0])]
+        if not found:
+            topics = dict.fromkeys(part.name.partition("/")[0] for part in parts)
+            raise UserError(
+                f"NAME={name}: no such benchmark; there are {', '.join(topics)}, and parts of these: "
+                f"{', '.join(part.name for part in parts)}"
+            )
+        known += found
+    return known or parts
+
+
+def measure(part: Part, record: Record, seconds: float, rounds: int) -> Samples:
+    """Measure one part; its record is written after each round."""
+    print(f"\n{part.name}: {part.title}", flush=True)
+    about = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": dict(part.facts)}
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        scratch = Path(name)
+
+        def keep(samples: Samples) -> None:
+            part.check(scratch, samples)
+            record.put(part.name, about | part.more(scratch), samples, part.table(samples))
+
+        return interleave(part.sides(scratch), Pace(rounds or part.rounds, part.drop, seconds), keep)
+
+
+def print_summary(record: Record, names: Sequence[str], left_out: dict[str, str]) -> None:
+    """One table: what was measured, the goal, met or missed."""
+    lines = [["part", "measured", "value", "goal"]]
+    for name in names:
+        for row in record.content["parts"][name]["table"]["rows"]:
+            value = "  ".join(map(records.text_of, row["cells"]))
+            lines.append([name, row["what"], value, records.goal_of(row)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print()
+    for line in lines:
+        print("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
+    for name, why in left_out.items():
+        print(f"not measured: {name}: {why}")
+    print(f"every sample: {record.path.relative_to(ROOT)}")
+
+
+def main(names: Sequence[str], minutes: float, rounds: int) -> None:
+    os.chdir(ROOT)
+    parts, record = choose_parts(names), Record()
+    deadline, done, left_out = time.monotonic() + 60 * minutes, list[str](), dict[str, str]()
+    machine, versions = record.content["machine"], record.content["versions"]
+    print(f"{machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}; budget {minutes:g} minutes")
+    for number, part in enumerate(parts):
+        left = deadline - time.monotonic()
+        if why := part.missing():
+            left_out[part.name] = why
+        elif left <= 0:
+            left_out[part.name] = f"the budget was over; make bench NAME={part.name}"
+        else:
+            measure(part, record, left / (len(parts) - number), rounds)
+            done.append(part.name)
+    print_summary(record, done, left_out)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", default="", help="budget of the whole command in minutes (default 5)")
+    parser.add_argument("--rounds", default="", help="rounds of each part (default: each part's own number)")
+    parser.add_argument("names", nargs="*", help="experiments, topics or parts; none measures all")
+    asked = parser.parse_args()
+    with config.user_errors():
+        try:
+            minutes, rounds = float(asked.minutes or 5), int(asked.rounds or 0)
+        except ValueError:
+            raise UserError(f"MINUTES={asked.minutes}: give a number of minutes, such as MINUTES=5") from None
+        main([name for word in asked.names for name in word.split()], minutes, rounds)
+        sys.exit(0)

@@ -1,0 +1,73 @@
+"""What data parallelism gains and costs: ResNet-18 at 32 px, global batch 128, on generated images.
+
+Two processes with one thread each against one process with one thread and with two (the same processors), and against
+the same training written with Accelerate and with Lightning Fabric.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.core import config
+from configs.ddp_multinode import Config
+from tests.benchmarks.libraries import data_parallel_team, same_first_losses
+from tests.benchmarks.measure import Samples, Task, Team
+from tests.benchmarks.parts import QUIET, Part, run_of
+from tests.benchmarks.records import Row, Table, at_least, at_most
+
+NAME = "ddp_multinode"
+SETTINGS = (
+    "model=resnet18",
+    "batch=128",
+    "data.name=generated",
+    "data.samples=1280",
+    "optim.warmup=0",
+    "optim.decay=constant",
+    "optim.base_batch=0",
+)
+BRIEF = (*SETTINGS, "steps=8", "data.test_limit=10", "launch.threads=1")
+TWO, ONE = "processes_per_node=2", "processes_per_node=1"
+OURS = "DDP, 2 processes"
+
+
+def sides(scratch: Path) -> list[Team | Task]:
+    cfg = config.load(Config, [*QUIET, *SETTINGS, TWO])
+    return [
+        run_of(scratch, OURS, NAME, *BRIEF, TWO),
+        run_of(scratch, "FSDP2, 2 processes", NAME, *BRIEF, TWO, "strategy=fsdp"),
+        run_of(scratch, "find_unused_parameters", NAME, *BRIEF, TWO, "find_unused_parameters=true"),
+        run_of(scratch, "bf16 gradients", NAME, *BRIEF, TWO, "communication=bf16"),
+        run_of(scratch, "1 process, 1 thread", NAME, *BRIEF, ONE),
+        run_of(scratch, "1 process, 2 threads", NAME, *BRIEF, ONE, "launch.threads=2"),
+        data_parallel_team(scratch, cfg),
+    ]
+
+
+def table(taken: Samples) -> Table:
+    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
+    rows += [
+        at_most("this script / Accelerate", taken.ratio(OURS, "Accelerate"), 1.01),
+        at_most("this script / Fabric", taken.ratio(OURS, "Fabric"), 1.01),
+        at_least(
+            "samples/s of 2 processes / of two times one process with 1 thread",
+            taken.ratio("1 process, 1 thread", OURS, 0.5),
+            0.85,
+        ),
+        Row("1 process with 2 threads / 2 processes", [taken.ratio("1 process, 2 threads", OURS)]),
+        Row("FSDP2 / DDP", [taken.ratio("FSDP2, 2 processes", OURS)]),
+        Row("bf16 gradients / float32", [taken.ratio("bf16 gradients", OURS)]),
+        Row("find_unused_parameters=true / false", [taken.ratio("find_unused_parameters", OURS)]),
+    ]
+    return Table(("measured", "value"), rows)
+
+
+PARTS = [
+    Part(
+        f"{NAME}/step",
+        f"a training step: {' '.join(SETTINGS[:4])}",
+        sides,
+        table,
+        check=same_first_losses(OURS, 1e-3),
+        facts={"threads": "1 a process", "batch": 128},
+    )
+]

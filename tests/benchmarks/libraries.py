@@ -1,0 +1,141 @@
+"""Data-parallel training written with Accelerate and with Lightning Fabric, as sides of a comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.core import seeds
+from common.data import loader as data
+from common.data import prepare
+from common.distributed.rendezvous import World
+from common.models import networks
+from common.training import optimizers
+from tests.benchmarks.measure import Samples, Side, Team, require_same
+
+STEPS = 3  # a turn, after one that does not count
+Step = Callable[[Tensor, Tensor, bool], Tensor]
+Library = Callable[[nn.Module, Any, int, bool], Step]
+
+
+def announce(world: World) -> None:
+    """Set what torchrun would have set: the libraries look there, and use the group that exists already."""
+    places = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
+    os.environ.update({name: str(value) for name, value in places.items()} | {"GROUP_RANK": "0"})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="bench", ACCELERATE_USE_CPU="1")
+
+
+def accelerate(model: nn.Module, optimizer: Any, window: int, bf16: bool) -> Step:
+    """A microbatch with Accelerate; its window ends with a step of the optimizer."""
+    from accelerate import Accelerator
+
+    precision = "bf16" if bf16 else "no"
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=window)
+    assert accelerator.num_processes == dist.get_world_size()
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(x: Tensor, y: Tensor, last: bool) -> Tensor:
+        with accelerator.accumulate(model):
+            with accelerator.autocast():
+                loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)  # which divides
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def fabric(model: nn.Module, optimizer: Any, window: int, bf16: bool) -> Step:
+    """A microbatch with Lightning Fabric; the last of a window ends with a step of the optimizer."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    places: Any = {"devices": dist.get_world_size(), "plugins": [TorchElasticEnvironment()]}
+    runner = Fabric(accelerator="cpu", strategy="ddp", precision="bf16-mixed" if bf16 else "32-true", **places)
+    runner.launch()
+    assert runner.world_size == dist.get_world_size()
+    wrapped, optimizer = runner.setup(model, optimizer)
+
+    def step(x: Tensor, y: Tensor, last: bool) -> Tensor:
+        quiet = contextlib.nullcontext() if window == 1 else runner.no_backward_sync(wrapped, enabled=not last)
+        with quiet:
+            loss = F.cross_entropy(wrapped(x), y)
+            runner.backward(loss / window)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+LIBRARIES: dict[str, Library] = {"Accelerate": accelerate, "Fabric": fabric}
+
+
+def data_parallel_team(scratch: Path, cfg: Any, window: int = 1, bf16: bool = False) -> Team:
+    """Two processes with one thread each that train the config's model on its data with each library in turn.
+
+    `cfg` is an experiment's config; the first loss of each library is left in `scratch`.
+    """
+    prepared = prepare.prepare(cfg.data)
+
+    def sides(world: World) -> dict[str, Side]:
+        announce(world)
+        return {name: library_side(scratch, name, world, cfg, prepared, window, bf16) for name in LIBRARIES}
+
+    return Team(2, 1, sides)
+
+
+def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any, window: int, bf16: bool) -> Side:
+    """The same training as the script's, written with a library."""
+    images = data.Images(prepared, "train")
+    torch.manual_seed(seeds.derive(cfg.seed, "init"))
+    model = networks.for_images(cfg.model, images.shape, images.classes).train()
+    rate = optimizers.rate(cfg.optim, 0, 1, cfg.batch)
+    made = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
+    step = LIBRARIES[name](model, made, window, bf16)
+    share = (world.rank, world.size)
+    loader = data.Loader.of(images, cfg, world.device, batch=cfg.batch // window, share=share)
+    batches = list(islice(loader, window * (STEPS + 1)))
+    losses: list[Tensor] = []
+
+    def train(some: list[Any]) -> None:
+        parts = [step(x, y, number % window == 0) for number, (x, y) in enumerate(some, 1)]
+        losses.append(torch.stack(parts[:window]).mean())
+
+    def side() -> float:
+        train(batches[:window])
+        dist.barrier()
+        start = time.perf_counter()
+        train(batches[window:])
+        dist.barrier()
+        seconds = (time.perf_counter() - start) / STEPS
+        first = losses[0].double().clone()
+        dist.all_reduce(first)
+        if world.is_main:
+            (scratch / f"{name}.loss").write_text(repr(first.item() / world.size))
+        return seconds
+
+    return side
+
+
+def same_first_losses(ours: str, tolerance: float) -> Callable[[Path, Samples], None]:
+    """A check that the libraries began with the loss of the script."""
+
+    def check(scratch: Path, taken: Samples) -> None:
+        for name in LIBRARIES:
+            found = float((scratch / f"{name}.loss").read_text())
+            require_same(name, [found], taken.values[ours]["first_loss"][:1], tolerance)
+
+    return check

@@ -1,0 +1,108 @@
+"""What a benchmark consists of: parts, each a comparison whose sides take turns and which ends in one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.core.config import ROOT
+from common.runs.folder import Folder
+from tests.benchmarks.measure import Samples, Task, Team
+from tests.benchmarks.records import Table
+
+QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled", "checkpoint.every_seconds=0")
+BRIEF = ("data.test_limit=1000",)
+RUN_SECONDS = 1800.0  # after which a run counts as hung
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One comparison."""
+
+    name: str
+    """Its experiment or topic, a slash, and what is compared."""
+    title: str
+    sides: Callable[[Path], Sequence[Team | Task]]
+    """The sides, given a scratch folder."""
+    table: Callable[[Samples], Table]
+    rounds: int = 5
+    drop: int = 0
+    """Rounds before these that warm up and do not count."""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What a reader of the table must know: threads, batch."""
+    check: Callable[[Path, Samples], None] = lambda scratch, samples: None
+    """Raises AssertionError where the sides did not do the same work."""
+    missing: Callable[[], str] = lambda: ""
+    """Why this machine cannot measure it; empty where it can."""
+    more: Callable[[Path], dict[str, Any]] = lambda scratch: {}
+    """What else is recorded, such as the timeline of a step."""
+
+
+# ---- sides that are runs of experiments
+
+
+def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Sequence[str] = ()) -> Task:
+    """A run of an experiment, started as a user starts it; its seconds are those of a training step.
+
+    `keep` names further numbers of result.json; of a list, each entry is kept under its position. In `settings`,
+    {round} stands for the number of the round. The losses of the first and the last step are always kept.
+    """
+
+    def run(number: int) -> dict[str, float]:
+        folder = finish(scratch, label, experiment, *(word.replace("{round}", str(number)) for word in settings))
+        result = folder.result
+        losses = [row["loss"] for row in folder.metrics() if row.get("loss") is not None]
+        found = {"seconds": result["step_seconds"], "first_loss": losses[0], "last_loss": losses[-1]}
+        for name in keep:
+            found |= flatten(name, result[name])
+        if result.get("timeline"):
+            (scratch / f"{label}.timeline").write_text(json.dumps(result["timeline"]))
+        shutil.rmtree(folder.path.parent)
+        return found
+
+    return Task(label, run)
+
+
+def finish(scratch: Path, label: str, experiment: str, *settings: str) -> Folder:
+    """The folder of a run that was started by its command and has ended. Raises RuntimeError if it failed."""
+    runs = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
+    command = [sys.executable, f"experiments/{experiment}.py", *QUIET, *BRIEF, *settings, f"runs={runs}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_SECONDS, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{label}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    (path,) = (path for path in runs.iterdir() if path.is_dir())
+    return Folder(path)
+
+
+def environment() -> dict[str, str]:
+    """The environment of a run that no cluster and no account disturbs."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SLURM_"))}
+    return kept | {"WANDB_MODE": "offline", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def flatten(name: str, value: Any) -> dict[str, float]:
+    """A number of a result under its name; the entries of a list or mapping as name_0, name_1."""
+    if isinstance(value, int | float):
+        return {name: float(value)}
+    entries = list(value.values()) if isinstance(value, dict) else list(value)
+    return {f"{name}_{position}": float(entry) for position, entry in enumerate(entries)}
+
+
+def timelines(*labels: str) -> Callable[[Path], dict[str, Any]]:
+    """The timeline of one step of the newest runs of these sides, for figures."""
+
+    def more(scratch: Path) -> dict[str, Any]:
+        files = {label: scratch / f"{label}.timeline" for label in labels}
+        return {"timelines": {label: json.loads(file.read_text()) for label, file in files.items() if file.exists()}}
+
+    return more

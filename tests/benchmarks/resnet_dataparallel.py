@@ -1,0 +1,44 @@
+"""What a second process or a second thread gains: ResNet-18 on 28 px, global batch 64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.benchmarks.measure import Samples, Task
+from tests.benchmarks.parts import Part, run_of
+from tests.benchmarks.records import Row, Table
+
+NAME = "resnet_dataparallel"
+BATCH = 64
+SIDES = {
+    "one process, 1 thread": ("strategy=single", "launch.threads=1"),
+    "one process, 2 threads": ("strategy=single", "launch.threads=2"),
+    "DDP, 2 processes with 1 thread": ("strategy=ddp", "launch.threads=1"),
+    "DDP with synchronised BatchNorm": ("strategy=ddp", "launch.threads=1", "sync_batchnorm=true"),
+}
+
+
+def sides(scratch: Path) -> list[Task]:
+    words = (f"batch={BATCH}", "steps=8", "data.test_limit=50", "compare=false")
+    return [run_of(scratch, name, NAME, *words, *chosen) for name, chosen in SIDES.items()]
+
+
+def table(taken: Samples) -> Table:
+    first = next(iter(SIDES))
+    rows = []
+    for name in SIDES:
+        rate = [BATCH / seconds for seconds in taken.kept(name)]
+        speed = taken.ratio(first, name)
+        rows.append(Row(name, [taken.number(name, factor=1e3), f"{sorted(rate)[len(rate) // 2]:.0f}", speed]))
+    return Table(("strategy", "ms a step", "samples/s", "times as fast as one thread"), rows)
+
+
+PARTS = [
+    Part(
+        f"{NAME}/strategies",
+        "ResNet-18, 28 px, batch 64: one process and DDP",
+        sides,
+        table,
+        facts={"threads": "as named", "batch": BATCH},
+    )
+]
