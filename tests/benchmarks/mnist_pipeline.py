@@ -8,6 +8,10 @@ Accelerate. Loaders: the in-memory loader against torchvision's transforms in a 
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -18,10 +22,12 @@ import torch
 from torch import Tensor
 
 from common.core import config, seeds
+from common.core.config import ROOT
 from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
 from common.models.networks import SimpleNN
+from common.runs.folder import Folder
 from common.training import optimizers
 from configs.mnist_pipeline import Config
 from tests.benchmarks import peers
@@ -35,6 +41,36 @@ ACCUMULATING = ("stages=1", "microbatches=4", "schedule=naive")
 ONE, TWO = ("launch.threads=1",), ("launch.threads=2",)
 ENGINES = {"own": "engine=own", "torch": "engine=torch"}
 TOLERANCE = 1e-3  # of losses that differ by the order of additions
+
+# ---- a run as the README shows it
+
+
+def run_side(scratch: Path) -> list[Task]:
+    def run(number: int) -> dict[str, float]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SLURM_", "CLUSTER_"))}
+        command = [sys.executable, f"experiments/{NAME}.py", "data.name=digits"]
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        seconds = time.perf_counter() - start
+        (scratch / "output").write_text(done.stdout.rstrip("\n"))
+        found = re.search(r"run folder (\S+)", done.stdout)
+        assert found, done.stdout
+        return {"seconds": seconds, "test_accuracy": Folder(ROOT / found[1]).result["test_accuracy"]}
+
+    return [Task("command", run)]
+
+
+def run_table(taken: Samples) -> Table:
+    rows = [
+        Row("seconds from the command to its end", [taken.number("command")]),
+        Row("test accuracy, %", [taken.number("command", "test_accuracy", 100)]),
+    ]
+    return Table(("measured", "value"), rows)
+
+
+def output(scratch: Path) -> dict[str, str]:
+    return {"output": (scratch / "output").read_text()}
+
 
 # ---- schedules
 
@@ -296,6 +332,7 @@ ALL = ["naive", "gpipe", "1f1b"]
 IDLE = ["idle_share"]
 
 PARTS = [
+    Part(f"{NAME}/run", "make exp NAME=mnist_pipeline", run_side, run_table, rounds=1, more=output),
     Part(
         f"{NAME}/schedules",
         "width 128, batch 64, 4 microbatches: engines and schedules in two processes",

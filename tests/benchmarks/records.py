@@ -160,7 +160,7 @@ def lines_of(table: Json) -> list[list[str]]:
     return lines
 
 
-def provenance_of(part: Mapping[str, Any]) -> str:
+def origin_of(part: Mapping[str, Any]) -> str:
     """Where a table comes from, in one paragraph: command, rounds, machine, versions."""
     machine, versions = part["machine"], part["versions"]
     memory = f", {machine['memory_gb']} GB" if machine.get("memory_gb") else ""

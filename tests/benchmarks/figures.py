@@ -1,0 +1,164 @@
+"""The figures of the pages: schedules as they are planned, and steps and comparisons as they were recorded.
+
+make tables                                             draws experiments/figures/*.svg with the tables
+python -m tests.benchmarks.figures compare RUN_PAGE     a picture of a page of make compare, by headless chromium
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.core.config import ROOT
+from common.measure import plots
+from common.pipeline import report, schedules
+from common.pipeline.schedules import Action, Span
+
+FOLDER = ROOT / "experiments" / "figures"
+PLANNED = ("naive", "gpipe", "1f1b")
+STEP = 1e-3  # seconds of a planned forward
+Parts = Mapping[str, Mapping[str, Any]]
+
+
+def draw_plan(path: Path, name: str, stages: int = 2, microbatches: int = 4) -> None:
+    """A schedule with equal stages and messages that take no time."""
+    played = schedules.play(schedules.SCHEDULES[name](stages, stages, microbatches), stages)
+    lanes = {
+        f"stage {stage}": [Span(span.action, span.start * STEP, span.end * STEP) for span in spans]
+        for stage, spans in enumerate(played)
+    }
+    bubble = schedules.idle_share(played)
+    title = f"{name} as planned: {stages} stages, {microbatches} microbatches, bubble {100 * bubble:.0f} %"
+    report.draw_timeline(path, lanes, title)
+
+
+def draw_step(path: Path, timeline: Sequence[Mapping[str, Any]], title: str) -> None:
+    """A recorded step."""
+    lanes: dict[str, list[Span]] = {}
+    for entry in sorted(timeline, key=lambda entry: (entry["stage"], entry["start"])):
+        action = Action(entry["kind"], entry["stage"], entry["microbatch"])
+        lanes.setdefault(f"stage {entry['stage']}", []).append(Span(action, entry["start"], entry["end"]))
+    report.draw_timeline(path, lanes, title)
+
+
+def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dict[str, tuple[float, float]]:
+    """The median of each side and half its spread."""
+    found = {}
+    for side in sides:
+        values = sorted(factor * value for value in part["samples"][side]["seconds"])
+        found[side.replace(", ", "\n")] = values[len(values) // 2], (values[-1] - values[0]) / 2
+    return found
+
+
+def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
+    """Test accuracy of each criterion against the weights that are left."""
+    series: dict[str, list[tuple[float, float, float]]] = {}
+    for side, found in part["samples"].items():
+        values = sorted(100 * value for value in found["test_accuracy"])
+        point = values[len(values) // 2], (values[-1] - values[0]) / 2
+        criterion, _, level = side.partition(" ")
+        if level:
+            series.setdefault(criterion, []).append((100 * (1 - float(level)), *point))
+        else:
+            levels = {"dense": point[0]}
+    at = plots.axes()
+    for label, points in series.items():
+        across, means, spread = zip(*sorted(points), strict=True)
+        at.errorbar(across, means, spread, marker="o", capsize=3, label=label)
+    for label, height in levels.items():
+        at.axhline(height, linestyle="--", color="0.35", label=label)
+    at.set(xlabel="weights left, %", ylabel="test accuracy, %", title="LeNet-300-100 on MNIST")
+    at.grid(alpha=0.3)
+    at.legend()
+    plots.save(at, path)
+
+
+def draw_sizes(path: Path, part: Mapping[str, Any]) -> None:
+    """Milliseconds a batch against the microbatch of the pipeline."""
+    found = {name: (mid, half) for name, (mid, half) in heights(part, list(part["samples"]), 1e3).items()}
+    points = [(float(name.split()[-1]), *found[name]) for name in found if name.startswith("pipelined")]
+    levels = {name: found[name][0] for name in ("single", "naive")}
+    plots.curves(path, {"pipelined": points}, "samples in a microbatch", "ms a batch", levels, log=True)
+
+
+def steps_of(part: str, names: Mapping[str, str]) -> dict[str, tuple[str, Callable[[Path, Any], None]]]:
+    """Figures of the recorded steps of a part's sides, by the file's name."""
+
+    def one(side: str, words: str) -> Callable[[Path, Any], None]:
+        return lambda path, content: draw_step(path, content["timelines"][side], words)
+
+    return {f"{part.replace('/', '_')}_{side.split()[-1]}": (part, one(side, words)) for side, words in names.items()}
+
+
+FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
+    **steps_of(
+        "mnist_pipeline/wide",
+        {"own gpipe": "mnist_pipeline, GPipe, width 1024, a measured step", "own 1f1b": "the same with 1F1B"},
+    ),
+    **steps_of(
+        "resnet_modelparallel/modes",
+        {
+            "naive": "ResNet-18 naively split, a measured step",
+            "pipelined, 16": "the same with GPipe, microbatches of 16",
+        },
+    ),
+    "resnet_modelparallel_sizes": ("resnet_modelparallel/modes", draw_sizes),
+    "resnet_dataparallel": (
+        "resnet_dataparallel/strategies",
+        lambda path, part: plots.bars(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
+    ),
+    "ddp_multinode": (
+        "ddp_multinode/step",
+        lambda path, part: plots.bars(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
+    ),
+    "amp_accum": (
+        "amp_accum/bits_64",
+        lambda path, part: plots.bars(
+            path, heights(part, [side for side in part["samples"] if "product" not in side], 1e3), "ms a step"
+        ),
+    ),
+    "sparse_prune": ("sparse_prune/criteria", draw_pruning),
+}
+
+
+def draw(parts: Parts, folder: Path = FOLDER) -> list[Path]:
+    """Draw every figure whose part is recorded."""
+    os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # the same numbers give the same file
+    import matplotlib
+
+    matplotlib.rcParams["svg.hashsalt"] = "figures"
+    folder.mkdir(exist_ok=True)
+    drawn = []
+    for name in PLANNED:
+        drawn.append(folder / f"schedule_{name}.svg")
+        draw_plan(drawn[-1], name)
+    for name, (part, figure) in FIGURES.items():
+        if part in parts:
+            drawn.append(folder / f"{name}.svg")
+            figure(drawn[-1], parts[part])
+    return drawn
+
+
+def photograph(page: Path, to: Path, width: int = 1200, height: int = 900) -> None:
+    """A picture of a page as chromium shows it. Raises FileNotFoundError without chromium."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise FileNotFoundError("chromium is missing: apt-get install chromium")
+    words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
+    with tempfile.TemporaryDirectory() as home:
+        command = [chromium, *words, f"--window-size={width},{height}", f"--user-data-dir={home}"]
+        subprocess.run(
+            [*command, f"--screenshot={to}", page.resolve().as_uri()], check=True, capture_output=True, timeout=180
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["compare"] or len(sys.argv) != 3:
+        sys.exit((__doc__ or "").strip())
+    photograph(Path(sys.argv[2]), FOLDER / "compare.png")

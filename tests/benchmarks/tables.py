@@ -1,0 +1,93 @@
+"""The measured tables and numbers of the pages, written from tests/benchmarks/recorded/: `make tables`.
+
+A page holds markers, and what stands between them is generated:
+
+    <!-- measured ddp_multinode/step -->                                    a table of what was recorded, and its origin
+    <!-- output mnist_pipeline/run -->                                      what a command printed
+    <!-- value ddp_multinode/step | this script / Fabric | value -->        one number in a sentence
+    <!-- end -->
+
+A part that has not been recorded yet is shown as such, with its command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.core.config import ROOT
+from common.runs.folder import write_atomic
+from tests.benchmarks import figures, records
+
+MARKER = r"<!-- (measured|output|value) ([^|\n]+?)(?: \| ([^|\n]+?) \| ([^|\n]+?))? -->"
+MARKED = re.compile(MARKER + r"(.*?)<!-- end -->", re.DOTALL)
+Parts = Mapping[str, Mapping[str, Any]]
+
+
+def pages() -> list[Path]:
+    """The pages of the project."""
+    beside = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "common/README.md", "slurm/README.md")
+    named = [ROOT / name for name in beside if (ROOT / name).exists()]
+    return [*named, *sorted(ROOT.glob("tests/*/README.md")), *sorted(ROOT.glob("experiments/*.md"))]
+
+
+def fill(text: str, parts: Parts) -> str:
+    """A page with everything between its markers generated anew. Raises ValueError for a value that is not recorded."""
+
+    def replace(found: re.Match[str]) -> str:
+        kind, name, what, column, _ = found.groups()
+        head = found.group(0)[: found.group(0).index("-->") + 3]
+        if kind == "value":
+            return f"{head}{value(parts, name, what, column)}<!-- end -->"
+        content = output(parts, name) if kind == "output" else measured(parts, name)
+        return f"{head}\n{content}\n<!-- end -->"
+
+    return MARKED.sub(replace, text)
+
+
+def missing(name: str) -> str:
+    return f"Not recorded yet: `make bench NAME={name}` measures it, on a quiet machine."
+
+
+def measured(parts: Parts, name: str) -> str:
+    """A part's table and its origin."""
+    if name not in parts:
+        return missing(name)
+    head, *lines = [f"| {' | '.join(cells)} |" for cells in records.lines_of(parts[name]["table"])]
+    rule = "| " + " | ".join(["---"] * (head.count("|") - 1)) + " |"
+    return "\n".join([head, rule, *lines, "", records.origin_of(parts[name])])
+
+
+def output(parts: Parts, name: str) -> str:
+    """What a command printed."""
+    return f"```text\n{parts[name]['output']}\n```" if name in parts else missing(name)
+
+
+def value(parts: Parts, name: str, what: str, column: str) -> str:
+    """One cell of a table; the head of the first column of numbers will do for a table of one."""
+    if name not in parts:
+        return "(not recorded yet)"
+    table = parts[name]["table"]
+    rows = [row for row in table["rows"] if row["what"] == what]
+    if not rows or column not in table["columns"][1:]:
+        raise ValueError(f"{name} has no row {what!r} or no column {column!r}")
+    cell = rows[0]["cells"][table["columns"].index(column) - 1]
+    return cell if isinstance(cell, str) else records.figure(cell["value"])
+
+
+def main() -> None:
+    parts = records.recorded()
+    for page in pages():
+        before = page.read_text()
+        after = fill(before, parts)
+        if after != before:
+            write_atomic(page, after)
+            print(page.relative_to(ROOT))
+    for figure in figures.draw(parts):
+        print(figure.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Numbers in pages come from records, and benchmarks keep what they have measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import figures, measure, records, tables
+from tests.benchmarks.measure import Number, Pace, Samples, Task, interleave
+from tests.benchmarks.records import Record, Row, Table, at_least, at_most
+from tests.harness.processes import ROOT
+
+PAGES = tables.pages()
+NARRATIVE = [page for page in PAGES if page.parent in (ROOT, ROOT / "experiments")]
+MEASURED = re.compile(
+    r"\d\s*(?:±|\+-)\s*\d|\d \[[\d.,]+\.\.[\d.,]+\]|"
+    r"\d[\d.,]*\s?(?:ms|us|samples/s|MB|MiB|kB|%|points|times as fast)(?!\w)"
+)
+GIVEN = {"50 %", "98 %"}
+"""Numbers with a unit that are no measurements: sparsities and goals that are asked for."""
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def unmarked(text: str) -> str:
+    """A page without what is generated, code, and links."""
+    text = tables.MARKED.sub("", text)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_show_what_is_recorded(page: Path) -> None:
+    text = page.read_text()
+    assert tables.fill(text, records.recorded()) == text, "make tables writes the page anew"
+    assert len(re.findall(tables.MARKER, text)) == text.count("<!-- end -->") == len(tables.MARKED.findall(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_measured_tables_are_generated(page: Path) -> None:
+    rows = [line for line in unmarked(page.read_text()).splitlines() if line.startswith("|")]
+    typed = [row for row in rows if set(MEASURED.findall(row)) - GIVEN]
+    assert not typed, "a table of measured numbers stands outside of <!-- measured ... --> markers"
+
+
+@pytest.mark.parametrize("page", NARRATIVE, ids=name_of)
+def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
+    typed = set(MEASURED.findall(unmarked(page.read_text()))) - GIVEN
+    assert not typed, "take it from a record: <!-- value PART | ROW | COLUMN --><!-- end -->"
+
+
+def test_a_changed_number_is_noticed() -> None:
+    text = "<!-- value x/y | a / b | value -->9<!-- end -->\n<!-- measured x/y -->\n<!-- end -->"
+    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {"torch": "2.15"}}
+    table = {"columns": ["measured", "value"], "rows": [at_least("a / b", Number(1.5, 1, 2), 1.3).json()]}
+    part = about | {"table": table, "rounds": 3, "command": "make bench NAME=x/y"}
+    filled = tables.fill(text, {"x/y": part})
+    assert "-->1.5<!-- end -->" in filled and "| a / b | 1.5 [1..2] | >= 1.3, met |" in filled
+    assert tables.fill(filled, {"x/y": part}) == filled != text
+    with pytest.raises(ValueError, match="no row 'a / b'"):
+        tables.fill(text, {"x/y": part | {"table": {"columns": ["measured", "value"], "rows": []}}})
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        (at_least("", Number(1.30, 1, 2), 1.3), "met"),
+        (at_least("", Number(1.24, 1, 2), 1.3), "met within 5 %"),
+        (at_least("", Number(1.23, 1, 2), 1.3), "missed"),
+        (at_most("", Number(1.36, 1, 2), 1.3), "met within 5 %"),
+        (at_most("", Number(1.37, 1, 2), 1.3), "missed"),
+    ],
+)
+def test_goals(row: Row, verdict: str) -> None:
+    assert records.verdict(row.json()) == verdict
+
+
+def test_an_interrupted_benchmark_keeps_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(tmp_path)
+
+    def keep(samples: Samples) -> None:
+        ratio = samples.ratio("slow", "fast")
+        record.put("topic/part", {"facts": {}}, samples, Table(("", ""), [Row("r", [ratio])]))
+
+    def stopped(number: int) -> dict[str, float]:
+        if number == 2:
+            raise KeyboardInterrupt
+        return {"seconds": 4.0 + number}
+
+    sides = [Task("fast", lambda number: {"seconds": 2.0}), Task("slow", stopped)]
+    with pytest.raises(KeyboardInterrupt):
+        interleave(sides, Pace(5, 0, 60), keep)
+    part = json.loads(Record(tmp_path).path.read_text())["parts"]["topic/part"]
+    assert part["rounds"] == 2 and part["samples"]["slow"]["seconds"] == [4.0, 5.0]
+    assert part["table"]["rows"][0]["cells"] == [{"value": 2.25, "low": 2.0, "high": 2.5}]
+
+
+def test_no_round_begins_that_would_end_after_the_budget() -> None:
+    pace = Pace(rounds=10, drop=1, seconds=60)
+    pace.last = 50
+    assert pace.goes_on(0) and pace.goes_on(1) and pace.goes_on(2)
+    pace.last = 61
+    assert pace.goes_on(1) and not pace.goes_on(2)
+
+
+def test_disturbed_rounds_are_left_out_where_enough_others_are_left() -> None:
+    taken = Samples({"a": {"seconds": [1, 1, 9, 1], "others": [0, 0, measure.NOISY * 2, 0]}})
+    assert taken.number("a") == Number(1, 1, 1)
+    taken.values["a"]["others"][0] = 1
+    assert taken.number("a").high == 9
+
+
+def test_figures_are_small_and_shown() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    for figure in figures.FOLDER.iterdir():
+        assert figure.stat().st_size < 60_000, figure
+        assert f"figures/{figure.name})" in text, figure
+
+
+def test_an_unknown_benchmark_is_refused() -> None:
+    command = [sys.executable, "-m", "tests.benchmarks", "--minutes=1", "--", "nonsense"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "there are mnist_pipeline, ddp_multinode" in done.stderr
