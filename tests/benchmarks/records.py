@@ -85,16 +85,15 @@ class Record:
 
     def put(self, name: str, part: Json, samples: Samples, table: Table) -> None:
         """Write what is known of a part so far. An earlier record of it of the same day is replaced."""
-        commit = (provenance.git("rev-parse", "--short", "HEAD") or "").strip() or None
         disturbed = max((max(found["others"]) for found in samples.values.values()), default=0.0)
-        self.content["parts"][name] = part | {
-            "commit": commit,
-            "rounds": samples.rounds,
-            "undisturbed": len(samples.clean()),
-            "others": disturbed,
-            "table": {"columns": list(table.columns), "rows": [row.json() for row in table.rows]},
-            "samples": samples.values,
-        }
+        counts = {"rounds": samples.rounds, "undisturbed": len(samples.clean()), "others": disturbed}
+        self.put_table(name, part | counts | {"samples": samples.values}, table)
+
+    def put_table(self, name: str, part: Json, table: Table) -> None:
+        """Write a table and what is known of its origin: title, command, rounds."""
+        commit = (provenance.git("rev-parse", "--short", "HEAD") or "").strip() or None
+        shown = {"columns": list(table.columns), "rows": [row.json() for row in table.rows]}
+        self.content["parts"][name] = part | {"commit": commit, "table": shown}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
 
@@ -165,7 +164,8 @@ def origin_of(part: Mapping[str, Any]) -> str:
     machine, versions = part["machine"], part["versions"]
     memory = f", {machine['memory_gb']} GB" if machine.get("memory_gb") else ""
     words = [f"`{part['command']}`, {part['date']}"]
-    words.append(f"{part['rounds']} round{'s' * (part['rounds'] != 1)}, medians [lowest..highest]")
+    rounds = f"{part['rounds']} round{'s' * (part['rounds'] != 1)}"
+    words.append(f"{rounds}, medians [lowest..highest]" if part["rounds"] > 1 and "samples" in part else rounds)
     words += [f"{name} {value}" for name, value in part.get("facts", {}).items()]
     words.append(f"{machine['cpu']}, {machine['cores']} cores{memory}")
     words.append(", ".join(f"{name} {value}" for name, value in versions.items() if name in ("python", "torch")))
@@ -175,4 +175,5 @@ def origin_of(part: Mapping[str, Any]) -> str:
             f"other programs used up to {100 * part['others']:.0f} % of the machine in "
             f"{part['rounds'] - part['undisturbed']} rounds, {count}"
         )
+    words += [part["note"]] if "note" in part else []
     return "; ".join(words) + "."

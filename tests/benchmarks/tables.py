@@ -5,6 +5,7 @@ A page holds markers, and what stands between them is generated:
     <!-- measured ddp_multinode/step -->                                    a table of what was recorded, and its origin
     <!-- output mnist_pipeline/run -->                                      what a command printed
     <!-- value ddp_multinode/step | this script / Fabric | value -->        one number in a sentence
+    <!-- figure ddp_multinode -->                                           a figure of what was recorded
     <!-- end -->
 
 A part that has not been recorded yet is shown as such, with its command.
@@ -21,7 +22,7 @@ from common.core.config import ROOT
 from common.runs.folder import write_atomic
 from tests.benchmarks import figures, records
 
-MARKER = r"<!-- (measured|output|value) ([^|\n]+?)(?: \| ([^|\n]+?) \| ([^|\n]+?))? -->"
+MARKER = r"<!-- (measured|output|value|figure) ([^|\n]+?)(?: \| ([^|\n]+?) \| ([^|\n]+?))? -->"
 MARKED = re.compile(MARKER + r"(.*?)<!-- end -->", re.DOTALL)
 Parts = Mapping[str, Mapping[str, Any]]
 
@@ -41,7 +42,7 @@ def fill(text: str, parts: Parts) -> str:
         head = found.group(0)[: found.group(0).index("-->") + 3]
         if kind == "value":
             return f"{head}{value(parts, name, what, column)}<!-- end -->"
-        content = output(parts, name) if kind == "output" else measured(parts, name)
+        content = {"output": output, "measured": measured, "figure": figure}[kind](parts, name)
         return f"{head}\n{content}\n<!-- end -->"
 
     return MARKED.sub(replace, text)
@@ -63,6 +64,11 @@ def measured(parts: Parts, name: str) -> str:
 def output(parts: Parts, name: str) -> str:
     """What a command printed."""
     return f"```text\n{parts[name]['output']}\n```" if name in parts else missing(name)
+
+
+def figure(parts: Parts, name: str) -> str:
+    """A figure of experiments/figures/, for a page beside that folder; nothing before its part is recorded."""
+    return f"![{name.replace('_', ' ')}](figures/{name}.svg)" if figures.FIGURES[name][0] in parts else ""
 
 
 def value(parts: Parts, name: str, what: str, column: str) -> str:

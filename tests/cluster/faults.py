@@ -4,7 +4,7 @@
 
 Three hosts, two of them used, one to spare. ddp_multinode (on a folder of images, two data workers a rank) and
 mnist_pipeline take turns; the step at which a fault strikes is drawn from a printed seed. The table goes to the screen
-and to tests/benchmarks/results/faults.json and .md. Needs slurm-wlm and iproute2, and root for the fault that fills a
+and to tests/benchmarks/results/. Needs slurm-wlm and iproute2, and root for the fault that fills a
 disk.
 """
 
@@ -27,6 +27,8 @@ from typing import Any
 
 from common.checkpoint.storage import Snapshot
 from common.runs.folder import Folder
+from tests.benchmarks import records as benchmarks
+from tests.benchmarks.records import Record, Table
 from tests.cluster.fault_kinds import FAULTS, Fault
 from tests.cluster.lab import EVERY, EXPERIMENTS, STEPS, USUAL, Lab, Running, laboratory, last_step
 from tests.harness.processes import ROOT
@@ -234,11 +236,31 @@ def line(row: Row) -> str:
     return f"| {row.fault} | {row.experiment} | {times[0]} | {times[1]} | {redone} | {words} |"
 
 
-def save(rows: list[Row], seed: str) -> None:
+def save(rows: list[Row], seed: str, rounds: int) -> None:
+    """Write every run, and the table of all faults into the record of this machine and day."""
     RESULTS.mkdir(exist_ok=True)
     facts = {"seed": seed, "steps": STEPS, "every": EVERY, "rows": [dataclasses.asdict(row) for row in rows]}
     (RESULTS / "faults.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (RESULTS / "faults.md").write_text(table([line(row) for row in rows]))
+    about = {"title": "faults", "command": f"python -m tests.cluster.faults --rounds={rounds} --seed={seed}"}
+    Record().put_table("cluster/faults", about | {"rounds": rounds}, summary(rows))
+
+
+def summary(rows: list[Row]) -> Table:
+    """One line a fault."""
+    lines = []
+    for fault in dict.fromkeys(row.fault for row in rows):
+        mine = [row for row in rows if row.fault == fault]
+        redone = ", ".join("-" if row.redone is None else str(row.redone) for row in mine)
+        cells = [", ".join(row.experiment for row in mine), *(spread(mine, name) for name in ("detected", "resumed"))]
+        lines.append(benchmarks.Row(fault, [*cells, redone, f"{sum(row.equal for row in mine)} of {len(mine)}"]))
+    times = ("detected after (s)", "resumed after (s)")
+    return Table(("fault", "experiment of each round", *times, "steps redone", "equal to the bit"), lines)
+
+
+def spread(rows: list[Row], name: str) -> str:
+    """The least and the most of a time."""
+    values = sorted(value for row in rows if (value := getattr(row, name)) is not None)
+    return f"{values[0]:.1f} to {values[-1]:.1f}" if values else "-"
 
 
 def main(arguments: list[str]) -> int:
@@ -263,7 +285,7 @@ def main(arguments: list[str]) -> int:
                 continue
             rows.append(suffer(lab, fault, experiment, f"{given.seed} {number}"))
             print(f"{rows[-1]}", flush=True)
-            save(rows, given.seed)
+            save(rows, given.seed, given.rounds)
         assert all(row.equal for row in rows)
     print(table([line(row) for row in rows]))
     return 0 if all(row.equal for row in rows) else 1

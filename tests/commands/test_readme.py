@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.benchmarks import tables
+from tests.benchmarks.__main__ import all_parts
 from tests.harness import making, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import ROOT, environment, run
 
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "common/README.md", "slurm/README.md")),
-    *sorted(ROOT.glob("tests/*/README.md")),
-    *sorted(ROOT.glob("experiments/*.md")),
-]
+PAGES = tables.pages()
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
 COMMANDS = sorted(
@@ -33,7 +32,7 @@ BY_CI = {
 }  # .ci/run calls them as they are
 ELSEWHERE = {
     "make requirements": "needs the package index",
-    "make bench": "takes minutes",
+    "make tables": "tests/commands/test_numbers.py",
     "make test": "a part of make test-all",
     "make leet": "tests/complete/test_wandb_host.py",
     "make dashboard PROJECT=distributed-experiments DRY_RUN=1": "tests/commands/test_upload.py",
@@ -53,9 +52,18 @@ ELSEWHERE = {
     "make doctor 'RUN=<id>'": "tests/commands/test_doctor.py",
     "make rerun 'RUN=<id>'": "tests/commands/test_rerun.py",
     "make rerun 'RUN=<id>' ARGS=seed=1": "tests/complete/test_rerun_through_make.py",
+    "make exp NAME=resnet_modelparallel ARGS=sweep=true": "tests/experiments/test_modelparallel.py",
+    "make exp NAME=resnet_dataparallel ARGS=sweep=true": "tests/experiments/test_resnet_dataparallel.py",
+    "make exp NAME=amp_accum ARGS=sweep=true": "tests/experiments/test_amp.py",
+    "make exp NAME=sparse_prune ARGS=sweep=true": "tests/complete/test_sweep_of_criteria.py",
     "make cluster-up NODES=2": "tests/cluster/test_cluster.py",
     "make cluster-status": "tests/cluster/test_cluster.py",
     "make cluster-down": "tests/cluster/test_cluster.py",
+}
+SMALLER = {  # of the commands that train: the smallest of these settings that leave the command's own
+    "resnet_modelparallel": ("width=8", "batch=16", "plot=false"),
+    "resnet_dataparallel": ("model=convnet", "compare=false"),
+    "sparse_prune": ("every=5", "export=false"),
 }
 
 
@@ -89,6 +97,9 @@ def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Pa
         lines = (ROOT / ".ci" / "run").read_text().splitlines()
         assert command in [line.removeprefix("timed ") for line in lines]
         return
+    if target == "bench":  # tests/commands/test_numbers.py runs one
+        assert any(words[2] in (f"NAME={part.name}", f"NAME={part.name.partition('/')[0]}") for part in all_parts())
+        return
     if command in ELSEWHERE or (target == "test" and len(words) > 2):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         told = ELSEWHERE.get(command, words[-1].removeprefix("TESTS="))
@@ -98,7 +109,7 @@ def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Pa
         done = by_make(words, place, runs)
     else:
         settings = ["data.name=digits", f"data.cache={cache}", f"runs={tmp_path}", "steps=20", "data.test_limit=100"]
-        more = settings if words[1].startswith("experiments/") else []
+        more = [*settings, *SMALLER.get(Path(words[1]).stem, ())] if words[1].startswith("experiments/") else []
         script = [str(ROOT / words[1])] if more else words[1:2]
         done = warm.execute([sys.executable, *script, *words[2:], *more], env=environment())
     assert done.returncode == 0, done.stderr
@@ -136,8 +147,25 @@ def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) 
     assert len(labels(done.out)) > 8
 
 
-def test_every_experiment_and_pitfall_is_told() -> None:
-    for script in (ROOT / "experiments").glob("*.py"):
-        assert f"](experiments/{script.name})" in TEXT and f"](experiments/{script.stem}.md)" in TEXT
-        tour = TEXT.partition("## A tour\n")[2].partition("\n## ")[0]
-        assert re.search(rf"^\| {script.stem} \|[^|]+\?[^|]* \|[^|]{{20,}}\|$", tour, re.MULTILINE)
+@pytest.mark.parametrize("script", sorted((ROOT / "experiments").glob("*.py")), ids=lambda script: script.stem)
+def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
+    assert re.search(
+        rf"^\| \[{script.stem}\]\(experiments/{script.name}\) \|.*\]\(experiments/{script.stem}.md\) \|$", TEXT, re.M
+    )
+    page = script.with_suffix(".md").read_text()
+    assert page.startswith(f"# {script.stem}\n\n**Question.** ")
+    heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert heads == ["Method", "Commands", "Measured", "What surprises", "Exercises"]
+    assert "](https://arxiv.org/abs/" in page and f"({script.name})" in page
+    assert any(command.startswith(f"make bench NAME={script.stem}") for command in COMMANDS)
+
+
+def test_ci_and_hooks_call_what_the_pages_name() -> None:
+    assert "run: .ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entries = [shlex.split(hook["entry"]) for repo in hooks for hook in repo["hooks"]]
+    assert {repo["repo"] for repo in hooks} == {"local"}  # no network
+    lint = " ".join(re.findall(r"-m (ruff \w+|mypy)", (ROOT / "Makefile").read_text()))
+    assert entries and all(entry[0] == ".venv/bin/python" and entry[2] in lint for entry in entries)
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version and yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version[1]
