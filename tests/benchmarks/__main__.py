@@ -76,9 +76,10 @@ def print_summary(record: Record, names: Sequence[str], left_out: dict[str, str]
     """One table: what was measured, the goal, met or missed."""
     lines = [["part", "measured", "value", "goal"]]
     for name in names:
-        for row in record.content["parts"][name]["table"]["rows"]:
+        part = record.content["parts"][name]
+        for row in part["table"]["rows"]:
             value = "  ".join(map(records.text_of, row["cells"]))
-            lines.append([name, row["what"], value, records.goal_of(row)])
+            lines.append([name, row["what"], value, records.goal_of(row, records.is_disturbed(part))])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print()
     for line in lines:

@@ -99,13 +99,16 @@ def steps_of(part: str, names: Mapping[str, str]) -> dict[str, tuple[str, Callab
 FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
     **steps_of(
         "mnist_pipeline/wide",
-        {"own gpipe": "mnist_pipeline, GPipe, width 1024, a measured step", "own 1f1b": "the same with 1F1B"},
+        {
+            "own gpipe": "mnist_pipeline, GPipe, width 1024, a measured step",
+            "own 1f1b": "mnist_pipeline, 1F1B, width 1024, a measured step",
+        },
     ),
     **steps_of(
         "resnet_modelparallel/modes",
         {
             "naive": "ResNet-18 naively split, a measured step",
-            "pipelined, 16": "the same with GPipe, microbatches of 16",
+            "pipelined, 16": "ResNet-18, GPipe, microbatches of 16, a measured step",
         },
     ),
     "resnet_modelparallel_sizes": ("resnet_modelparallel/modes", draw_sizes),

@@ -22,7 +22,7 @@ from typing import Any
 from common.core.config import ROOT
 from common.runs import provenance
 from common.runs.folder import write_json
-from tests.benchmarks.measure import NOISY, Number, Samples
+from tests.benchmarks.measure import ENOUGH, NOISY, Number, Samples
 
 FORMAT = 1
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
@@ -135,10 +135,16 @@ def figure(value: float, digits: int = 3) -> str:
     return text if "e" not in text else f"{value:.1e}"
 
 
-def goal_of(row: Json) -> str:
+def goal_of(row: Json, disturbed: bool = False) -> str:
     """A row's goal and whether it was reached: `>= 1.3, met`."""
     goal = row.get("goal")
-    return f"{'>=' if goal['at_least'] else '<='} {goal['bound']:g}, {verdict(row)}" if goal else ""
+    words = verdict(row) + " (disturbed)" * disturbed if goal else ""
+    return f"{'>=' if goal['at_least'] else '<='} {goal['bound']:g}, {words}" if goal else ""
+
+
+def is_disturbed(part: Mapping[str, Any]) -> bool:
+    """Whether other programs used the machine in so many rounds that these had to count."""
+    return part.get("others", 0) > NOISY and part["undisturbed"] < ENOUGH
 
 
 def verdict(row: Json) -> str:
@@ -150,12 +156,13 @@ def verdict(row: Json) -> str:
     return f"met within {NEAR:.0%}".replace("%", " %") if sign * value >= sign * bound - NEAR * bound else "missed"
 
 
-def lines_of(table: Json) -> list[list[str]]:
-    """The cells of a table as text, its head first."""
+def lines_of(part: Mapping[str, Any]) -> list[list[str]]:
+    """The cells of a part's table as text, its head first."""
+    table, disturbed = part["table"], is_disturbed(part)
     goals = any("goal" in row for row in table["rows"])
     lines = [[*table["columns"], *(["goal"] if goals else [])]]
     for row in table["rows"]:
-        lines.append([row["what"], *map(text_of, row["cells"]), *([goal_of(row)] if goals else [])])
+        lines.append([row["what"], *map(text_of, row["cells"]), *([goal_of(row, disturbed)] if goals else [])])
     return lines
 
 
@@ -170,10 +177,10 @@ def origin_of(part: Mapping[str, Any]) -> str:
     words.append(f"{machine['cpu']}, {machine['cores']} cores{memory}")
     words.append(", ".join(f"{name} {value}" for name, value in versions.items() if name in ("python", "torch")))
     if part.get("others", 0) > NOISY:
-        count = "all of which count" if part["undisturbed"] < 3 else "which are left out"
+        count = "which count all the same" if is_disturbed(part) else "which are left out"
         words.append(
-            f"other programs used up to {100 * part['others']:.0f} % of the machine in "
-            f"{part['rounds'] - part['undisturbed']} rounds, {count}"
+            f"disturbed: {part['rounds'] - part['undisturbed']} of {part['rounds']}, {count} "
+            f"(other programs used up to {100 * part['others']:.0f} % of the machine)"
         )
     words += [part["note"]] if "note" in part else []
     return "; ".join(words) + "."

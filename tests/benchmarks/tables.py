@@ -56,7 +56,7 @@ def measured(parts: Parts, name: str) -> str:
     """A part's table and its origin."""
     if name not in parts:
         return missing(name)
-    head, *lines = [f"| {' | '.join(cells)} |" for cells in records.lines_of(parts[name]["table"])]
+    head, *lines = [f"| {' | '.join(cells)} |" for cells in records.lines_of(parts[name])]
     rule = "| " + " | ".join(["---"] * (head.count("|") - 1)) + " |"
     return "\n".join([head, rule, *lines, "", records.origin_of(parts[name])])
 
