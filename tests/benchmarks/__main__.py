@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.core import config
-from common.core.config import ROOT, UserError
+from common.core.config import ROOT
+from common.core.errors import UserError, user_errors
 from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
 from tests.benchmarks.parts import Part
@@ -113,7 +113,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", default="", help="rounds of each part (default: each part's own number)")
     parser.add_argument("names", nargs="*", help="experiments, topics or parts; none measures all")
     asked = parser.parse_args()
-    with config.user_errors():
+    with user_errors():
         try:
             minutes, rounds = float(asked.minutes or 5), int(asked.rounds or 0)
         except ValueError:

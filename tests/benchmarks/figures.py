@@ -148,7 +148,7 @@ def draw(parts: Parts, folder: Path = FOLDER) -> list[Path]:
     return drawn
 
 
-def photograph(page: Path, to: Path, width: int = 1200, height: int = 900) -> None:
+def photograph(page: Path, to: Path, width: int = 1200, height: int = 480) -> None:
     """A picture of a page as chromium shows it. Raises FileNotFoundError without chromium."""
     chromium = shutil.which("chromium")
     if chromium is None:
@@ -159,6 +159,9 @@ def photograph(page: Path, to: Path, width: int = 1200, height: int = 900) -> No
         subprocess.run(
             [*command, f"--screenshot={to}", page.resolve().as_uri()], check=True, capture_output=True, timeout=180
         )
+    from PIL import Image
+
+    Image.open(to).convert("RGB").quantize(48).save(to, optimize=True)
 
 
 if __name__ == "__main__":
