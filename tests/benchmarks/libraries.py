@@ -106,7 +106,7 @@ def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any
     made = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
     step = LIBRARIES[name](model, made, window, bf16)
     share = (world.rank, world.size)
-    loader = data.Loader.of(images, cfg, world.device, batch=cfg.batch // window, share=share)
+    loader = data.Loader.from_config(images, cfg, world.device, batch=cfg.batch // window, shard=share)
     batches = list(islice(loader, window * (STEPS + 1)))
     losses: list[Tensor] = []
 
