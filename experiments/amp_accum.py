@@ -80,7 +80,7 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     """The model that averages gradients over all processes in its backward; one process alone needs none."""
     if cfg.compile:
         model.compile()  # in place: parameters keep their names
-    return model if world.size == 1 else ddp.wrapped(model, world.device, gradient_as_bucket_view=True)
+    return model if world.size == 1 else ddp.wrap_ddp(model, world.device, gradient_as_bucket_view=True)
 
 
 def autocast(cfg: Config, device: torch.device) -> torch.autocast:
@@ -152,7 +152,7 @@ def train_epoch(
 ) -> int:
     """Train on the rest of the epoch's windows, or up to `total` steps; returns the steps done since the start."""
     model.train()
-    payload = ddp.ring_bytes(model)
+    payload = ddp.compute_ring_bytes(model)
     for window in times.batches(windows):
         optimizer.zero_grad()
         loss, exchanges = add_up(cfg, model, scaler, window, footprint, times)
@@ -172,8 +172,8 @@ def evaluate(
     cfg: Config, model: nn.Module, test: loader.Images, world: World, look: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """Loss and accuracy over all test samples, each seen by one process, in the precision of the training."""
-    inner = ddp.inner(model)
-    sync_batchnorm.agree(inner)  # each process's BatchNorm has seen other samples
+    inner = ddp.unwrap(model)
+    sync_batchnorm.average_buffers(inner)  # each process's BatchNorm has seen other samples
     inner.eval()
 
     def predict(x: Tensor | None, _: int) -> Tensor:
@@ -217,7 +217,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
         )
     footprint, times = Footprint(device), step_timing.StepTimes(model, device)
     run.before_backward = times.recent  # the heartbeats tell who is slow
-    step = run.resume(TrainState([ddp.inner(model)], optimizer, windows, world, replicated=True, scaler=scaler))
+    step = run.resume(TrainState([ddp.unwrap(model)], optimizer, windows, world, replicated=True, scaler=scaler))
 
     def epoch(step: int) -> int:
         return train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, times, step, run.total)

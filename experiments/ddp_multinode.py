@@ -55,7 +55,7 @@ def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
 def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     """The model that averages gradients over all processes in its backward."""
     if cfg.sync_batchnorm:
-        model = sync_batchnorm.synchronised(model, world.device)
+        model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
     if cfg.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # two seconds to import, so only when asked for
@@ -65,15 +65,15 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
             fully_shard(layer, mesh=mesh)  # a layer's parameters are gathered when it is reached
         fully_shard(model, mesh=mesh)
         return model
-    ddp = hooks.wrapped(
+    ddp = hooks.wrap_ddp(
         model,
         world.device,
-        bucket_cap_mb=hooks.bucket_mb(cfg.communication, cfg.bucket_mb, world.backend),
+        bucket_cap_mb=hooks.choose_bucket_mb(cfg.communication, cfg.bucket_mb, world.backend),
         gradient_as_bucket_view=cfg.gradient_as_bucket_view,
         static_graph=cfg.static_graph,
         find_unused_parameters=cfg.find_unused_parameters,
     )
-    hooks.register(ddp, cfg.communication, cfg.powersgd_rank)
+    hooks.register_comm_hook(ddp, cfg.communication, cfg.powersgd_rank)
     return ddp
 
 
@@ -112,7 +112,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss and accuracy over all test samples, each seen by one process."""
     size, dtype = cfg.eval_batch, getattr(torch, cfg.dtype)
-    return classify_shared(hooks.inner(model), test, world, batch=size, dtype=dtype, look=look)
+    return classify_shared(hooks.unwrap(model), test, world, batch=size, dtype=dtype, look=look)
 
 
 def seconds_alone(cfg: Config, train: data.Images, world: World) -> float:
@@ -139,9 +139,9 @@ def main(cfg: Config, world: World, run: Run) -> None:
     hooks.warm_up_buckets(
         model, train.load_inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype))
     )
-    compression = hooks.compression(model)
+    compression = hooks.get_powersgd_state(model)
     step = run.resume(
-        TrainState([hooks.inner(model)], optimizer, loader, world, replicated=True, compression=compression)
+        TrainState([hooks.unwrap(model)], optimizer, loader, world, replicated=True, compression=compression)
     )
     scores = loop.train(
         run,

@@ -78,8 +78,8 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     """The model as the strategy calls it: without GPUs DataParallel is the model itself."""
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
-            model = sync_batchnorm.synchronised(model, world.device)
-        return ddp.wrapped(model, world.device, gradient_as_bucket_view=True)
+            model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
+        return ddp.wrap_ddp(model, world.device, gradient_as_bucket_view=True)
     # told to use none of the GPUs that are there, the class fails, where without any it calls the model
     return nn.DataParallel(model, gpus(world)) if cfg.strategy == "data_parallel" and gpus(world) else model
 
@@ -88,7 +88,7 @@ def forward_of(cfg: Config, model: nn.Module, world: World) -> Forward:
     """What computes the outputs: the wrapped model, or DataParallel as a function of the bare one."""
     # a run of data_parallel compares itself with other strategies; without GPUs the function is an error
     if cfg.strategy == "data_parallel" and cfg.functional and gpus(world):
-        return partial(nn.parallel.data_parallel, ddp.inner(model), device_ids=gpus(world))
+        return partial(nn.parallel.data_parallel, ddp.unwrap(model), device_ids=gpus(world))
     return model
 
 
@@ -148,7 +148,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss and accuracy over all test samples, each seen by one process."""
     size, dtype = cfg.eval_batch, getattr(torch, cfg.dtype)
-    return classify_shared(ddp.inner(model), test, world, batch=size, dtype=dtype, look=look)
+    return classify_shared(ddp.unwrap(model), test, world, batch=size, dtype=dtype, look=look)
 
 
 def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[float]]:
@@ -176,7 +176,7 @@ def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[flo
             torch.set_num_threads(count)
             if name in sides:
                 rates[name].append(cfg.batch / single_process_baseline.seconds(sides[name], world.device, STEPS))
-            world.meet(f"compare/{number}/{name}")
+            world.named_barrier(f"compare/{number}/{name}")
     torch.set_num_threads(world.threads)
     return rates
 
@@ -198,7 +198,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     ddp.warm_up_buckets(
         model, train.load_inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype))
     )
-    step = run.resume(TrainState([ddp.inner(model)], optimizer, loader, world, replicated=True))
+    step = run.resume(TrainState([ddp.unwrap(model)], optimizer, loader, world, replicated=True))
     scores = loop.train(
         run,
         loader,

@@ -147,8 +147,8 @@ class Team:
                 f"replicas={cfg.replicas}: a replica's stages are on {' and '.join(torn[0])}; start a "
                 f"multiple of {length} processes on each host, in blocks (srun --distribution=block)"
             )
-        pipeline = world.part(range(replica * length, (replica + 1) * length))
-        return Team(pipeline, world.part(range(place, world.size, length)))
+        pipeline = world.subgroup(range(replica * length, (replica + 1) * length))
+        return Team(pipeline, world.subgroup(range(place, world.size, length)))
 
     @property
     def share(self) -> tuple[int, int]:
@@ -190,7 +190,7 @@ def train_epoch(
         loss = pipe.step(x, y)  # every microbatch forward and backward
         if peers:  # the mean over the shares is the gradient of the batch's mean loss, and so with the loss
             averaged = [p.grad for p in pipe.module.parameters() if p.grad is not None]
-            sync_batchnorm.average(averaged if loss is None else [*averaged, loss], peers.group)
+            sync_batchnorm.average_tensors(averaged if loss is None else [*averaged, loss], peers.group)
         optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, total, cfg.batch))
         optimizer.step()  # each process updates its own stages
         step += 1
@@ -216,7 +216,9 @@ def main(cfg: Config, world: World, run: Run) -> None:
         run.source, run.total = pipe.last_rank, loop.total_steps(cfg, loader)
 
         def evaluate() -> dict[str, float]:
-            sync_batchnorm.agree(pipe.module, team.peers.group)  # the replicas' BatchNorm has seen other samples
+            sync_batchnorm.average_buffers(
+                pipe.module, team.peers.group
+            )  # the replicas' BatchNorm has seen other samples
             pipe.train(False)
             sides: Any = {"inputs": pipe.has_first, "share": team.share, "look": run.look}
             return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, **sides)
@@ -268,14 +270,14 @@ def cells(cfg: Config) -> list[sweep.Cell]:
     short: sweep.Cell = {} if cfg.steps else {"steps": BRIEF, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
     whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.share} for mode in ("single", "naive")]
     pieces: list[sweep.Cell] = [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
-    some = cfg.launch.device == "auto" and provenance.visible_gpus() and not on_gpus(cfg)
+    some = cfg.launch.device == "auto" and provenance.count_visible_gpus() and not on_gpus(cfg)
     alike: sweep.Cell = {"launch.device": "cpu"} if some else {}
     return [cell | short | alike for cell in whole + pieces]
 
 
 def on_gpus(cfg: Config) -> bool:
     """Whether there are GPUs enough for every mode's processes."""
-    gpus = provenance.visible_gpus() if cfg.launch.device != "cpu" and "cpu" not in cfg.devices else 0
+    gpus = provenance.count_visible_gpus() if cfg.launch.device != "cpu" and "cpu" not in cfg.devices else 0
     modes: tuple[Any, ...] = ("single", "naive", "pipelined")
     chosen = [replace(cfg, mode=mode) for mode in modes]
     for one in chosen:

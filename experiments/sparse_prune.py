@@ -72,7 +72,7 @@ class Parts:
 
 def chance(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
     """Random scores, the same in every process."""
-    source = torch.Generator().manual_seed(seeds.derive(cfg.seed, "scores", step))
+    source = torch.Generator().manual_seed(seeds.derive_seed(cfg.seed, "scores", step))
     return [torch.rand(weight.shape, generator=source).to(weight) for weight in weights]
 
 
@@ -83,7 +83,7 @@ def gradients(it: Parts, step: int) -> Iterator[list[Tensor]]:
     """
     cfg, images, device = it.cfg, it.loader.data, it.world.device
     it.model.eval()
-    order = torch.from_numpy(data.draw_order(len(images), seeds.derive(cfg.seed, "scores", step), 0))
+    order = torch.from_numpy(data.draw_order(len(images), seeds.derive_seed(cfg.seed, "scores", step), 0))
     for batch in order[: len(order) // cfg.batch * cfg.batch].view(-1, cfg.batch)[: cfg.score_batches]:
         mine = batch.view(it.world.size, -1)[it.world.rank]
         it.model.zero_grad()
@@ -238,7 +238,7 @@ def main(cfg: Config, world: World, run: Run) -> None:
     loader = data.Loader.from_config(train, cfg, world.device, shard=(world.rank, world.size))
     inner = networks.for_images(cfg.model, train.shape, train.classes).to(world.device, dtype)
     masks = Masks(inner)
-    model = ddp.wrapped(inner, world.device, gradient_as_bucket_view=True) if world.size > 1 else inner
+    model = ddp.wrap_ddp(inner, world.device, gradient_as_bucket_view=True) if world.size > 1 else inner
     times = step_timing.StepTimes(model, world.device)
     it = Parts(cfg, world, run, model, masks, optimizers.make(model.parameters(), cfg.optim), loader, times)
     run.before_backward = times.recent  # the heartbeats tell who is slow

@@ -14,7 +14,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 def parse_experiment(name: str) -> str:
     """Return the name if there is such an experiment. Raises UserError with the nearest right one."""
-    known = config.names()
+    known = config.list_experiments()
     if not name:
         raise UserError(f"NAME is missing; write make exp NAME={known[0]} (experiments: {', '.join(known)})")
     if not NAME.fullmatch(name) or name not in known:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from common.checkpoint import storage
-from common.checkpoint.hashing_writer import Hashed
-from common.checkpoint.state_dicts import plain
-from common.checkpoint.storage import Draft, Entry, Manifest, Rejected, Snapshot
-from common.core.errors import UNUSABLE, UserError
+from common.checkpoint.hashing_writer import HashingWriter
+from common.checkpoint.state_dicts import to_plain
+from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
+from common.core.errors import NO_VALID_CHECKPOINT, UserError, first_line
 from common.distributed.rendezvous import World
-from common.runs.folder import Folder, sync, write_atomic
+from common.runs.folder import Folder, fsync_path, write_atomic
 from configs.shared import Checkpoint
 
 PAUSE = 0.5  # seconds before another try
@@ -34,7 +34,7 @@ PARTS = ("model", "optimizer", "common", "local")
 
 
 @dataclass
-class State:
+class CheckpointState:
     """What one process gives to a checkpoint: tensors, primitives, and dicts, lists and tuples of them."""
 
     model: dict[str, Tensor]
@@ -49,7 +49,7 @@ class State:
 
 
 @dataclass
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint as one process gets it."""
 
     step: int
@@ -69,7 +69,7 @@ class Loaded:
         return self.local is not None
 
 
-class Checkpoints:
+class Checkpointer:
     """The checkpoints of one run. All processes call the methods, at the same step.
 
     `say` gets what people should know, the same words in all processes.
@@ -83,7 +83,7 @@ class Checkpoints:
 
     # ---- saving
 
-    def save(self, step: int, state: State, *, best: bool = False) -> bool:
+    def save(self, step: int, state: CheckpointState, *, best: bool = False) -> bool:
         """Save the state after `step` steps; with `best` it is kept until a better one comes.
 
         Rows of metrics up to this step must have been written. False if the disk does not take it: that is said, and
@@ -107,47 +107,51 @@ class Checkpoints:
             self.say(f"WARNING: old checkpoints could not be removed: {problem}")
         return True
 
-    def _content(self, step: int, state: State) -> dict[str, Any]:
+    def _content(self, step: int, state: CheckpointState) -> dict[str, Any]:
         """What this process writes."""
         place = {"step": step, "attempt": self.folder.number}
         place |= {"rank": self.world.rank, "processes": self.world.size}
         parts = {"model": state.model, "optimizer": state.optimizer, "local": state.local}
         parts["common"] = state.common if self.world.is_main else {}
-        return place | {name: plain(value, name) for name, value in parts.items()}
+        return place | {name: to_plain(value, name) for name, value in parts.items()}
 
-    def _write(self, step: int, state: State, content: dict[str, Any]) -> str | None:
+    def _write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
         """One try by all processes; returns what went wrong, the same everywhere."""
         self.close()
-        draft = Draft(self.folder, step)
-        problem = self._on_main(draft.begin)
+        staging = StagingDir(self.folder, step)
+        problem = self._on_main(staging.begin)
         if problem is not None:
             return problem
-        written: Entry | str
+        written: ManifestEntry | str
         try:
-            written = write(draft.path / storage.rank_file(self.world.rank), content)
+            written = write_rank_file(staging.path / storage.rank_file_name(self.world.rank), content)
         except OSError as error:
-            written = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}: {words(error)}"
+            written = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}: {first_line(error)}"
         answers = self.world.gather((written, list(state.model)))
         names = [name for _, given in answers for name in given]
         twice = self.world.broadcast(len(names) - len(set(names)))
-        problem = self._on_main(lambda: self._commit(draft, [answer for answer, _ in answers], state, bool(twice)))
+        problem = self._on_main(lambda: self._commit(staging, [answer for answer, _ in answers], state, bool(twice)))
         if twice:
             raise ValueError(f"ranks give {twice} names of the model more than once; only rank 0 gives what all hold")
         return problem
 
-    def _commit(self, draft: Draft, entries: list[Entry | str], state: State, void: bool) -> None:
+    def _commit(
+        self, staging: StagingDir, entries: list[ManifestEntry | str], state: CheckpointState, void: bool
+    ) -> None:
         """Rank 0 makes the written files a checkpoint, or removes them."""
         try:
             failed = [entry for entry in entries if isinstance(entry, str)]
             if failed or void:
                 raise OSError("; ".join(failed))
             if self.folder.metrics_file.exists():
-                sync(self.folder.metrics_file)  # rows that the next attempt will not write again
-            files = {storage.rank_file(i): entry for i, entry in enumerate(entries) if isinstance(entry, Entry)}
+                fsync_path(self.folder.metrics_file)  # rows that the next attempt will not write again
+            files = {
+                storage.rank_file_name(i): entry for i, entry in enumerate(entries) if isinstance(entry, ManifestEntry)
+            }
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACTS | None)}
-            draft.commit(Manifest(draft.target.step, self.folder.number, self.world.size, files, facts))
+            staging.commit(Manifest(staging.target.step, self.folder.number, self.world.size, files, facts))
         except OSError:
-            draft.discard()
+            staging.discard()
             raise
 
     def _tidy(self) -> None:
@@ -156,14 +160,14 @@ class Checkpoints:
         try:
             for name, step in (("latest", self.saved), ("best", self.best)):
                 if step is not None:
-                    place = Snapshot(self.folder, step)
+                    place = CheckpointPath(self.folder, step)
                     write_atomic(place.path.with_name(name), place.name + "\n")
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
-            old = storage.prune(self.folder, self.settings.keep, self.best)
+            old = storage.prune_checkpoints(self.folder, self.settings.keep, self.best)
             if old:  # nobody waits while the disk frees their blocks
-                self.sweeper = threading.Thread(target=storage.sweep, args=(old,))
+                self.sweeper = threading.Thread(target=storage.delete_folders, args=(old,))
                 self.sweeper.start()
 
     def close(self) -> None:
@@ -178,20 +182,20 @@ class Checkpoints:
             try:
                 work()
             except OSError as error:
-                problem = words(error)
+                problem = first_line(error)
         return self.world.broadcast(problem)
 
     # ---- loading
 
-    def load(self) -> Loaded | None:
+    def load(self) -> LoadedCheckpoint | None:
         """The newest sound state of the run; None where there is none to continue, and training starts anew.
 
         Raises UserError if there are checkpoints and none of them is sound.
         """
-        found = iter(storage.candidates(self.folder) if self.world.is_main else ())
+        found = iter(storage.list_candidates(self.folder) if self.world.is_main else ())
         rejected = 0
         while True:
-            choice, complaints = self.world.broadcast(choose(found) if self.world.is_main else None)
+            choice, complaints = self.world.broadcast(choose_manifest(found) if self.world.is_main else None)
             for complaint in complaints:
                 self.say(complaint)
             rejected += len(complaints)
@@ -200,11 +204,11 @@ class Checkpoints:
                 return None
             loaded, problem = self._try(choice)
             # before any process uses it, each must have it
-            problem = self.world.broadcast(together(self.world.gather(problem), self.world))
+            problem = self.world.broadcast(merge_problems(self.world.gather(problem), self.world))
             if problem is None:
                 break
             rejected += 1
-            self.say(f"{Snapshot(Folder(self.folder.path, choice.attempt), choice.step)} is not used: {problem}")
+            self.say(f"{CheckpointPath(Folder(self.folder.path, choice.attempt), choice.step)} is not used: {problem}")
         assert loaded is not None
         if not loaded.exact:
             self.say(
@@ -213,45 +217,47 @@ class Checkpoints:
             )
         return loaded
 
-    def _try(self, manifest: Manifest) -> tuple[Loaded | None, str | None]:
+    def _try(self, manifest: Manifest) -> tuple[LoadedCheckpoint | None, str | None]:
         """The checkpoint as this process reads it, or why it cannot."""
-        place = Snapshot(Folder(self.folder.path, manifest.attempt), manifest.step)
+        place = CheckpointPath(Folder(self.folder.path, manifest.attempt), manifest.step)
         try:
-            return unite(place, manifest, self.world), None
-        except Rejected as reason:
+            return read_checkpoint(place, manifest, self.world), None
+        except InvalidCheckpoint as reason:
             return None, str(reason)
 
     def _none(self, rejected: int) -> None:
         """Nothing could be loaded: start anew if nothing was there, else refuse."""
         if rejected:
             raise UserError(
-                f"none of the {rejected} checkpoints of {self.folder.path} {UNUSABLE}; repair one, or "
+                f"none of the {rejected} checkpoints of {self.folder.path} {NO_VALID_CHECKPOINT}; repair one, or "
                 f"remove {self.folder.path}/attempts/*/checkpoints to train from the beginning"
             )
-        left = self.world.broadcast(len(storage.unfinished(self.folder)) if self.world.is_main else 0)
+        left = self.world.broadcast(len(storage.list_unfinished(self.folder)) if self.world.is_main else 0)
         if left:
             self.say(f"{left} half-written checkpoint{'s are' if left > 1 else ' is'} not used, and there is no other")
 
 
-def choose(found: Iterator[Snapshot]) -> tuple[Manifest | None, list[str]]:
+def choose_manifest(found: Iterator[CheckpointPath]) -> tuple[Manifest | None, list[str]]:
     """The next checkpoint with a sound manifest, and what is wrong with those before it."""
     complaints: list[str] = []
     for snapshot in found:
         try:
             return storage.read_manifest(snapshot), complaints
-        except Rejected as reason:
+        except InvalidCheckpoint as reason:
             complaints.append(f"{snapshot} is not used: {reason}")
     return None, complaints
 
 
-def unite(place: Snapshot, manifest: Manifest, world: World) -> Loaded:
-    """Read all files of a checkpoint and put them together. Raises Rejected."""
-    loaded = Loaded(manifest.step, manifest.attempt, manifest.processes, {}, {}, {}, None)
+def read_checkpoint(place: CheckpointPath, manifest: Manifest, world: World) -> LoadedCheckpoint:
+    """Read all files of a checkpoint and put them together. Raises InvalidCheckpoint."""
+    loaded = LoadedCheckpoint(manifest.step, manifest.attempt, manifest.processes, {}, {}, {}, None)
     for rank in range(manifest.processes):
-        part = unpack(storage.read_checked(place, manifest, rank), storage.rank_file(rank))
+        part = decode_rank_file(storage.read_verified(place, manifest, rank), storage.rank_file_name(rank))
         where = [part.get(name) for name in ("step", "attempt", "rank", "processes")]
         if where != [manifest.step, manifest.attempt, rank, manifest.processes]:
-            raise Rejected("{} is that of step {}, attempt {}, rank {} of {}".format(storage.rank_file(rank), *where))
+            raise InvalidCheckpoint(
+                "{} is that of step {}, attempt {}, rank {} of {}".format(storage.rank_file_name(rank), *where)
+            )
         loaded.model |= part["model"]
         loaded.optimizer |= part["optimizer"]
         loaded.common |= part["common"]
@@ -260,28 +266,28 @@ def unite(place: Snapshot, manifest: Manifest, world: World) -> Loaded:
     return loaded
 
 
-def read_model(place: Snapshot) -> dict[str, Tensor]:
-    """The whole model in a checkpoint: all stages, shards and replicas joined. Raises Rejected."""
+def read_full_model(place: CheckpointPath) -> dict[str, Tensor]:
+    """The whole model in a checkpoint: all stages, shards and replicas joined. Raises InvalidCheckpoint."""
     manifest, model = storage.read_manifest(place), dict[str, Tensor]()
     for rank in range(manifest.processes):
-        model |= unpack(storage.read_checked(place, manifest, rank), storage.rank_file(rank))["model"]
+        model |= decode_rank_file(storage.read_verified(place, manifest, rank), storage.rank_file_name(rank))["model"]
     return model
 
 
-def unpack(content: bytes, name: str) -> dict[str, Any]:
-    """The tensors and primitives in a file's bytes. Raises Rejected."""
+def decode_rank_file(content: bytes, name: str) -> dict[str, Any]:
+    """The tensors and primitives in a file's bytes. Raises InvalidCheckpoint."""
     try:
         part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:  # torch then advises to read what could execute anything
-        raise Rejected(f"{name} holds more than tensors, numbers and text, or is damaged") from None
+        raise InvalidCheckpoint(f"{name} holds more than tensors, numbers and text, or is damaged") from None
     except Exception as error:  # noqa: BLE001 (torch raises many kinds for what it cannot read)
-        raise Rejected(f"{name} cannot be read: {words(error)}") from None
+        raise InvalidCheckpoint(f"{name} cannot be read: {first_line(error)}") from None
     if not isinstance(part, dict) or any(not isinstance(part.get(key), dict) for key in PARTS):
-        raise Rejected(f"{name} does not hold the state of a process")
+        raise InvalidCheckpoint(f"{name} does not hold the state of a process")
     return part
 
 
-def together(problems: list[str | None], world: World) -> str | None:
+def merge_problems(problems: list[str | None], world: World) -> str | None:
     """What is wrong in any process; the first is named if not all find the same."""
     if len(set(problems)) < 2:
         return problems[0] if problems else None
@@ -289,22 +295,15 @@ def together(problems: list[str | None], world: World) -> str | None:
     return f"rank {rank} on {world.hosts[rank]} finds: {problem}"
 
 
-def words(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 # ---- one file
 
 
-def write(path: Path, content: dict[str, Any]) -> Entry:
+def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
     """Write a file, its checksum taken meanwhile, and wait until it is on the disk. Raises OSError."""
     with open(path, "xb", buffering=0) as file:
-        with Hashed(file) as hashed:
+        with HashingWriter(file) as hashed:
             torch.save(content, cast(IO[bytes], hashed))
         if hashed.error is not None:
             raise hashed.error
         os.fsync(file.fileno())
-    return Entry(hashed.size, hashed.digest.hexdigest())
+    return ManifestEntry(hashed.size, hashed.digest.hexdigest())

@@ -12,12 +12,12 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-PIECE = 4 << 20  # bytes that are hashed and written at once
-PIECES = 3  # one is filled while another is written and hashed
-DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
+CHUNK_BYTES = 4 << 20  # bytes that are hashed and written at once
+CHUNKS = 3  # one is filled while another is written and hashed
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
 
 
-class Hashed:
+class HashingWriter:
     """A file for torch.save: what is given is copied into pieces, which one thread writes and another one hashes.
 
     Written directly from these pieces to the disk, a file needs no new memory for each of its pages: that memory
@@ -28,13 +28,13 @@ class Hashed:
     def __init__(self, file: io.FileIO) -> None:
         self.file, self.size, self.digest = file, 0, hashlib.sha256()
         self.error: OSError | None = None
-        self.pieces = [mmap.mmap(-1, PIECE) for _ in range(PIECES)]
+        self.pieces = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(CHUNKS)]
         self.busy: list[list[Future[Any]]] = [[] for _ in self.pieces]
         self.turn = self.filled = 0
         self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
-    def __enter__(self) -> Hashed:
-        self._go(DIRECT)
+    def __enter__(self) -> HashingWriter:
+        self._go(O_DIRECT)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -42,7 +42,7 @@ class Hashed:
         with self.writer, self.hasher:
             if kind is None:
                 self._pass_on()
-                for turn in range(PIECES):
+                for turn in range(CHUNKS):
                     self._wait(turn)
         if kind is None and self.error is None:
             try:
@@ -55,10 +55,10 @@ class Hashed:
         rest = memoryview(data).cast("B")
         length = len(rest)
         while self.error is None and rest:
-            count = min(len(rest), PIECE - self.filled)
+            count = min(len(rest), CHUNK_BYTES - self.filled)
             self.pieces[self.turn][self.filled : self.filled + count] = rest[:count]
             rest, self.filled, self.size = rest[count:], self.filled + count, self.size + count
-            if self.filled == PIECE:
+            if self.filled == CHUNK_BYTES:
                 self._pass_on()
         return length
 
@@ -73,7 +73,7 @@ class Hashed:
             self.writer.submit(self._write, view[:whole]),
             self.hasher.submit(self.digest.update, view[: self.filled]),
         ]
-        self.turn, self.filled = (self.turn + 1) % PIECES, 0
+        self.turn, self.filled = (self.turn + 1) % CHUNKS, 0
         self._wait(self.turn)
 
     def _wait(self, turn: int) -> None:
@@ -96,7 +96,7 @@ class Hashed:
         """Write directly or not; returns whether that is a change."""
         handle = self.file.fileno()
         flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-        wanted = flags & ~DIRECT | direct
+        wanted = flags & ~O_DIRECT | direct
         with contextlib.suppress(OSError):
             fcntl.fcntl(handle, fcntl.F_SETFL, wanted)
         return fcntl.fcntl(handle, fcntl.F_GETFL) != flags

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from common.core.errors import EXIT_RESUMABLE
-from common.core.signals import ECHO, SIGNALS
+from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
-LOOK = 0.5  # seconds between two looks at the flag: a message each
-ANSWER = 5.0  # seconds for an answer of the store through which the processes met
+POLL_SECONDS = 0.5  # seconds between two looks at the flag: a message each
+ANSWER_SECONDS = 5.0  # seconds for an answer of the store through which the processes met
 
 
 class StopRequested(SystemExit):
@@ -38,7 +38,7 @@ class StopRequested(SystemExit):
         self.together = together
 
 
-class Notice:
+class StopRequest:
     """Whether this process was told to stop. `log` receives the stacks of all its threads if it has to be ended.
 
     A thread hears the signals: the main one may be blocked in a message, where no handler of Python runs.
@@ -56,7 +56,7 @@ class Notice:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         threading.Thread(target=self._listen, args=(reader,), daemon=True, name="notice").start()
@@ -68,7 +68,7 @@ class Notice:
 
     def _listen(self, reader: int) -> None:
         while byte := os.read(reader, 1):
-            if byte[0] in SIGNALS:
+            if byte[0] in STOP_SIGNALS:
                 self._hear(byte[0])
 
     def _hear(self, number: int) -> None:
@@ -76,7 +76,7 @@ class Notice:
         if not self.number:
             self.number, self.heard = number, now
             faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
-        elif number == signal.SIGINT or now - self.heard > ECHO:
+        elif number == signal.SIGINT or now - self.heard > REPEAT_SECONDS:
             os._exit(128 + number)
 
     def comes(self, seconds: float = 1.0) -> bool:
@@ -105,13 +105,13 @@ class Decision(NamedTuple):
     diverged: bool
 
 
-class SafePoints:
+class StopAgreement:
     """The steps after which all processes look up from training: to save when it is time, to leave when one was told.
 
     Seldom enough for the message that it takes not to matter: by steps that are set, and about every LOOK seconds.
     """
 
-    def __init__(self, world: World, settings: Checkpoint, notice: Notice) -> None:
+    def __init__(self, world: World, settings: Checkpoint, notice: StopRequest) -> None:
         self.world, self.settings, self.notice = world, settings, notice
         self.next = self.last = 0
         self.looked = self.saved = time.perf_counter()
@@ -137,7 +137,7 @@ class SafePoints:
         if self.calls < self.next_call:
             return False
         now = time.perf_counter()
-        count = min(max(1, int(self.calls * LOOK / max(now - self.looked, 1e-6))), 4 * self.calls)
+        count = min(max(1, int(self.calls * POLL_SECONDS / max(now - self.looked, 1e-6))), 4 * self.calls)
         self.calls, self.looked = 0, now
         leave, self.next_call = self._most(bool(self.notice.number), self.world.is_main * count)
         return bool(leave)
@@ -152,7 +152,7 @@ class SafePoints:
     def agree(self, step: int, diverged: bool) -> Decision:
         """All processes call it at the same step. Rank 0's clock and its knowledge of the loss count."""
         now, done = time.perf_counter(), max(1, step - self.last)
-        count = int(done * LOOK / max(now - self.looked, 1e-6))
+        count = int(done * POLL_SECONDS / max(now - self.looked, 1e-6))
         following = step + min(max(1, count), 4 * done)
         late = 0 < self.settings.every_seconds <= now - self.saved
         main = self.world.is_main
@@ -191,7 +191,7 @@ class SilenceWatch:
         while not self.closed.wait(max(0.0, self.deadline - time.monotonic())):
             if time.monotonic() < self.deadline:
                 continue
-            words = name_the_silent(self.world, self.step, f"{self.round}/")
+            words = name_silent_ranks(self.world, self.step, f"{self.round}/")
             if words and not self.closed.is_set():
                 self.tell(words)
             if words:
@@ -199,7 +199,7 @@ class SilenceWatch:
             self.deadline = time.monotonic() + self.seconds  # all wait, for what takes long
 
 
-def name_the_silent(world: World, seconds: float, part: str = "") -> str:
+def name_silent_ranks(world: World, seconds: float, part: str = "") -> str:
     """After a message that did not come in time: the ranks that do not find the same, in words. No collective.
 
     Those that wait, too, have begun at most `seconds` later: about a step. `part` tells one wait of a run from others.
@@ -217,7 +217,7 @@ def name_the_silent(world: World, seconds: float, part: str = "") -> str:
     # a store whose process stands still lets its callers wait for ever, whatever its own time limit
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(seconds + ANSWER)
+    asking.join(seconds + ANSWER_SECONDS)
     if not answers:
         return f"rank 0 on {world.hosts[0]}, through which the others meet, does not answer"
     if not answers[0]:

@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.runs.folder import Folder, sync
+from common.runs.folder import Folder, fsync_path
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 LONGEST = 1 << 24  # bytes of a manifest: what is longer is none
 
 
-class Rejected(Exception):
+class InvalidCheckpoint(Exception):
     """Why a checkpoint is not used, in a few words."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """A file as the manifest knows it."""
 
     bytes: int
@@ -47,7 +47,7 @@ class Manifest:
     step: int
     attempt: int
     processes: int
-    files: dict[str, Entry]
+    files: dict[str, ManifestEntry]
     """The files of the ranks, in their order."""
     facts: dict[str, Any]
     """What people may want to know without reading the files, such as the W&B id."""
@@ -56,11 +56,11 @@ class Manifest:
         content: dict[str, Any] = {"format": FORMAT, "step": self.step, "attempt": self.attempt}
         content |= {"processes": self.processes, "facts": self.facts}
         content["files"] = {name: {"bytes": e.bytes, "sha256": e.sha256} for name, e in self.files.items()}
-        return json.dumps(content | {"sha256": digest(content)}, indent=1) + "\n"
+        return json.dumps(content | {"sha256": hash_manifest(content)}, indent=1) + "\n"
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CheckpointPath:
     """The place of one checkpoint, which may exist or not."""
 
     attempt: Folder
@@ -68,7 +68,7 @@ class Snapshot:
 
     @property
     def path(self) -> Path:
-        return room(self.attempt) / self.name
+        return checkpoints_dir(self.attempt) / self.name
 
     @property
     def name(self) -> str:
@@ -78,16 +78,16 @@ class Snapshot:
         return f"{self.name} of attempt {self.attempt.number}"
 
 
-def room(attempt: Folder) -> Path:
+def checkpoints_dir(attempt: Folder) -> Path:
     """Where an attempt keeps its checkpoints."""
     return attempt.attempt / "checkpoints"
 
 
-def rank_file(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def digest(content: Mapping[str, Any]) -> str:
+def hash_manifest(content: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest without its own digest, however it is spaced."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -95,120 +95,120 @@ def digest(content: Mapping[str, Any]) -> str:
 # ---- finding
 
 
-def of_attempt(attempt: Folder) -> list[Snapshot]:
+def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
     """The checkpoints of an attempt by their names, oldest first; whether they are sound shows when they are read."""
-    names = [path.name for path in room(attempt).glob("step-*")]
+    names = [path.name for path in checkpoints_dir(attempt).glob("step-*")]
     steps = {int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{8,15}", name)}
-    found = [Snapshot(attempt, step) for step in sorted(steps)]
+    found = [CheckpointPath(attempt, step) for step in sorted(steps)]
     return [snapshot for snapshot in found if snapshot.name in names]
 
 
-def candidates(folder: Folder) -> list[Snapshot]:
+def list_candidates(folder: Folder) -> list[CheckpointPath]:
     """All checkpoints that a new start may continue, the best choice first."""
-    found: list[Snapshot] = []
+    found: list[CheckpointPath] = []
     for attempt, bound in folder.chain():
-        found += [s for s in reversed(of_attempt(attempt)) if bound is None or s.step <= bound]
+        found += [s for s in reversed(list_checkpoints(attempt)) if bound is None or s.step <= bound]
     return found
 
 
-def unfinished(folder: Folder) -> list[Path]:
+def list_unfinished(folder: Folder) -> list[Path]:
     """Half-written checkpoints that killed processes left."""
-    return [path for attempt, _ in folder.chain() for path in sorted(room(attempt).glob(".step-*.new"))]
+    return [path for attempt, _ in folder.chain() for path in sorted(checkpoints_dir(attempt).glob(".step-*.new"))]
 
 
 # ---- reading
 
 
 @contextlib.contextmanager
-def opened(name: str | Path, flags: int, what: str, within: int | None = None) -> Iterator[int]:
-    """A handle on a file or folder that is ours or root's and no link. Raises Rejected."""
+def open_owned(name: str | Path, flags: int, what: str, within: int | None = None) -> Iterator[int]:
+    """A handle on a file or folder that is ours or root's and no link. Raises InvalidCheckpoint."""
     try:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=within)
     except FileNotFoundError:
-        raise Rejected(f"{what} is missing") from None
+        raise InvalidCheckpoint(f"{what} is missing") from None
     except OSError as error:
         linked = error.errno == errno.ELOOP or (within is None and Path(name).is_symlink())
-        raise Rejected(f"{what} is a link" if linked else f"{what}: {error.strerror}") from None
+        raise InvalidCheckpoint(f"{what} is a link" if linked else f"{what}: {error.strerror}") from None
     try:
         owner = os.fstat(handle).st_uid
         if owner not in (os.geteuid(), 0):
-            raise Rejected(f"{what} belongs to user {owner}, not to you ({os.geteuid()})")
+            raise InvalidCheckpoint(f"{what} belongs to user {owner}, not to you ({os.geteuid()})")
         yield handle
     finally:
         os.close(handle)
 
 
-def read(snapshot: Snapshot, name: str, size: int | None = None) -> bytes:
-    """The bytes of one of its files; they are then checked, and nothing is read twice. Raises Rejected."""
+def read_file(snapshot: CheckpointPath, name: str, size: int | None = None) -> bytes:
+    """The bytes of one of its files; they are then checked, and nothing is read twice. Raises InvalidCheckpoint."""
     with (
-        opened(snapshot.path, os.O_DIRECTORY, "the folder") as folder,
-        opened(name, 0, name, folder) as handle,
+        open_owned(snapshot.path, os.O_DIRECTORY, "the folder") as folder,
+        open_owned(name, 0, name, folder) as handle,
     ):
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise Rejected(f"{name} is no file")
+            raise InvalidCheckpoint(f"{name} is no file")
         if size is not None and status.st_size != size:
-            raise Rejected(f"{name} has {status.st_size} bytes instead of {size}")
+            raise InvalidCheckpoint(f"{name} has {status.st_size} bytes instead of {size}")
         if size is None and status.st_size > LONGEST:
-            raise Rejected(f"{name} has {status.st_size} bytes")
+            raise InvalidCheckpoint(f"{name} has {status.st_size} bytes")
         try:
             with open(handle, "rb", closefd=False) as file:
                 return file.read(status.st_size)
         except OSError as error:
-            raise Rejected(f"{name}: {error.strerror}") from None
+            raise InvalidCheckpoint(f"{name}: {error.strerror}") from None
 
 
-def read_checked(snapshot: Snapshot, manifest: Manifest, rank: int) -> bytes:
-    """The file of one rank, as it was written. Raises Rejected."""
-    name = rank_file(rank)
+def read_verified(snapshot: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
+    """The file of one rank, as it was written. Raises InvalidCheckpoint."""
+    name = rank_file_name(rank)
     entry = manifest.files[name]
-    content = read(snapshot, name, entry.bytes)
+    content = read_file(snapshot, name, entry.bytes)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise Rejected(f"{name} has another checksum")
+        raise InvalidCheckpoint(f"{name} has another checksum")
     return content
 
 
-def read_manifest(snapshot: Snapshot) -> Manifest:
-    """What the checkpoint must hold. Raises Rejected."""
-    raw = read(snapshot, MANIFEST)
+def read_manifest(snapshot: CheckpointPath) -> Manifest:
+    """What the checkpoint must hold. Raises InvalidCheckpoint."""
+    raw = read_file(snapshot, MANIFEST)
     try:
         content = json.loads(raw)
         version = content["format"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise Rejected(f"{MANIFEST} cannot be read") from None
+        raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
     if version != FORMAT:
-        raise Rejected(f"it has format {str(version)[:20]}, and this version of the code reads {FORMAT}")
+        raise InvalidCheckpoint(f"it has format {str(version)[:20]}, and this version of the code reads {FORMAT}")
     try:
-        if content.pop("sha256") != digest(content):
-            raise Rejected(f"{MANIFEST} has another checksum")
-        files = {name: Entry(int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
+        if content.pop("sha256") != hash_manifest(content):
+            raise InvalidCheckpoint(f"{MANIFEST} has another checksum")
+        files = {name: ManifestEntry(int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
         step, attempt, processes = (int(content[name]) for name in ("step", "attempt", "processes"))
         manifest = Manifest(step, attempt, processes, files, dict(content["facts"]))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise Rejected(f"{MANIFEST} cannot be read") from None
-    if list(files) != [rank_file(rank) for rank in range(len(files))] or len(files) != manifest.processes:
-        raise Rejected(f"{MANIFEST} does not name one file for each of {manifest.processes} processes")
+        raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
+    if list(files) != [rank_file_name(rank) for rank in range(len(files))] or len(files) != manifest.processes:
+        raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} processes")
     if (manifest.step, manifest.attempt) != (snapshot.step, snapshot.attempt.number):
-        raise Rejected(f"it is that of step {manifest.step} of attempt {manifest.attempt}")
+        raise InvalidCheckpoint(f"it is that of step {manifest.step} of attempt {manifest.attempt}")
     return manifest
 
 
 # ---- writing
 
 
-class Draft:
+class StagingDir:
     """A checkpoint that is being written beside the others. One process calls these; all raise OSError."""
 
     def __init__(self, attempt: Folder, step: int) -> None:
-        self.target = Snapshot(attempt, step)
-        self.room = room(attempt)
+        self.target = CheckpointPath(attempt, step)
+        self.room = checkpoints_dir(attempt)
         self.path = self.room / f".{self.target.name}.new"
 
     def begin(self) -> None:
         """Make the folder, and remove what earlier failures left."""
         if not self.room.exists():
             self.room.mkdir()
-            sync(self.room.parent)
+            fsync_path(self.room.parent)
         for left in self.room.glob(".step-*"):
             shutil.rmtree(left)
         self.path.mkdir()
@@ -222,22 +222,22 @@ class Draft:
             file.write(manifest.text())
             file.flush()
             os.fsync(file.fileno())
-        sync(self.path)
+        fsync_path(self.path)
         if self.target.path.exists():  # renamed before, but then the disk failed
-            shutil.rmtree(set_aside(self.target))
+            shutil.rmtree(rename_to_tombstone(self.target))
         self.path.rename(self.target.path)
-        sync(self.room)
+        fsync_path(self.room)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def set_aside(snapshot: Snapshot) -> Path:
+def rename_to_tombstone(snapshot: CheckpointPath) -> Path:
     """Give a checkpoint a name that is never read: no half of it can be taken for one. Raises OSError."""
     return snapshot.path.rename(snapshot.path.with_name(f".{snapshot.name}.old"))
 
 
-def prune(attempt: Folder, keep: int, best: int | None) -> list[Path]:
+def prune_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
     """Set aside all but the newest `keep` checkpoints, at least 2, and the one of step `best`. Raises OSError.
 
     Those of older attempts stay until this one has as many of its own, the last best one until this has a better.
@@ -245,25 +245,25 @@ def prune(attempt: Folder, keep: int, best: int | None) -> list[Path]:
     """
     if attempt.superseded:
         return []
-    keep, own = max(2, keep), of_attempt(attempt)
+    keep, own = max(2, keep), list_checkpoints(attempt)
     old, left = [snapshot for snapshot in own[:-keep] if snapshot.step != best], list[Path]()
     for earlier in (one for one in attempt.attempts() if one.number < attempt.number):
-        left += room(earlier).glob(".step-*")  # half-written when its processes ended
+        left += checkpoints_dir(earlier).glob(".step-*")  # half-written when its processes ended
         if len(own) >= keep:
-            spared = None if best is not None else pointed(earlier, "best")
-            old += [snapshot for snapshot in of_attempt(earlier) if snapshot.name != spared]
-    return [set_aside(snapshot) for snapshot in old] + left
+            spared = None if best is not None else read_pointer(earlier, "best")
+            old += [snapshot for snapshot in list_checkpoints(earlier) if snapshot.name != spared]
+    return [rename_to_tombstone(snapshot) for snapshot in old] + left
 
 
-def pointed(attempt: Folder, pointer: str) -> str | None:
+def read_pointer(attempt: Folder, pointer: str) -> str | None:
     """The name of the checkpoint that `latest` or `best` points to."""
     try:
-        return (room(attempt) / pointer).read_text().strip()
+        return (checkpoints_dir(attempt) / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def sweep(paths: list[Path]) -> None:
+def delete_folders(paths: list[Path]) -> None:
     """Remove what was set aside, as far as the disk lets us."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)

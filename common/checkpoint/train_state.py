@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
-from common.checkpoint.checkpointer import Loaded, State
+from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.data.loader import AccumulationLoader, Loader
 from common.distributed import ddp
 from common.distributed.rendezvous import World
@@ -59,19 +59,19 @@ class TrainState:
         """Let `state` give the buffers as they are when it is called."""
         self.held = None
 
-    def state(self) -> State:
+    def state(self) -> CheckpointState:
         """All processes call it."""
         keep = self.peers is None or self.peers.is_main
-        model = state_dicts.tensors(self.parameters, keep)
+        model = state_dicts.collect_tensors(self.parameters, keep)
         values = [value for _, value in self.buffers] if self.held is None else self.held
         buffers = {name: value for (name, _), value in zip(self.buffers, values, strict=True)}
         means = {name: self._mean(value) for name, value in buffers.items()}
-        return State(
+        return CheckpointState(
             model=model | means if keep else {},
-            optimizer=state_dicts.optimizer_state(self.optimizer, self.parameters, keep),
+            optimizer=state_dicts.collect_optimizer_state(self.optimizer, self.parameters, keep),
             common=self.loader.state_dict() | ({"scaler": self.scaler.state_dict()} if self.scaler else {}),
-            local={"random": state_dicts.random_state(), "buffers": buffers if self.peers else {}}
-            | ({"compression": ddp.read_memory(self.compression)} if self.compression else {}),
+            local={"random": state_dicts.capture_rng_state(), "buffers": buffers if self.peers else {}}
+            | ({"compression": ddp.read_powersgd_state(self.compression)} if self.compression else {}),
         )
 
     def _mean(self, buffer: Tensor) -> Tensor:
@@ -82,22 +82,22 @@ class TrainState:
         dist.all_reduce(total, group=self.peers.group)
         return total / self.peers.size
 
-    def _own(self, loaded: Loaded) -> dict[str, Tensor]:
+    def _own(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:
         """The buffers that this process saved, if it held the same parts among others then; else the means count."""
         shared = self.peers is not None and self.peers.size > 1
         saved: dict[str, Tensor] = loaded.local["buffers"] if loaded.local and shared else {}
         return saved if saved.keys() == {name for name, _ in self.buffers} else {}
 
     @torch.no_grad()
-    def load(self, loaded: Loaded) -> None:
+    def load(self, loaded: LoadedCheckpoint) -> None:
         """Raises UserError where the checkpoint is of another model."""
         state_dicts.load_tensors(self.parameters, loaded.model)
         state_dicts.load_tensors(self.buffers, loaded.model | self._own(loaded))
-        state_dicts.load_optimizer(self.optimizer, self.parameters, loaded.optimizer)
+        state_dicts.load_optimizer_state(self.optimizer, self.parameters, loaded.optimizer)
         self.loader.load_state_dict({name: loaded.common[name] for name in self.loader.state_dict()})
         if self.scaler is not None and self.scaler.is_enabled() and loaded.common.get("scaler"):
             self.scaler.load_state_dict(loaded.common["scaler"])  # there is none where training went on without one
         if self.compression and loaded.local and "compression" in loaded.local:
-            ddp.write_memory(self.compression, loaded.local["compression"], self.parameters[0][1].device)
+            ddp.load_powersgd_state(self.compression, loaded.local["compression"], self.parameters[0][1].device)
         if loaded.local:
-            state_dicts.set_random_state(loaded.local["random"])
+            state_dicts.restore_rng_state(loaded.local["random"])

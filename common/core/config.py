@@ -33,14 +33,14 @@ from common.core.errors import UserError
 from configs.shared import Experiment
 
 
-class Checked(Protocol):
+class CheckedConfig(Protocol):
     """A dataclass of settings that knows which of them do not fit together."""
 
     def check(self) -> None: ...
 
 
 T = TypeVar("T", bound=Experiment)
-S = TypeVar("S", bound=Checked)
+S = TypeVar("S", bound=CheckedConfig)
 ROOT = Path(__file__).resolve().parents[2]
 # what the place in the data, the model or the optimizer's memory of a run depend on
 FIXED = (
@@ -56,7 +56,7 @@ USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=va
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One setting: its dotted name, type, range and documentation."""
 
     name: str
@@ -77,24 +77,24 @@ class Key:
         return f"{name} >= {self.low}" if self.low is not None else name
 
 
-def keys(schema: type, prefix: str = "") -> dict[str, Key]:
+def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
     """All settings of a dataclass and the dataclasses in it, by dotted name."""
-    hints, docs = typing.get_type_hints(schema), field_docs(schema)
-    found: dict[str, Key] = {}
+    hints, docs = typing.get_type_hints(schema), read_field_docs(schema)
+    found: dict[str, ConfigKey] = {}
     for field in dataclasses.fields(schema):
         kind, name = hints[field.name], prefix + field.name
         if dataclasses.is_dataclass(kind):
-            found |= keys(typing.cast(type, kind), name + ".")
+            found |= list_keys(typing.cast(type, kind), name + ".")
             continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         low, high = field.metadata.get("low"), field.metadata.get("high")
-        found[name] = Key(name, kind, default, low, high, docs.get(field.name, ""))
+        found[name] = ConfigKey(name, kind, default, low, high, docs.get(field.name, ""))
     return found
 
 
-def field_docs(schema: type) -> dict[str, str]:
+def read_field_docs(schema: type) -> dict[str, str]:
     """The string literal under each field of a dataclass and of its bases."""
     docs: dict[str, str] = {}
     for cls in reversed(schema.__mro__):
@@ -108,14 +108,14 @@ def field_docs(schema: type) -> dict[str, str]:
     return docs
 
 
-def read(key: Key, text: Any) -> Any:
+def parse_value(key: ConfigKey, text: Any) -> Any:
     """Read the text of a value by the type of its key; UserError names key, value and what is allowed."""
 
     def refuse(reason: str = "") -> UserError:
         return UserError(f"{key.name}={text}: {reason or 'not a valid value'}; allowed: {key.allowed}")
 
     if key.type == list[str]:
-        items = text if isinstance(text, list) else read_list(text)
+        items = text if isinstance(text, list) else parse_list(text)
         if items is None or not all(isinstance(item, str) for item in items):
             raise refuse("write a list as [a,b]")
         return items
@@ -132,7 +132,7 @@ def read(key: Key, text: Any) -> Any:
             raise refuse("write true or false")
         return text.lower() == "true"
     if key.type in (int, float):
-        value = read_number(key.type, text)
+        value = parse_number(key.type, text)
         if value is None:
             raise refuse("write a whole number" if key.type is int else "write a decimal number")
         if (key.low is not None and value < key.low) or (key.high is not None and value > key.high):
@@ -141,7 +141,7 @@ def read(key: Key, text: Any) -> Any:
     return text
 
 
-def read_number(kind: type, text: str) -> int | float | None:
+def parse_number(kind: type, text: str) -> int | float | None:
     """A decimal int of at most 18 digits or a finite float, or None; no octal, no underscores, no sexagesimal."""
     if kind is int:
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
@@ -150,7 +150,7 @@ def read_number(kind: type, text: str) -> int | float | None:
     return float(text) if math.isfinite(float(text)) else None
 
 
-def read_list(text: str) -> list[str] | None:
+def parse_list(text: str) -> list[str] | None:
     """`[a,b]`, `a,b` or `[]` as a list of strings."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if any(c in inner for c in "[]{}"):
@@ -166,13 +166,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def yaml_place(error: yaml.YAMLError) -> str:
+def describe_yaml_position(error: yaml.YAMLError) -> str:
     """Where YAML could not be read any more."""
     mark = getattr(error, "problem_mark", None)
     return f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
     """The settings of a YAML file, all scalars as text, by dotted name."""
     try:
         tree = yaml.load(path.read_text(), Loader=LOADER)  # noqa: S506 (it builds only str, list, dict)
@@ -181,15 +181,15 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML{yaml_place(error)}") from None
+        raise UserError(f"{path}: not valid YAML{describe_yaml_position(error)}") from None
     if not isinstance(tree or {}, dict):
         raise UserError(f"{path}: expected `key: value` lines")
     return flatten(tree or {})
 
 
-def resolve(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
+def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
     """Merge layers of text settings, later ones first in rank, into a checked instance of the schema."""
-    known = keys(schema)
+    known = list_keys(schema)
     config = OmegaConf.structured(schema)
     for layer in layers:
         for name, text in layer.items():
@@ -198,7 +198,7 @@ def resolve(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
                 near = near or [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
                 hint = f"; did you mean {near[0]}?" if near else "; --help lists all keys"
                 raise UserError(f"unknown key {name}{hint}")
-            OmegaConf.update(config, name, read(known[name], text))
+            OmegaConf.update(config, name, parse_value(known[name], text))
     settings = typing.cast(S, OmegaConf.to_object(config))
     try:
         settings.check()
@@ -218,7 +218,7 @@ class CommandLine:
     values: dict[str, str]
 
 
-def parse(arguments: Sequence[str]) -> CommandLine:
+def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     """Split a command line into options and key=value pairs."""
     rest, values = list(arguments), dict[str, str]()
     show_help = print_config = False
@@ -248,58 +248,58 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     return CommandLine(show_help, print_config, paths.get("--config"), paths.get("--resume"), values)
 
 
-def schema_of(name: str) -> type[Experiment]:
+def import_schema(name: str) -> type[Experiment]:
     """The Config dataclass of an experiment, found by the experiment's name."""
     return importlib.import_module(f"configs.{name}").Config
 
 
-def names() -> list[str]:
+def list_experiments() -> list[str]:
     """All experiments: a script, its settings and its values, under one name."""
     found = (path.stem for path in (ROOT / "configs").glob("*.yaml"))
     return sorted(name for name in found if (ROOT / "experiments" / f"{name}.py").exists())
 
 
-def name_of(schema: type[Experiment]) -> str:
+def experiment_name(schema: type[Experiment]) -> str:
     """The experiment that a Config dataclass belongs to."""
     return schema.__module__.rpartition(".")[2]
 
 
-def load(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> T:
+def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> T:
     """The settings of one run; prints and exits for --help and --print-config.
 
     Raises UserError for anything wrong, before any process starts and any data is touched.
     """
-    name = name_of(schema)
-    line = parse(arguments)
+    name = experiment_name(schema)
+    line = parse_command_line(arguments)
     if line.help:
-        print(help_text(schema))
+        print(format_help(schema))
         sys.exit(0)
     file = line.file or ROOT / "configs" / f"{name}.yaml"
     if line.resume:
         file = line.resume / "config.yaml"
         if not file.is_file():
             raise UserError(f"--resume {line.resume}: no run folder, it has no config.yaml; make status lists the runs")
-        if not read_file(file):
+        if not read_config_file(file):
             raise UserError(f"{file} is empty; bring it back, or start a new run")
         other = line.resume.absolute().name.rsplit("-", 3)[0]
         if other != name:
             raise UserError(f"--resume {line.resume} is a run of {other}, not of {name}")
-        known = read_file(file)
+        known = read_config_file(file)
         fixed = [key for key in FIXED if str(line.values.get(key, known.get(key))) != str(known.get(key))]
         if fixed:
             raise UserError(
                 f"{fixed[0]} cannot change when a run goes on: it was {known.get(fixed[0])}; leave it out, or "
                 "start a new run"
             )
-    elif line.file and (changed := resumed_with(line.file.parent)):
+    elif line.file and (changed := read_all_changes(line.file.parent)):
         raise UserError(
-            f"{line.file} holds the settings that the run began with; it was resumed with {told(changed)}, and no "
-            "single run repeats that; to train with the first settings alone, copy the file elsewhere"
+            f"{line.file} holds the settings of the run's first attempt; then {describe_changes(changed)} was changed, "
+            "and no single run repeats that; to train with the first settings alone, copy the file elsewhere"
         )
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
-    resumed = {name: now for name, (_, now) in last_changes(line.resume).items()} if line.resume else {}
-    layers = [surroundings, read_file(file), resumed, line.values]
-    settings = resolve(schema, layers)
+    resumed = {name: now for name, (_, now) in read_last_changes(line.resume).items()} if line.resume else {}
+    layers = [surroundings, read_config_file(file), resumed, line.values]
+    settings = build_config(schema, layers)
     if line.print_config:
         print(to_yaml(settings), end="")
         sys.exit(0)
@@ -315,26 +315,26 @@ Changes = dict[str, tuple[Any, Any]]  # settings by dotted name: then and now, a
 CHANGED = "changed.json"  # in an attempt that has other settings than the run began with
 
 
-def changes(file: Path, settings: Experiment) -> Changes:
+def find_changes(file: Path, settings: Experiment) -> Changes:
     """What of the training the settings have otherwise than a YAML file."""
-    then, now = read_file(file), flatten(yaml.load(to_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
+    then, now = read_config_file(file), flatten(yaml.load(to_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
     kept = [name for name in now if not name.startswith(("runs", "launch.", "log.", "wandb.", "checkpoint."))]
     kept = [name for name in kept if name not in ("data.root", "data.cache") and name in then]
     return {name: (then[name], now[name]) for name in kept if then[name] != now[name]}
 
 
-def told(changed: Changes) -> str:
+def describe_changes(changed: Changes) -> str:
     """Changed settings in words."""
     return ", ".join(f"{name} {then} -> {now}" for name, (then, now) in changed.items())
 
 
-def last_changes(run: Path) -> Changes:
+def read_last_changes(run: Path) -> Changes:
     """What the newest start of a run had otherwise than config.yaml."""
     starts = sorted(path for path in run.glob("attempts/[0-9]*") if path.name.isdecimal())
     return read_changes(starts[-1] / CHANGED) if starts else {}
 
 
-def resumed_with(run: Path) -> Changes:
+def read_all_changes(run: Path) -> Changes:
     """What any start of a run had otherwise than config.yaml."""
     found: Changes = {}
     for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGED}")):
@@ -342,7 +342,7 @@ def resumed_with(run: Path) -> Changes:
     return found
 
 
-def is_value(value: Any) -> bool:
+def is_setting_text(value: Any) -> bool:
     """Whether this is a setting as text, or a list of texts."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
@@ -351,7 +351,7 @@ def read_changes(path: Path) -> Changes:
     """The changed settings in a file; none where it is missing. Raises UserError for a damaged one."""
     try:
         found = {name: (then, now) for name, (then, now) in json.loads(path.read_text()).items()}
-        if not all(map(is_value, itertools.chain.from_iterable(found.values()))):
+        if not all(map(is_setting_text, itertools.chain.from_iterable(found.values()))):
             raise ValueError
         return found
     except FileNotFoundError:
@@ -361,13 +361,13 @@ def read_changes(path: Path) -> Changes:
         raise UserError(f"{told}; bring the file back, or delete it to go on with those of config.yaml") from None
 
 
-def help_text(schema: type[Experiment]) -> str:
+def format_help(schema: type[Experiment]) -> str:
     """Every key with its default, type or range, and meaning."""
-    name = name_of(schema)
-    values = read_file(ROOT / "configs" / f"{name}.yaml")
+    name = experiment_name(schema)
+    values = read_config_file(ROOT / "configs" / f"{name}.yaml")
     lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]
-    for key in keys(schema).values():
-        default = read(key, values[key.name]) if key.name in values else key.default
+    for key in list_keys(schema).values():
+        default = parse_value(key, values[key.name]) if key.name in values else key.default
         shown = str(default).lower() if isinstance(default, bool) else default
         shown = f"[{','.join(shown)}]" if isinstance(shown, list) else shown
         lines.append(f"  {key.name}={shown}  ({key.allowed})")

@@ -8,23 +8,30 @@ import sys
 from collections.abc import Iterator
 
 DIVERGENCE = "the loss of step|no finite number"  # a pattern in the words of a run whose training diverged
-UNUSABLE = "can be used, as told above"  # in the words of a run none of whose checkpoints is whole
-EXIT_RESUMABLE = 75  # exit status: checkpointed after a stop request (EX_TEMPFAIL of sysexits.h)
+NO_VALID_CHECKPOINT = "can be used, as told above"  # in the words of a run none of whose checkpoints is whole
+EXIT_RESUMABLE = 75  # exit status: told to stop, saved, to be continued (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(Exception):
     """A mistake of the user or of the machine: one message that names the remedy, no traceback."""
 
 
-class Absent(UserError):
+class Unreachable(UserError):
     """A process or host that does not answer. On a cluster it may be a fault that a later start does not meet."""
 
 
-def is_timeout(error: BaseException) -> bool:
-    """Whether a collective or a message did not end within its time limit.
+def first_line(error: BaseException) -> str:
+    """Return an error in one line: the system's words and the file of an OSError, else the first line of its text."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
-    gloo says so in two ways: of the operation that waited ("Timed out waiting ..."), and of those behind it on the same
-    connection ("Application timeout caused pair closure").
+
+def is_timeout(error: BaseException) -> bool:
+    """Check whether a collective or a message exceeded its time limit.
+
+    gloo reports it in two ways: for the operation that waited ("Timed out waiting ..."), and for those behind it on the
+    same connection ("Application timeout caused pair closure").
     """
     return isinstance(error, TimeoutError) or bool(re.search("timed out|timeout", str(error), re.IGNORECASE))
 

@@ -14,10 +14,10 @@ FILE_CACHE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # th
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
-def check(settings: Experiment) -> None:
+def check_host_memory(settings: Experiment) -> None:
     """Raise UserError where parameters, gradients and optimizer of this host's processes exceed its free memory."""
     needed = settings.memory_bytes
-    free, what = available()
+    free, what = measure_available()
     if needed > free:
         count = settings.processes // settings.launch.nodes
         raise UserError(
@@ -26,18 +26,22 @@ def check(settings: Experiment) -> None:
         )
 
 
-def available() -> tuple[int, str]:
+def measure_available() -> tuple[int, str]:
     """Bytes that a process started here can get, and what limits them."""
-    limits = [(system_free(), "the host's memory"), (slurm_limit(), "what SLURM gave the job"), *cgroup_limits()]
+    limits = [
+        (read_system_free(), "the host's memory"),
+        (read_slurm_limit(), "what SLURM gave the job"),
+        *read_cgroup_limits(),
+    ]
     return min((bytes, what) for bytes, what in limits if bytes is not None)
 
 
-def system_free() -> int:
+def read_system_free() -> int:
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return int(found[1]) * 1024 if found else UNLIMITED
 
 
-def slurm_limit() -> int | None:
+def read_slurm_limit() -> int | None:
     """The memory of a job on each host."""
     whole, each, cores = (
         os.environ.get(f"SLURM_{name}", "") for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
@@ -47,25 +51,25 @@ def slurm_limit() -> int | None:
     return int(each) * int(cores) * 2**20 if each.isdecimal() and cores.isdecimal() and int(each) else None
 
 
-def cgroup_limits() -> list[tuple[int, str]]:
+def read_cgroup_limits() -> list[tuple[int, str]]:
     """What the control groups of this process leave of their limits, of version 1 and 2."""
     found = []
-    for line in read("/proc/self/cgroup").splitlines():
+    for line in read_or_empty("/proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
         base = Path("/sys/fs/cgroup") / controllers
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         for folder in [base / name.lstrip("/"), *(base / name.lstrip("/")).parents]:
-            limit, used = (read(str(folder / file)).strip() for file in names)
+            limit, used = (read_or_empty(str(folder / file)).strip() for file in names)
             if limit.isdecimal() and used.isdecimal() and int(limit) < UNLIMITED:
-                cached = map(int, FILE_CACHE.findall(read(str(folder / "memory.stat"))))
+                cached = map(int, FILE_CACHE.findall(read_or_empty(str(folder / "memory.stat"))))
                 held = int(used) - max(cached, default=0)
                 found.append((max(0, int(limit) - held), f"the limit of control group {name}"))
     return found
 
 
-def read(path: str) -> str:
+def read_or_empty(path: str) -> str:
     try:
         return Path(path).read_text()
     except OSError:
@@ -74,5 +78,5 @@ def read(path: str) -> str:
 
 def count_oom_kills() -> int:
     """Processes that this machine's kernel has ended for want of memory since it started."""
-    found = OOM_KILLS.search(read("/proc/vmstat"))
+    found = OOM_KILLS.search(read_or_empty("/proc/vmstat"))
     return int(found[1]) if found else 0

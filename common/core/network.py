@@ -13,15 +13,17 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from common.core.errors import Absent, UserError
+from common.core.errors import Unreachable, UserError
 
 T = TypeVar("T")
-UNREACHABLE = 10.0  # seconds until a first rank that cannot be reached is given up, told within 15 s of a job's start
+UNREACHABLE_SECONDS = (
+    10.0  # seconds until a first rank that cannot be reached is given up, told within 15 s of a job's start
+)
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 PORTS = range(20_000, 60_000)
 
 
-def silence(url: str, seconds: float) -> str:
+def probe_url(url: str, seconds: float) -> str:
     """Why no answer came from `url` within so many seconds; empty if one came, of whatever kind."""
     answers: queue.Queue[str] = queue.Queue()
 
@@ -42,12 +44,12 @@ def silence(url: str, seconds: float) -> str:
         return f"nothing after {seconds:g} s"
 
 
-def resolve(host: str) -> str:
+def resolve_ipv4(host: str) -> str:
     """The IPv4 address of a host. Raises OSError."""
     return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
 
 
-def interfaces() -> dict[str, str]:
+def list_interfaces() -> dict[str, str]:
     """The IPv4 address of each network interface that has one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -60,12 +62,12 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def interface_towards(address: str) -> str:
+def find_interface(address: str) -> str:
     """The interface on which packets to `address` leave, or, for one of our own addresses, its interface.
 
     One concrete name: gloo knows no patterns. Raises OSError without a route.
     """
-    own = interfaces()
+    own = list_interfaces()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing: the kernel only chooses the route
         source = probe.getsockname()[0]
@@ -73,22 +75,22 @@ def interface_towards(address: str) -> str:
     return next((name for name, held in own.items() if held == wanted), "lo")
 
 
-def checked_interface(name: str) -> str:
+def check_interface(name: str) -> str:
     """An interface that exists here and has an address. Raises UserError."""
-    found = interfaces()
+    found = list_interfaces()
     if name not in found:
         here = ", ".join(f"{n} ({a})" for n, a in found.items())
         raise UserError(f"launch.interface={name} does not exist on {socket.gethostname()}; it has {here}")
     return name
 
 
-def ports(token: str, count: int = 8) -> list[int]:
+def derive_ports(token: str, count: int = 8) -> list[int]:
     """Ports to try, the same for all who know the token and other ones for another token."""
     seed = int.from_bytes(token.encode()[-16:].rjust(16, b"\0"), "big") * 2654435761
     return [PORTS[(seed + i * 7919) % len(PORTS)] for i in range(count)]
 
 
-def first_free(candidates: Sequence[int], serve: Callable[[int], T]) -> T:
+def serve_on_free_port(candidates: Sequence[int], serve: Callable[[int], T]) -> T:
     """What `serve(port)` returns for the first port that is free. Raises UserError if none is."""
     problem: Exception = OSError("no port")
     for port in candidates:
@@ -99,18 +101,18 @@ def first_free(candidates: Sequence[int], serve: Callable[[int], T]) -> T:
     raise UserError(f"no port of {list(candidates)} is free on {socket.gethostname()}: {problem}; start again")
 
 
-def find_first_rank(host: str, candidates: Sequence[int], connect: Callable[[int], T | None], patience: float) -> T:
+def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[int], T | None], patience: float) -> T:
     """What `connect(port)` returns for the port on which the first rank answers; None means somebody else did.
 
     A host that cannot be found or reached is given up after 10 s; one that refuses is up, and may take
-    `patience` seconds until the first rank serves. Raises Absent with host, address, interface, ports.
+    `patience` seconds until the first rank serves. Raises Unreachable with host, address, interface, ports.
     """
     start = time.monotonic()
     address = "?"
     while True:
-        limit = UNREACHABLE
+        limit = UNREACHABLE_SECONDS
         try:
-            address = resolve(host)
+            address = resolve_ipv4(host)
             for port in candidates:
                 try:
                     socket.create_connection((address, port), timeout=2).close()
@@ -124,14 +126,14 @@ def find_first_rank(host: str, candidates: Sequence[int], connect: Callable[[int
         except OSError as error:
             problem = str(error)
         if time.monotonic() - start > min(limit, patience):
-            raise Absent(unreachable(host, address, candidates, problem))
+            raise Unreachable(describe_unreachable(host, address, candidates, problem))
         time.sleep(0.05)
 
 
-def unreachable(host: str, address: str, candidates: Sequence[int], problem: str) -> str:
+def describe_unreachable(host: str, address: str, candidates: Sequence[int], problem: str) -> str:
     """One message on why the first rank cannot be reached, and what to do."""
     try:
-        route = interface_towards(address)
+        route = find_interface(address)
     except OSError:
         route = "none"
     return (

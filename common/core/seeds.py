@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 
-def derive(seed: int, *purpose: str | int) -> int:
+def derive_seed(seed: int, *purpose: str | int) -> int:
     """A 63-bit seed for one purpose, such as derive(0, "order", epoch); stable over versions and machines."""
     text = "/".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def generator(seed: int, *purpose: str | int) -> np.random.Generator:
+def make_generator(seed: int, *purpose: str | int) -> np.random.Generator:
     """A numpy generator for one purpose."""
-    return np.random.Generator(np.random.PCG64(derive(seed, *purpose)))
+    return np.random.Generator(np.random.PCG64(derive_seed(seed, *purpose)))
 
 
-def pack_stream(state: Any) -> list[Any]:
+def pack_rng_state(state: Any) -> list[Any]:
     """The state of a legacy stream of numpy, as a checkpoint holds it."""
     import torch
 
@@ -31,7 +31,7 @@ def pack_stream(state: Any) -> list[Any]:
     return [str(kind), torch.from_numpy(np.asarray(key, np.int64)), int(position), int(has_gauss), float(gauss)]
 
 
-def unpack_stream(packed: list[Any]) -> tuple[Any, ...]:
+def unpack_rng_state(packed: list[Any]) -> tuple[Any, ...]:
     """The state of a stream that `pack_stream` has packed."""
     kind, key, *rest = packed
     return (kind, key.numpy().astype(np.uint32), *rest)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import signal
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-ECHO = 5.0  # seconds in which another signal belongs to the same notice: make, srun and SLURM repeat them
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+REPEAT_SECONDS = 5.0  # seconds in which another signal belongs to the same notice: make, srun and SLURM repeat them
 PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -15,7 +15,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
 
 
-def shield() -> None:
+def ignore_stop_signals() -> None:
     """Ignore SIGNALS in a process that only its parent ends: SLURM signals every process of a job."""
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

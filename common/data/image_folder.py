@@ -45,7 +45,7 @@ def write_folder(root: Path, beside: Path, side: int, unreadable: str, seed: int
         (beside / CLASSES).write_text(json.dumps(classes) + "\n")
     broken: list[str] = []
     for part, to, (_, samples, _) in zip(("train", "val"), ("train", "test"), parts, strict=True):
-        drawn = [samples[n] for n in seeds.generator(seed, "imagefolder", part).permutation(len(samples))]
+        drawn = [samples[n] for n in seeds.make_generator(seed, "imagefolder", part).permutation(len(samples))]
         labels: list[int] = []
         with disk_errors(beside.parent), open(beside / f"{to}_images.npy", "wb") as file:
             write_header(file, (len(drawn), 3, side, side))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.core import seeds
 from common.core.errors import UserError
-from common.core.signals import die_with_parent, shield
+from common.core.signals import die_with_parent, ignore_stop_signals
 from common.data.prepare import Prepared
 from configs.shared import Data, Experiment
 
@@ -83,7 +83,7 @@ def load_train_test(prepared: Prepared, settings: Data) -> tuple[Images, Images]
 
 def draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Draw the permutation int64 [count] of an epoch: a function of seed and epoch, not of the number of ranks."""
-    return seeds.generator(seed, "order", epoch).permutation(count)
+    return seeds.make_generator(seed, "order", epoch).permutation(count)
 
 
 class Augment:
@@ -105,7 +105,7 @@ class Augment:
         changed = torch.empty_like(images)
         with torch.random.fork_rng(devices=[]):
             for number, position in enumerate(positions.tolist()):
-                torch.default_generator.manual_seed(seeds.derive(self.seed, "augment", epoch, position))
+                torch.default_generator.manual_seed(seeds.derive_seed(self.seed, "augment", epoch, position))
                 changed[number] = self.change(images[number, None] if images.dim() == 3 else images[number])
         return changed
 
@@ -276,5 +276,5 @@ class BlockDataset(torch.utils.data.Dataset[Any]):
 
 def shield_worker(worker: int) -> None:
     """Let a worker ignore stop signals, which are for its rank, and end with that rank."""
-    shield()
+    ignore_stop_signals()
     die_with_parent()

@@ -263,7 +263,7 @@ def download(root: Path, folder: str, mirror: str, fetch: Callable[[Path, float]
     """
     if timeout == 0:
         return "data.download_timeout=0"
-    silent = network.silence(mirror, timeout)
+    silent = network.probe_url(mirror, timeout)
     if silent:
         return f"no connection: {silent}"
     print(f"downloading {folder} into {root}", flush=True)

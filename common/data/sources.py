@@ -38,7 +38,7 @@ def generate_images(count: int, side: int, classes: int, seed: int) -> Arrays:
     """
 
     def part(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = seeds.generator(seed, "generated", name)
+        rng = seeds.make_generator(seed, "generated", name)
         labels = np.arange(size, dtype=np.int32) % classes  # every class is there
         return rng.integers(0, 256, (size, 3, side, side), dtype=np.uint8), rng.permutation(labels)
 
@@ -50,10 +50,10 @@ def generate_vectors(count: int, seed: int) -> Arrays:
 
     The test part has count // 5 samples.
     """
-    directions = seeds.generator(seed, "vectors", "directions").standard_normal((10, 5))
+    directions = seeds.make_generator(seed, "vectors", "directions").standard_normal((10, 5))
 
     def part(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-        numbers = seeds.generator(seed, "vectors", name).integers(0, 256, (size, 10), dtype=np.uint8)
+        numbers = seeds.make_generator(seed, "vectors", name).integers(0, 256, (size, 10), dtype=np.uint8)
         return numbers, ((numbers - 127.5) @ directions).argmax(1).astype(np.int32)
 
     return (*part("train", count), *part("test", max(1, count // 5)))

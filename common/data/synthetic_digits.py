@@ -45,7 +45,7 @@ def generate_digits(count: int, seed: int, part: str) -> tuple[np.ndarray, np.nd
 
     `part` ("train" or "test") names the random stream: the two parts have no image in common.
     """
-    rng = seeds.generator(seed, "digits", part)
+    rng = seeds.make_generator(seed, "digits", part)
     labels = rng.permutation(np.arange(count) % 10).astype(np.uint8)
     stroke = rng.integers(0, len(STROKES), count)
     angle = rng.normal(0, 0.20, count).clip(-0.6, 0.6)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.core.seeds import pack_stream, unpack_stream
+from common.core.seeds import pack_rng_state, unpack_rng_state
 
 BYTES = {"fp16": 2, "bf16": 2}  # of one number on the way
 WHOLE = 1 << 20  # MB: more than any model, so that there is one bucket
@@ -23,23 +23,23 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "br
 BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
 
 
-def wrapped(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
     """The model that averages gradients over all processes in its backward; `options` are torch's own."""
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, **(BUFFERS_STAY | options))
 
 
-def inner(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The model without its wrapper, which would put `module.` before every name."""
     return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
 
 
-def bucket_mb(communication: str, asked: float, backend: str) -> float:
+def choose_bucket_mb(communication: str, asked: float, backend: str) -> float:
     """The bucket size to use: PowerSGD with several buckets aborts the process on gloo."""
     return WHOLE if communication == "powersgd" and backend == "gloo" else asked
 
 
-def register(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
+def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
     """Make a wrapped model send its gradients as `communication` says; `rank` is PowerSGD's."""
     match communication:
         case "fp16":
@@ -52,7 +52,7 @@ def register(ddp: DistributedDataParallel, communication: str, rank: int) -> Non
             setattr(ddp, COMPRESSION, state)
 
 
-def compression(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
+def get_powersgd_state(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
     """What PowerSGD remembers, where a model sends its gradients that way."""
     return getattr(model, COMPRESSION, None)
 
@@ -61,21 +61,21 @@ COMPRESSION = "compression"  # the attribute of a wrapped model that holds Power
 MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, tensors by the number of a bucket
 
 
-def read_memory(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
+def read_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
     """What a process's PowerSGD carries from step to step: errors not yet sent, and the factors it begins with."""
     found: dict[str, Any] = {name: dict(getattr(state, name)) for name in MEMORY}
-    return found | {"iter": int(state.iter), "rng": pack_stream(state.rng.get_state())}
+    return found | {"iter": int(state.iter), "rng": pack_rng_state(state.rng.get_state())}
 
 
-def write_memory(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Let PowerSGD go on where `read_memory` was called."""
+def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
+    """Let PowerSGD go on where `read_powersgd_state` was called."""
     for name in MEMORY:
         setattr(state, name, {bucket: value.to(device) for bucket, value in saved[name].items()})
     state.iter = saved["iter"]
-    state.rng.set_state(unpack_stream(saved["rng"]))
+    state.rng.set_state(unpack_rng_state(saved["rng"]))
 
 
-def ring_bytes(model: nn.Module) -> int:
+def compute_ring_bytes(model: nn.Module) -> int:
     """Bytes that each process sends when all gradients are averaged over all processes in a ring, as gloo does.
 
     Of p processes each sends 2 (p - 1) / p of what it holds. 0 for a model without DDP.

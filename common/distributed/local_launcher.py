@@ -22,14 +22,14 @@ from pathlib import Path
 
 from common.core import host_memory
 from common.core.errors import EXIT_RESUMABLE, UserError
-from common.core.signals import ECHO, SIGNALS, die_with_parent
-from common.distributed.rendezvous import Place
+from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS, die_with_parent
+from common.distributed.rank_info import RankInfo
 
 NEW = 60.0  # seconds in which a folder may not have its lock yet
 
 
 @dataclasses.dataclass
-class Child:
+class ChildRank:
     rank: int
     pid: int
     status: int | None = None
@@ -44,8 +44,8 @@ class Child:
         return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else None
 
 
-def fork_all(
-    body: Callable[[Place], None],
+def run_ranks(
+    body: Callable[[RankInfo], None],
     size: int,
     nodes: int,
     meanwhile: Callable[[], None],
@@ -58,24 +58,24 @@ def fork_all(
     `meanwhile` runs here while they start. The first process that fails ends all others: its
     message or traceback is shown once, those of its peers are only in their logs.
     """
-    private, lock = meeting_place()
-    children: list[Child] = []
-    asked, kills = Asked(children), host_memory.count_oom_kills()
+    private, lock = create_rendezvous_dir()
+    children: list[ChildRank] = []
+    asked, kills = StopForwarder(children), host_memory.count_oom_kills()
     try:
         for rank in range(size):
-            place = Place(rank, size, rank, size, rank // (size // nodes), nodes, "local", str(private / "store"))
-            children.append(Child(rank, fork(body, place, private)))
+            place = RankInfo(rank, size, rank, size, rank // (size // nodes), nodes, "local", str(private / "store"))
+            children.append(ChildRank(rank, fork_rank(body, place, private)))
         if asked.number:
             asked.tell()  # those that were not there yet
         meanwhile()
-        return wait_all(children, private, asked, why, kills)
-    except Stopped as stopped:
+        return wait_for_ranks(children, private, asked, why, kills)
+    except StoppedAtOnce as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
     finally:
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        end_all(children)
+        kill_ranks(children)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         shutil.rmtree(private, ignore_errors=True)
         os.close(lock)
@@ -83,7 +83,7 @@ def fork_all(
             print("\x1b[?25h", end="", flush=True)  # a progress bar that was ended has hidden the cursor
 
 
-class Stopped(Exception):
+class StoppedAtOnce(Exception):
     """Told a second time to stop, or before there was anything to save."""
 
     def __init__(self, number: int) -> None:
@@ -91,18 +91,18 @@ class Stopped(Exception):
         super().__init__("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
 
-class Asked:
+class StopForwarder:
     """Whether we were told to stop: the first time all processes are, and they save and leave; then it ends at once."""
 
-    def __init__(self, children: list[Child]) -> None:
+    def __init__(self, children: list[ChildRank]) -> None:
         self.children, self.number, self.heard = children, 0, 0.0
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: object) -> None:
-        if self.number and (number == signal.SIGINT or time.monotonic() - self.heard > ECHO):
-            raise Stopped(number)
+        if self.number and (number == signal.SIGINT or time.monotonic() - self.heard > REPEAT_SECONDS):
+            raise StoppedAtOnce(number)
         if self.number:
             return
         self.number, self.heard = number, time.monotonic()
@@ -117,7 +117,7 @@ class Asked:
                     os.kill(child.pid, signal.SIGUSR2)
 
 
-def meeting_place() -> tuple[Path, int]:
+def create_rendezvous_dir() -> tuple[Path, int]:
     """A private folder for the processes to meet in, and its lock, which we and our children hold as long as we live.
 
     Folders whose lock nobody holds any more are swept away: a launcher that was killed left them.
@@ -139,21 +139,21 @@ def meeting_place() -> tuple[Path, int]:
     return private, lock
 
 
-def fork(body: Callable[[Place], None], place: Place, private: Path) -> int:
+def fork_rank(body: Callable[[RankInfo], None], place: RankInfo, private: Path) -> int:
     """Start one process; returns its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
     # a signal between the fork and the child's own handlers would run the parent's handlers in the child
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     pid = os.fork()
     if pid == 0:
         run_child(body, place, private, parent)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return pid
 
 
-def run_child(body: Callable[[Place], None], place: Place, private: Path, parent: int) -> None:
+def run_child(body: Callable[[RankInfo], None], place: RankInfo, private: Path, parent: int) -> None:
     """The life of a forked process; never returns."""
     status = 1
     try:
@@ -163,11 +163,11 @@ def run_child(body: Callable[[Place], None], place: Place, private: Path, parent
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and it tells us
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         body(place)
         status = 0
     except BaseException as error:  # noqa: BLE001 (every end is told to the parent)
-        status = EXIT_RESUMABLE if is_leaving(error) else 2 if isinstance(error, UserError) else 1
+        status = EXIT_RESUMABLE if is_stop_request(error) else 2 if isinstance(error, UserError) else 1
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         note = {"user": isinstance(error, UserError), "text": text}
         with contextlib.suppress(OSError):
@@ -179,23 +179,25 @@ def run_child(body: Callable[[Place], None], place: Place, private: Path, parent
         os._exit(status)
 
 
-def is_leaving(error: BaseException) -> bool:
+def is_stop_request(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE
 
 
-def wait_all(children: list[Child], private: Path, asked: Asked, why: Callable[[str], None], kills: int) -> int:
+def wait_for_ranks(
+    children: list[ChildRank], private: Path, asked: StopForwarder, why: Callable[[str], None], kills: int
+) -> int:
     """Wait until all have ended well, or the first one badly; tells what happened and returns the exit status.
 
     `kills` is what `host_memory.count_oom_kills` gave before they started.
     """
     while any(child.status is None for child in children):
-        ended = [child for child in children if child.status is None and reap(child)]
+        ended = [child for child in children if child.status is None and reap_child(child)]
         failed = [child for child in ended if child.status and child.exit_status != EXIT_RESUMABLE]
         if failed and asked.number and all(child.signal == signal.SIGUSR2 for child in failed):
-            raise Stopped(asked.number)  # it had not begun to listen
+            raise StoppedAtOnce(asked.number)  # it had not begun to listen
         if failed:
-            return tell(
-                first_cause(failed, private), len(children), private, why, host_memory.count_oom_kills() > kills
+            return report_failure(
+                find_first_cause(failed, private), len(children), private, why, host_memory.count_oom_kills() > kills
             )
         if not ended:
             time.sleep(0.01)
@@ -204,10 +206,10 @@ def wait_all(children: list[Child], private: Path, asked: Asked, why: Callable[[
     return 0
 
 
-def first_cause(failed: list[Child], private: Path) -> Child:
+def find_first_cause(failed: list[ChildRank], private: Path) -> ChildRank:
     """Of processes found dead at once, the one that began it: a killed one, else the first that raised."""
 
-    def when(child: Child) -> float:
+    def when(child: ChildRank) -> float:
         with contextlib.suppress(OSError):
             return (private / f"error-{child.rank}.json").stat().st_mtime
         return 0.0
@@ -215,14 +217,16 @@ def first_cause(failed: list[Child], private: Path) -> Child:
     return min(failed, key=when)
 
 
-def reap(child: Child) -> bool:
+def reap_child(child: ChildRank) -> bool:
     pid, status = os.waitpid(child.pid, os.WNOHANG)
     if pid:
         child.status = status
     return bool(pid)
 
 
-def tell(child: Child, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool) -> int:
+def report_failure(
+    child: ChildRank, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool
+) -> int:
     """Print why a run failed; returns its exit status."""
     assert child.status is not None
     others = f"; the other {size - 1} were stopped" if size > 1 else ""
@@ -247,9 +251,9 @@ def tell(child: Child, size: int, private: Path, why: Callable[[str], None], sho
     return os.WEXITSTATUS(child.status)
 
 
-def end_all(children: list[Child]) -> None:
+def kill_ranks(children: list[ChildRank]) -> None:
     """End all that still run."""
-    alive = [child for child in children if child.status is None and not reap(child)]
+    alive = [child for child in children if child.status is None and not reap_child(child)]
     for child in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)

@@ -63,7 +63,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         return away * scale.view(channel) + (self.bias - offset * scale).view(channel)
 
 
-def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """The model with synchronised BatchNorm: torch's own on a GPU, ours on the CPU; names and values stay."""
     if device.type == "cuda":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
@@ -73,7 +73,7 @@ def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def waited(model: nn.Module) -> float:
+def take_waiting_seconds(model: nn.Module) -> float:
     """Seconds that synchronised BatchNorm waited in forwards since the last call."""
     seconds = 0.0
     for module in model.modules():
@@ -83,13 +83,13 @@ def waited(model: nn.Module) -> float:
 
 
 @torch.no_grad()
-def agree(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Average the buffers over all processes of a group, in one message: each has seen other samples. All call it."""
-    average([buffer for buffer in model.buffers() if buffer.is_floating_point()], group)
+    average_tensors([buffer for buffer in model.buffers() if buffer.is_floating_point()], group)
 
 
 @torch.no_grad()
-def average(values: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+def average_tensors(values: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Replace tensors of one type by their means over all processes of a group, in one message."""
     if not values or dist.get_world_size(group) == 1:
         return

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.distributed.sync_batchnorm import waited
+from common.distributed.sync_batchnorm import take_waiting_seconds
 from common.measure.device_clock import Clock, Stamp
 from common.measure.straggler import find_straggler
 from common.measure.timing import time_calls
@@ -78,7 +78,7 @@ class StepTimes:
             self._keep()
 
     def _keep(self) -> None:
-        self.marks["in norms"] = waited(self.model)
+        self.marks["in norms"] = take_waiting_seconds(self.model)
         if self.skip:
             self.skip -= 1
         else:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import checkpointer, storage
-from common.checkpoint.storage import Rejected, Snapshot
+from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.core.errors import UserError
 from common.data.prepare import hash_file
 from common.models import networks
@@ -152,9 +152,11 @@ def read_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
     """The model in a checkpoint folder, such as runs/<id>/attempts/0001/checkpoints/step-00000100."""
     try:
         place = path.absolute()
-        snapshot = Snapshot(Folder(place.parents[3], int(place.parents[1].name)), int(place.name.removeprefix("step-")))
-        return checkpointer.read_model(snapshot)
+        snapshot = CheckpointPath(
+            Folder(place.parents[3], int(place.parents[1].name)), int(place.name.removeprefix("step-"))
+        )
+        return checkpointer.read_full_model(snapshot)
     except (ValueError, IndexError):
         raise UserError(f"weights={text}: neither a run folder nor a checkpoint folder of one") from None
-    except Rejected as reason:
+    except InvalidCheckpoint as reason:
         raise UserError(f"weights={text}: {storage.MANIFEST} and its files are not sound: {reason}") from None

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.checkpoint.state_dicts import plain_names
+from common.checkpoint.state_dicts import strip_wrapper_prefix
 from common.core.errors import UserError
 
 Recipe = dict[str, Any]  # "class" and "arguments": what builds a model again
@@ -246,7 +246,7 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 
 def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict under our names: torchvision's layer1.0 is our layer1_0, and DDP puts module. before each name."""
-    plain = plain_names(state)
+    plain = strip_wrapper_prefix(state)
     return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): value for name, value in plain.items()}
 
 

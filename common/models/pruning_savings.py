@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.core.errors import first_line
 from common.measure.timing import time_calls
 from common.models import exporting
 from common.models import int8 as quantise
@@ -161,7 +162,7 @@ def exported(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
         answer = exporting.write_program(model, x, path)
         difference = float((answer - expected).abs().max())
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-        return {"export_problem": (str(error).splitlines() or [type(error).__name__])[0]}
+        return {"export_problem": first_line(error)}
     return {"export": str(path), "export_bytes": path.stat().st_size, "export_difference": difference}
 
 

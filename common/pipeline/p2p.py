@@ -131,7 +131,7 @@ class Network:
         if self.world.backend != "nccl" or self.world.size == 1:
             return dict.fromkeys(channels)
         members = [self.world.global_rank(rank) for rank in range(self.world.size)]
-        alone: Any = {"timeout": self.world.timeout, "use_local_synchronization": bool(self.world.members)}
+        alone: Any = {"timeout": self.world.timeout, "use_local_synchronization": bool(self.world.global_ranks)}
         return {channel: cast(dist.ProcessGroup, dist.new_group(members, **alone)) for channel in channels}
 
     def _connect(self) -> None:

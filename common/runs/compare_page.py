@@ -16,25 +16,25 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative, sample_colorscale
 from plotly.subplots import make_subplots
 
-from common.runs.metric_curves import Curve, Curves
+from common.runs.metric_curves import Curve, RunCurves
 
 DASH = {"finished": "solid", "running": "dot", "pending": "dot"}  # everything else is broken off: dash
 HEIGHT, GAP = 330, 85  # pixels of one row of plots, and between two
 ROOM = 16  # bars whose names find room under them
 
-NOTHING = "-"  # where a run has no such number
+MISSING = "-"  # where a run has no such number
 MARK = '<meta name="generator" content="make compare">'  # only a file with it is written over
 
 
 @dataclass(frozen=True)
-class Picture:
+class ComparedRun:
     """One run as the page shows it."""
 
     key: str
     """What tells it from all others: its id."""
     label: str
     state: str
-    curves: Curves
+    curves: RunCurves
     columns: dict[str, str]
     """Head and text of its line in the first table."""
     settings: dict[str, str]
@@ -51,14 +51,14 @@ class Picture:
         return self.label if self.state == "finished" else f"{self.label} ({self.state})"
 
 
-def colours(count: int) -> list[str]:
+def choose_colours(count: int) -> list[str]:
     """Colours that can be told apart, as far as there are so many."""
     if count <= len(qualitative.D3):
         return list(qualitative.D3[:count])
     return list(sample_colorscale("Turbo", [0.04 + 0.92 * i / (count - 1) for i in range(count)]))
 
 
-def line(run: Picture, curve: Curve, colour: str, shown: str, spread: bool) -> go.Scatter:
+def draw_curve(run: ComparedRun, curve: Curve, colour: str, shown: str, spread: bool) -> go.Scatter:
     """A curve against steps; what else it can be drawn against travels along."""
     beside = np.column_stack([curve.at, curve.low, curve.high])
     hover = f"step %{{customdata[0]:,}}, %{{customdata[1]:,}} samples, %{{customdata[2]:.1f}} s<br>%{{y:{shown}}}"
@@ -77,7 +77,7 @@ def line(run: Picture, curve: Curve, colour: str, shown: str, spread: bool) -> g
     )
 
 
-def bar(run: Picture, value: float, colour: str, shown: str) -> go.Bar:
+def draw_bar(run: ComparedRun, value: float, colour: str, shown: str) -> go.Bar:
     key = html.escape(run.key)
     return go.Bar(
         x=[key],
@@ -101,15 +101,15 @@ class Panel:
     curves: bool = True
 
 
-def panels(runs: Sequence[Picture]) -> list[Panel]:
+def build_panels(runs: Sequence[ComparedRun]) -> list[Panel]:
     """The plots that have something to show."""
-    drawn = list(zip(runs, colours(len(runs)), strict=True))
+    drawn = list(zip(runs, choose_colours(len(runs)), strict=True))
 
     def curves(of: Any, shown: str, spread: bool = False) -> list[go.Scatter | go.Bar]:
-        return [line(r, of(r), c, shown, spread) for r, c in drawn if of(r) is not None and len(of(r))]
+        return [draw_curve(r, of(r), c, shown, spread) for r, c in drawn if of(r) is not None and len(of(r))]
 
     def bars(of: Any, shown: str) -> list[go.Scatter | go.Bar]:
-        return [bar(r, of(r), c, shown) for r, c in drawn if of(r) is not None]
+        return [draw_bar(r, of(r), c, shown) for r, c in drawn if of(r) is not None]
 
     found = [
         Panel("training loss", curves(lambda r: r.curves.loss, ".4g", True)),
@@ -122,9 +122,9 @@ def panels(runs: Sequence[Picture]) -> list[Panel]:
     return [panel for panel in found if panel.traces]
 
 
-def figure(runs: Sequence[Picture]) -> go.Figure | None:
+def build_figure(runs: Sequence[ComparedRun]) -> go.Figure | None:
     """All plots in one figure, so that they share a legend; None where no run has anything to draw."""
-    found = panels(runs)
+    found = build_panels(runs)
     if not found:
         return None
     rows = (len(found) + 1) // 2
@@ -155,42 +155,42 @@ def figure(runs: Sequence[Picture]) -> go.Figure | None:
     return plot
 
 
-def cell(text: str) -> str:
+def format_cell(text: str) -> str:
     return f"<td>{html.escape(text)}</td>"
 
 
-def head(words: Sequence[str]) -> str:
+def format_header(words: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<th>{html.escape(word)}</th>" for word in words) + "</tr>"
 
 
-def runs_table(runs: Sequence[Picture]) -> str:
+def format_runs_table(runs: Sequence[ComparedRun]) -> str:
     """Final numbers and links, a line a run."""
-    names = list(dict.fromkeys(name for run in runs for name, text in run.columns.items() if text != NOTHING))
-    lines = [head(["run", "state", *names, "files"])]
-    for run, colour in zip(runs, colours(len(runs)), strict=True):
+    names = list(dict.fromkeys(name for run in runs for name, text in run.columns.items() if text != MISSING))
+    lines = [format_header(["run", "state", *names, "files"])]
+    for run, colour in zip(runs, choose_colours(len(runs)), strict=True):
         links = " ".join(f'<a href="{html.escape(to)}">{html.escape(word)}</a>' for word, to in run.links.items())
         mark = f'<span class="mark" style="background:{colour}"></span>'
         state = f'<span class="state {html.escape(run.state)}">{html.escape(run.state)}</span>'
-        cells = "".join(cell(run.columns.get(name, NOTHING)) for name in names)
+        cells = "".join(format_cell(run.columns.get(name, MISSING)) for name in names)
         lines.append(f"<tr><td>{mark}{html.escape(run.label)}</td><td>{state}</td>{cells}<td>{links}</td></tr>")
     return f"<table>{''.join(lines)}</table>"
 
 
-def settings_table(runs: Sequence[Picture], differing: Sequence[str]) -> str:
+def format_settings_table(runs: Sequence[ComparedRun], differing: Sequence[str]) -> str:
     """The settings in which runs differ, a line a run."""
     if not differing:
         return "<p>The runs have the same settings.</p>"
-    lines = [head(["run", *differing])]
-    for run, colour in zip(runs, colours(len(runs)), strict=True):
+    lines = [format_header(["run", *differing])]
+    for run, colour in zip(runs, choose_colours(len(runs)), strict=True):
         mark = f'<span class="mark" style="background:{colour}"></span>'
-        cells = "".join(cell(run.settings.get(key, NOTHING)) for key in differing)
+        cells = "".join(format_cell(run.settings.get(key, MISSING)) for key in differing)
         lines.append(f"<tr><td>{mark}{html.escape(run.label)}</td>{cells}</tr>")
     return f"<table>{''.join(lines)}</table>"
 
 
-def page(runs: Sequence[Picture], differing: Sequence[str]) -> str:
+def render_page(runs: Sequence[ComparedRun], differing: Sequence[str]) -> str:
     """The whole page as HTML."""
-    plot = figure(runs)
+    plot = build_figure(runs)
     drawn = "<p>No run has begun to train yet.</p>"
     if plot is not None:
         unused = ["sendChartToCloud", "select2d", "lasso2d"]  # nothing leaves this page
@@ -206,8 +206,8 @@ def page(runs: Sequence[Picture], differing: Sequence[str]) -> str:
 <p class="note">Made {made}. A point of a curve is the mean of some consecutive steps, with the lowest and highest of
 them beside the pointer. Dotted: still running. Dashed: ended early.</p>
 {drawn}
-<h2>Results</h2><div class="wide">{runs_table(runs)}</div>
-<h2>What differs in the settings</h2><div class="wide">{settings_table(runs, differing)}</div>
+<h2>Results</h2><div class="wide">{format_runs_table(runs)}</div>
+<h2>What differs in the settings</h2><div class="wide">{format_settings_table(runs, differing)}</div>
 <script>{SORT}</script></body></html>
 """
 

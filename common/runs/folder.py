@@ -72,15 +72,15 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
         with disk_errors(path):
             beside.write_text(text)
             if durable:
-                sync(beside)
+                fsync_path(beside)
             beside.replace(path)
             if durable:
-                sync(path.parent)
+                fsync_path(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Bring a file, or the names in a folder, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -189,7 +189,7 @@ class Folder:
         text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
         write_atomic(self.attempt / "attempt.json", text, durable=True)
         with disk_errors(self.attempt):
-            sync(self.attempt.parent)
+            fsync_path(self.attempt.parent)
 
     def chain(self) -> list[tuple[Folder, int | None]]:
         """The attempts that count, newest first, each with its last step that counts (None: all of them).

@@ -32,7 +32,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Curves:
+class RunCurves:
     """What is drawn of a run."""
 
     loss: Curve
@@ -42,7 +42,7 @@ class Curves:
     """Evaluations by name, such as test_accuracy."""
 
 
-def read(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> Curves:
+def read_curves(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> RunCurves:
     """The curves of a run's rows of metrics. Rows that are not as they should be are left out.
 
     `ends` are the last steps of starts that another one continued.
@@ -64,13 +64,13 @@ def read(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> Curves:
         for name, value in row.items():
             if name not in AXES and isinstance(value, int | float):
                 tests.setdefault(name, []).append((*at, value))
-    table = numbers(steps, 5)
-    found = {name: numbers(values, 4) for name, values in tests.items()}
+    table = to_table(steps, 5)
+    found = {name: to_table(values, 4) for name, values in tests.items()}
     evaluations = {name: Curve(own[:, :3], own[:, 3], own[:, 3], own[:, 3]) for name, own in found.items()}
-    return Curves(means(table), speeds(table), evaluations)
+    return RunCurves(compute_loss_curve(table), compute_speed_curve(table), evaluations)
 
 
-def numbers(rows: list[tuple[float, ...]], width: int) -> Numbers:
+def to_table(rows: list[tuple[float, ...]], width: int) -> Numbers:
     """[rows, width]; without the rows that hold something else than numbers."""
     try:
         return np.array(rows, dtype=np.float64).reshape(len(rows), width)
@@ -79,14 +79,14 @@ def numbers(rows: list[tuple[float, ...]], width: int) -> Numbers:
         return np.array(sound, dtype=np.float64).reshape(len(sound), width)
 
 
-def edges(count: int) -> NDArray[np.int64]:
+def compute_group_bounds(count: int) -> NDArray[np.int64]:
     """Where the groups of consecutive steps begin and end."""
     return np.unique(np.linspace(0, count, min(count, POINTS) + 1).astype(np.int64))
 
 
-def grouped(at: Numbers, above: Numbers, below: Numbers) -> Curve:
+def average_groups(at: Numbers, above: Numbers, below: Numbers) -> Curve:
     """Sum of `above` / sum of `below` in groups of consecutive rows; each point stands at its group's last row."""
-    bounds = edges(len(at))
+    bounds = compute_group_bounds(len(at))
     first, last = bounds[:-1], bounds[1:] - 1
     if not len(first):
         return Curve(np.empty((0, 3)), np.empty(0), np.empty(0), np.empty(0))
@@ -94,13 +94,13 @@ def grouped(at: Numbers, above: Numbers, below: Numbers) -> Curve:
     return Curve(at[last], mean, np.minimum.reduceat(each, first), np.maximum.reduceat(each, first))
 
 
-def means(table: Numbers) -> Curve:
+def compute_loss_curve(table: Numbers) -> Curve:
     """The loss."""
-    return grouped(table[:, :3], table[:, 3], np.ones(len(table)))
+    return average_groups(table[:, :3], table[:, 3], np.ones(len(table)))
 
 
-def speeds(table: Numbers) -> Curve:
+def compute_speed_curve(table: Numbers) -> Curve:
     """Samples a second; a step that came after something else is not counted."""
     samples, seconds = np.diff(table[:, 1]), np.diff(table[:, 2])
     counted = (table[1:, 4] == 0) & (seconds > 0)
-    return grouped(table[1:, :3][counted], samples[counted], seconds[counted])
+    return average_groups(table[1:, :3][counted], samples[counted], seconds[counted])

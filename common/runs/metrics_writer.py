@@ -14,12 +14,12 @@ from common.core.errors import UserError
 from common.runs.folder import disk_errors
 
 
-def finite(row: dict[str, Any]) -> dict[str, Any]:
+def replace_nonfinite(row: dict[str, Any]) -> dict[str, Any]:
     """A row with null for what JSON cannot hold: a loss that is no number or infinite."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-class Rows:
+class MetricsWriter:
     """Rows go to the disk at once, or wait here until it takes them."""
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
@@ -30,7 +30,7 @@ class Rows:
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write rows; where the disk refuses, say so once and keep them for the next time."""
-        self.waiting += [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
+        self.waiting += [json.dumps(replace_nonfinite(row), allow_nan=False) + "\n" for row in rows]
         try:
             self.flush()
         except UserError as error:

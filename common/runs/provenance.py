@@ -21,12 +21,12 @@ PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "ome
 SOURCE = ("experiments", "common", "slurm", "configs", "tests")  # and the files beside these folders
 
 
-def now() -> str:
+def utc_now() -> str:
     """The time in UTC, to the second, as ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def git(*arguments: str) -> str | None:
+def run_git(*arguments: str) -> str | None:
     """The output of a git command in the source tree, or None without git or outside a checkout."""
     try:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -36,9 +36,9 @@ def git(*arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def source_files() -> list[Path]:
+def list_source_files() -> list[Path]:
     """The source, new files included, relative to the root; never what runs or caches left in the checkout."""
-    listed = git("ls-files", "-co", "--exclude-standard", "-z")
+    listed = run_git("ls-files", "-co", "--exclude-standard", "-z")
     if listed:
         found = [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
         return [path for path in found if len(path.parts) == 1 or path.parts[0] in SOURCE]
@@ -47,14 +47,14 @@ def source_files() -> list[Path]:
     return [path.relative_to(ROOT) for path in beside + inside if "__pycache__" not in path.parts]
 
 
-def version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def cpu_model() -> str | None:
+def read_cpu_model() -> str | None:
     """The processor's name as Linux gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -63,9 +63,9 @@ def cpu_model() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def machine_name(device: str) -> str:
+def describe_machine(device: str) -> str:
     """The kind of machine, for what was measured on one: processor, cores, and the first GPU where one is used."""
-    name = f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores"
+    name = f"{read_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
     if device == "cuda":
         import torch
 
@@ -73,9 +73,9 @@ def machine_name(device: str) -> str:
     return name
 
 
-def visible_gpus() -> int:
+def count_visible_gpus() -> int:
     """The GPUs that a process started here would see. Asks neither torch nor CUDA: a parent that has cannot fork."""
-    if (version("torch") or "").endswith("+cpu"):  # it has no use for those that are there
+    if (package_version("torch") or "").endswith("+cpu"):  # it has no use for those that are there
         return 0
     there = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -85,57 +85,62 @@ def visible_gpus() -> int:
     return min(there, sum(1 for _ in named))  # CUDA looks no further than the first that is no device
 
 
-def dirty() -> bool | None:
+def has_uncommitted_changes() -> bool | None:
     """Whether the checkout has changes that are not committed; None where there is none."""
-    status = git("status", "--porcelain")
+    status = run_git("status", "--porcelain")
     return bool(status) if status is not None else None
 
 
-def snapshot(folder: Folder) -> None:
+def copy_source(folder: Folder) -> None:
     """Copy the source into `code/`."""
     code = folder.path / "code"
     with disk_errors(code):
-        for name in source_files():
+        for name in list_source_files():
             (code / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, code / name)
 
 
-def describe(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:
+def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:
     """Write meta.json: everything that a later reader needs to trust or repeat the run."""
     meta = {
         "git": {
-            "sha": (git("rev-parse", "HEAD") or "").strip() or None,
-            "dirty": dirty(),
-            "diff": git("diff", "HEAD") or None,
+            "sha": (run_git("rev-parse", "HEAD") or "").strip() or None,
+            "dirty": has_uncommitted_changes(),
+            "diff": run_git("diff", "HEAD") or None,
         },
-        "packages": {package: version(package) for package in PACKAGES},
+        "packages": {package: package_version(package) for package in PACKAGES},
         "python": platform.python_version(),
-        "machine": {"host": socket.gethostname(), "system": platform.platform(), "cpu": cpu_model()}
+        "machine": {"host": socket.gethostname(), "system": platform.platform(), "cpu": read_cpu_model()}
         | {"cores": len(os.sched_getaffinity(0))},
         "argv": [sys.executable, *arguments],
         "data": data,
-        "prepared_by": this_process(),
+        "prepared_by": identify_process(),
         "history": [],
     }
     write_json(folder.path / "meta.json", meta)
 
 
-def begin(folder: Folder) -> None:
+def record_attempt(folder: Folder) -> None:
     """Note in meta.json that an attempt starts here and now."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
-    entry = {"attempt": folder.number, "start": now(), "end": None, "state": "running"}
-    entry |= this_process() | {"slurm": slurm or None, "starter": starter()}
+    entry = {"attempt": folder.number, "start": utc_now(), "end": None, "state": "running"}
+    entry |= identify_process() | {"slurm": slurm or None, "starter": identify_launcher()}
     meta = read_json(folder.path / "meta.json")
     meta.setdefault("history", []).append(entry)
     write_json(folder.path / "meta.json", meta)
 
 
-def this_process() -> dict[str, Any]:
+def identify_process() -> dict[str, Any]:
     """What tells whether this process still runs."""
-    return {"host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "pid_started": ticks("self")}
+    return {
+        "host": socket.gethostname(),
+        "boot": read_boot_id(),
+        "pid": os.getpid(),
+        "pid_started": read_start_ticks("self"),
+    }
 
 
-def boot_id() -> str:
+def read_boot_id() -> str:
     """The start of this machine's kernel, which stays when the host gets another name; empty where it is not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -143,33 +148,34 @@ def boot_id() -> str:
         return ""
 
 
-def ticks(pid: int | str) -> int:
+def read_start_ticks(pid: int | str) -> int:
     """When a process began, which tells it from a later one with the same pid."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def starter() -> str | None:
+def identify_launcher() -> str | None:
     """What all starts by the same SLURM job, or else by the same torchrun, have in common."""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
         return (
-            f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()} {ticks(os.getppid())}"
+            f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent} {read_start_ticks(parent)}"
         )
     return None
 
 
-def started_before(runs: Path, name: str, arguments: list[str]) -> Folder | None:
+def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> Folder | None:
     """The run that an earlier start by the same job or torchrun made with the same command line."""
     for path in sorted(runs.glob(f"{name}-*/meta.json"), reverse=True):
         meta = read_json(path)
         begun = [entry.get("starter") for entry in meta.get("history", [])[:1]]
-        if begun == [starter()] != [None] and meta.get("argv", [])[1:] == arguments:
+        if begun == [identify_launcher()] != [None] and meta.get("argv", [])[1:] == arguments:
             return Folder(path.parent)
     return None
 
 
-def amend(folder: Folder, **facts: Any) -> None:
+def update_metadata(folder: Folder, **facts: Any) -> None:
     """Add facts to meta.json; `state` and `end` go to the newest entry of its history."""
     meta = read_json(folder.path / "meta.json")
     for name in ("state", "end"):

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config, network
-from common.core.errors import UserError
+from common.core.errors import UserError, first_line
 from common.runs import result as summary
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
 from configs.shared import Experiment
 
 MODES = ("auto", "online", "offline", "disabled")
-PASSED = "passed_on.json"  # in an attempt's folder: how many of its rows W&B has got
+FORWARDED = "passed_on.json"  # in an attempt's folder: how many of its rows W&B has got
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 SERVICE = "WANDB_SERVICE"  # how wandb finds the helper process of an earlier wandb
 POLL = 0.3  # seconds between two looks at the metrics file
@@ -42,7 +42,7 @@ REACH = 3.0  # seconds for the W&B host to answer
 INIT = 20.0  # seconds for an online wandb.init
 
 
-def asked_mode(settings: Experiment) -> str:
+def read_requested_mode(settings: Experiment) -> str:
     """One of MODES. Raises UserError for a WANDB_MODE that is none of them."""
     mode = os.environ.get("WANDB_MODE") or settings.wandb.mode
     mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # W&B's older names
@@ -60,7 +60,7 @@ class Tracker:
     @classmethod
     def start(cls, settings: Experiment, folder: Folder) -> Tracker | None:
         """Start tracking, or return None where it is switched off or has no room to start."""
-        mode = asked_mode(settings)
+        mode = read_requested_mode(settings)
         if mode == "disabled":
             return None
         # observability is W&B's own telemetry: ten seconds at the end where the host does not answer
@@ -71,7 +71,7 @@ class Tracker:
             (folder.path / "wandb").mkdir(exist_ok=True)
             with open(folder.attempt / "logs" / "tracker.log", "wb") as log:
                 process = subprocess.Popen(
-                    command(folder, mode),
+                    build_command(folder, mode),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -105,7 +105,7 @@ class Tracker:
         return f"W&B: offline{reason}; upload with: wandb sync {shlex.quote(status['dir'])}{rest}"
 
 
-def command(folder: Folder, mode: str, reason: str = "") -> list[str]:
+def build_command(folder: Folder, mode: str, reason: str = "") -> list[str]:
     return [sys.executable, "-m", "common.runs.wandb_tracker", str(folder.path), str(folder.number), mode, reason]
 
 
@@ -121,7 +121,7 @@ def choose_mode(asked: str) -> tuple[str, str]:
             return "offline", f"`wandb {settings.mode}` was set on this machine"
         if not wandb.login(prompt=False, verify=False):
             return "offline", "no W&B account is configured"
-        silent = network.silence(settings.base_url, REACH)
+        silent = network.probe_url(settings.base_url, REACH)
         if silent:
             return "offline", f"{settings.base_url} does not answer: {silent}"
         wandb.Api(timeout=round(REACH))  # raises unless the host knows the key
@@ -130,7 +130,7 @@ def choose_mode(asked: str) -> tuple[str, str]:
     return "online", ""
 
 
-def need_account() -> None:
+def require_account() -> None:
     """Raise UserError, with the reason, unless there is a W&B account whose host answers."""
     os.environ.pop("WANDB_MODE", None)  # it is about runs
     mode, why = choose_mode("online")
@@ -140,20 +140,18 @@ def need_account() -> None:
         )
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def load_run_config(folder: Folder) -> Experiment:
+    return config.build_config(
+        config.import_schema(folder.experiment), [config.read_config_file(folder.path / "config.yaml")]
+    )
 
 
-def settings_of(folder: Folder) -> Experiment:
-    return config.resolve(config.schema_of(folder.experiment), [config.read_file(folder.path / "config.yaml")])
-
-
-def open_run(folder: Folder, mode: str) -> Any:
+def init_wandb_run(folder: Folder, mode: str) -> Any:
     """wandb.init with the run's own id, name, configuration and tags."""
     import wandb
 
-    settings = settings_of(folder)
-    name = config.name_of(type(settings))
+    settings = load_run_config(folder)
+    name = config.experiment_name(type(settings))
     meta = read_json(folder.path / "meta.json")
     facts = {"experiment": name, "world_size": settings.processes}
     facts["meta"] = meta | {"git": meta.get("git", {}).get("sha")}
@@ -185,18 +183,18 @@ def open_run(folder: Folder, mode: str) -> Any:
     return run
 
 
-def watch(folder: Folder, closed: threading.Event, seconds: float) -> None:
+def wait_for_owner_exit(folder: Folder, closed: threading.Event, seconds: float) -> None:
     """Tell when stdin closes, however the owner ended, and end this process `seconds` later, whatever it is at."""
     sys.stdin.read()
     if not folder.result:  # the owner was killed: its ranks end a moment after it, and may still write
         time.sleep(POLL)
     closed.set()
     time.sleep(seconds)
-    end_children()
+    kill_children()
     os._exit(1)
 
 
-def follow(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] | None]:
+def follow_rows(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] | None]:
     """The rows of a growing file; None whenever there is no more for now. Ends when `closed`, after the last row."""
     position, rest = 0, ""
     while True:
@@ -225,36 +223,38 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     ctypes.CDLL(None).prctl(SUBREAPER, 1)  # what W&B's helpers leave behind becomes our child
     folder = Folder(Path(path), int(attempt))
     closed = threading.Event()
-    threading.Thread(target=watch, args=(folder, closed, settings_of(folder).wandb.finish_timeout), daemon=True).start()
+    threading.Thread(
+        target=wait_for_owner_exit, args=(folder, closed, load_run_config(folder).wandb.finish_timeout), daemon=True
+    ).start()
     run: Any = None
-    passed_on = known_rows(folder)
-    pictures = Media(folder)
+    passed_on = read_forwarded_rows(folder)
+    pictures = MediaForwarder(folder)
     count = noted = 0
-    for row in follow(folder.metrics_file, closed):
+    for row in follow_rows(folder.metrics_file, closed):
         if row is None:
             if run is not None:
                 pictures.pass_on(run)
             if count > noted:
-                note_passed(folder, count)
+                record_forwarded(folder, count)
                 noted = count
             continue
         if run is None:  # only now, so that the import does not compete with the first step
-            run = connect(folder, mode, reason)
-        if fingerprint(row) not in passed_on:  # else a step that was done again, to the bit
+            run = connect_wandb(folder, mode, reason)
+        if row_key(row) not in passed_on:  # else a step that was done again, to the bit
             run.log(row)
         count += 1
     if run is None:
-        run = connect(folder, mode, reason)
-    note_passed(folder, count)
+        run = connect_wandb(folder, mode, reason)
+    record_forwarded(folder, count)
     pictures.pass_on(run)
     result = folder.result
-    log_model(run, folder)
+    log_model_artifact(run, folder)
     run.summary.update(summary.flat(result) | {"restarts": len(folder.attempts()) - 1})
     run.finish(exit_code=int(result.get("exit_status", 1)))
-    close_down()
+    shut_down_wandb()
 
 
-class Media:
+class MediaForwarder:
     """The images and histograms of a start that W&B has not got yet, as media.jsonl lists them."""
 
     def __init__(self, folder: Folder) -> None:
@@ -283,33 +283,33 @@ class Media:
         return wandb.Histogram(np_histogram=(content["counts"], content["edges"]))
 
 
-def fingerprint(row: dict[str, Any]) -> tuple[Any, ...]:
+def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What a row says but for the time: a step that is done again with other settings says something else."""
     return tuple(sorted((name, value) for name, value in row.items() if name != "time"))
 
 
-def note_passed(folder: Folder, rows: int) -> None:
+def record_forwarded(folder: Folder, rows: int) -> None:
     """Keep for later starts how many rows W&B has got of this one."""
     with contextlib.suppress(UserError):  # a full disk: they then come twice
-        write_json(folder.attempt / PASSED, {"rows": rows})
+        write_json(folder.attempt / FORWARDED, {"rows": rows})
 
 
-def known_rows(folder: Folder) -> set[tuple[Any, ...]]:
+def read_forwarded_rows(folder: Folder) -> set[tuple[Any, ...]]:
     """The rows of earlier starts that their tracking processes have passed on."""
     known: set[tuple[Any, ...]] = set()
     for attempt in folder.attempts():
-        count = read_json(attempt.attempt / PASSED).get("rows")
+        count = read_json(attempt.attempt / FORWARDED).get("rows")
         if attempt.number < folder.number and isinstance(count, int):
-            known |= {fingerprint(row) for row in itertools.islice(attempt.own_rows(), count)}
+            known |= {row_key(row) for row in itertools.islice(attempt.own_rows(), count)}
     return known
 
 
-def log_model(run: Any, folder: Folder) -> None:
+def log_model_artifact(run: Any, folder: Folder) -> None:
     """Give W&B the trained model as an artifact: by reference to the run folder until it is uploaded."""
     import wandb
 
     files = [folder.path / name for name in (MODEL, MODEL_FACTS)]
-    settings = settings_of(folder)
+    settings = load_run_config(folder)
     if not (settings.wandb.model and folder.result.get("state") == "finished" and all(map(Path.is_file, files))):
         return
     facts = read_json(files[1])
@@ -321,41 +321,41 @@ def log_model(run: Any, folder: Folder) -> None:
     run.log_artifact(artifact)
 
 
-def connect(folder: Folder, asked: str, reason: str) -> Any:
+def connect_wandb(folder: Folder, asked: str, reason: str) -> Any:
     """The W&B run; a failing online start is followed by an offline one in a fresh process."""
     mode, why = choose_mode(asked)
     reason = reason or why
     try:
-        run = open_run(folder, mode)
+        run = init_wandb_run(folder, mode)
     except Exception as error:  # whatever W&B says, training is recorded offline
         if mode == "offline":
             raise
-        end_children()
+        kill_children()
         os.environ.pop(SERVICE, None)
-        os.execv(sys.executable, command(folder, "offline", f"W&B refused the run: {first_line(error)}"))
+        os.execv(sys.executable, build_command(folder, "offline", f"W&B refused the run: {first_line(error)}"))
     place = {"id": run.id, "mode": mode, "reason": reason, "url": run.url, "dir": str(Path(run.dir).parent)}
     write_json(folder.path / "wandb" / "status.json", place)
     return run
 
 
-def close_down() -> None:
+def shut_down_wandb() -> None:
     """Let W&B's helper end, and leave none of its own helpers behind."""
     import wandb
 
     wandb.teardown()
-    end_children()
+    kill_children()
 
 
-def end_children() -> None:
+def kill_children() -> None:
     """Kill the processes that W&B started, and those that they started."""
-    while pids := children():
+    while pids := list_children():
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):  # W&B waits for its own
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
 
-def children() -> list[int]:
+def list_children() -> list[int]:
     """The processes that any thread of this one started."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():

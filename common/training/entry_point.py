@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint import extension, storage
-from common.checkpoint.preemption import Notice, StopRequested, name_the_silent
+from common.checkpoint.preemption import StopRequest, StopRequested, name_silent_ranks
 from common.core import config, host_memory, seeds
-from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, UNUSABLE, UserError, is_timeout, user_errors
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, UserError, is_timeout, user_errors
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
-from common.distributed.rendezvous import Place, World
+from common.distributed.rank_info import RankInfo, read_rank_info
+from common.distributed.rendezvous import World
 from common.pipeline import schedules
 from common.runs import provenance, wandb_tracker
 from common.runs.folder import Folder, disk_errors, read_json, write_json
@@ -46,11 +47,11 @@ Main = Callable[[T, World, Run], None]
 def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) -> None:
     """Run an experiment from its command line, with `sweep=true` the grid; never returns."""
     with user_errors():
-        settings = config.load(schema, sys.argv[1:])
+        settings = config.load_config(schema, sys.argv[1:])
         schedules.preflight(settings)
-        wandb_tracker.asked_mode(settings)
-        place = rendezvous.outside(os.environ)
-        resume = config.parse(sys.argv[1:]).resume
+        wandb_tracker.read_requested_mode(settings)
+        place = read_rank_info(os.environ)
+        resume = config.parse_command_line(sys.argv[1:]).resume
         given = Folder(resume.absolute()) if resume else None
         if grid is not None and settings.sweep:  # type: ignore[attr-defined]
             sweep.only_here(given is None and place is None)
@@ -66,24 +67,24 @@ def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) ->
 
 def is_finished(folder: Folder | None, settings: Experiment, speaks: bool = True) -> bool:
     """Whether there is nothing left to do, which is then said. Raises UserError where a longer run cannot go on."""
-    if folder is None or folder.result.get("state") != "finished" or extension.is_longer(folder, settings):
+    if folder is None or folder.result.get("state") != "finished" or extension.asks_for_more_steps(folder, settings):
         return False
     if speaks:
-        print(extension.describe_end(folder, settings), flush=True)
+        print(extension.describe_finished(folder, settings), flush=True)
     return True
 
 
 def check_memory(settings: Experiment) -> None:
     """Raise UserError where the model cannot fit into this host's memory; a GPU says so itself."""
-    if settings.launch.device == "cpu" or not provenance.visible_gpus():
-        host_memory.check(settings)
+    if settings.launch.device == "cpu" or not provenance.count_visible_gpus():
+        host_memory.check_host_memory(settings)
 
 
 def set_up(settings: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     """Data, and a new run folder with its first attempt; what is really used goes into the settings first."""
     prepared = prepare.prepare(settings.data, fallback)
     settings.data.name = prepared.name  # type: ignore[assignment]
-    name = config.name_of(type(settings))
+    name = config.experiment_name(type(settings))
     folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
     try:
         folder = folder.claim()
@@ -109,12 +110,12 @@ def go_on(settings: Experiment, given: Folder) -> tuple[Folder, Prepared]:
             print(f"WARNING: {attempt.metrics_file}: damaged lines are left out: {lines}", file=sys.stderr, flush=True)
     longer = given.result.get("state") == "finished"
     folder = given.claim()
-    changed = config.changes(given.path / "config.yaml", settings)
+    changed = config.find_changes(given.path / "config.yaml", settings)
     if changed:
         write_json(folder.attempt / config.CHANGED, changed)
-        print(f"with other settings than the run began with: {config.told(changed)}", flush=True)
+        print(f"with other settings than the run began with: {config.describe_changes(changed)}", flush=True)
     if longer:
-        done, total = extension.lengths(given, settings)
+        done, total = extension.count_steps(given, settings)
         print(f"trains on after step {done}; rates are those of a run of {total} steps from here on", flush=True)
     folder.retire_result()
     return folder, prepared
@@ -123,17 +124,17 @@ def go_on(settings: Experiment, given: Folder) -> tuple[Folder, Prepared]:
 def document(folder: Folder, prepared: Prepared) -> None:
     """What can be written while the processes start."""
     if not (folder.path / "meta.json").exists():
-        provenance.snapshot(folder)
-        provenance.describe(folder, sys.argv, prepared.facts())
-    provenance.begin(folder)
+        provenance.copy_source(folder)
+        provenance.write_metadata(folder, sys.argv, prepared.facts())
+    provenance.record_attempt(folder)
     prepared.verify()
 
 
-def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Prepared, notice: Notice) -> None:
+def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Prepared, notice: StopRequest) -> None:
     """One process's part of a run."""
-    if world.nodes > 1 and world.how != "local":
+    if world.nodes > 1 and world.launcher != "local":
         look_around(world, folder)
-    seed_all(seeds.derive(settings.seed, "init"))
+    seed_all(seeds.derive_seed(settings.seed, "init"))
     run = Run(settings, folder, world, prepared, notice)
     try:
         notice.all_saved = True
@@ -144,7 +145,7 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
         if notice.all_saved and notice.comes():  # others have left before
             raise StopRequested(together=False) from error
         late = is_timeout(error)
-        silent = name_the_silent(world, max(2.0, 2 * run.step_seconds())) if late else ""
+        silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if late else ""
         run.note(silent or error)
         if silent:
             raise TimeoutError(silent) from error
@@ -165,18 +166,18 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def listening(settings: Experiment, folder: Folder | None, rank: int) -> Notice:
+def listening(settings: Experiment, folder: Folder | None, rank: int) -> StopRequest:
     """From here on a notice to stop is heard; stacks go to the rank's log, or to stderr where there is none yet."""
     log = open(folder.log_file(rank), "a") if folder else sys.stderr  # noqa: SIM115 (open as long as the process lives)
-    notice = Notice(settings.checkpoint.grace, log)
+    notice = StopRequest(settings.checkpoint.grace, log)
     notice.listen()
     return notice
 
 
 def look_around(world: World, folder: Folder) -> None:
     """Compare the hosts before training. Raises UserError on rank 0, naming the one that is not sound."""
-    facts = world.gather(host_checks.short(world, folder.path))
-    wrong = world.broadcast(host_checks.problems(facts, len(set(world.hosts))) if world.is_main else None)
+    facts = world.gather(host_checks.collect_basic_facts(world, folder.path))
+    wrong = world.broadcast(host_checks.find_problems(facts, len(set(world.hosts))) if world.is_main else None)
     if wrong:
         leave_together()
         raise UserError("; ".join(wrong) if world.is_main else "another host is not sound; rank 0 names it")
@@ -213,18 +214,18 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
     if given is not None and is_finished(given, settings):
         return given, 0
     _lock = hold(given) if given is not None else None  # until this process ends
-    settings.adapt(provenance.visible_gpus())
+    settings.adapt(provenance.count_visible_gpus())
     check_memory(settings)
     folder, prepared = go_on(settings, given) if given else set_up(settings, fallback=True)
     if given:
-        saved = bool(storage.candidates(folder))
+        saved = bool(storage.list_candidates(folder))
         word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
         print(f"{given.experiment}: {settings.processes} processes, {word}run folder {given.path}", flush=True)
 
-    def body(place: Place) -> None:
+    def body(place: RankInfo) -> None:
         notice = listening(settings, folder, place.rank)
         redirect(folder.log_file(place.rank), keep_stdout=place.rank == 0)
-        with rendezvous.group(place, settings.launch) as world:
+        with rendezvous.joined_world(place, settings.launch) as world:
             train(main, settings, world, folder, prepared, notice)
 
     tracker: wandb_tracker.Tracker | None = None
@@ -233,12 +234,12 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
         nonlocal tracker
         document(folder, prepared)
         if given:
-            provenance.amend(folder, job=None)  # it is no longer a job's
+            provenance.update_metadata(folder, job=None)  # it is no longer a job's
         tracker = wandb_tracker.Tracker.start(settings, folder)
 
     status, reasons = 1, list[str]()
     try:
-        status = local_launcher.fork_all(body, settings.processes, settings.launch.nodes, meanwhile, reasons.append)
+        status = local_launcher.run_ranks(body, settings.processes, settings.launch.nodes, meanwhile, reasons.append)
     except UserError:  # the set is damaged or the disk is full, found here and not by a rank
         if given is None:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -252,7 +253,7 @@ def start_here(main: Main[T], settings: T, given: Folder | None = None) -> tuple
 
 
 def join_there(
-    main: Main[T], settings: T, place: Place, given: Folder | None = None, *, submitted: bool = False
+    main: Main[T], settings: T, place: RankInfo, given: Folder | None = None, *, submitted: bool = False
 ) -> int:
     """Be one of the processes that torchrun or SLURM started; returns the exit status.
 
@@ -260,15 +261,15 @@ def join_there(
     `submitted` run the job decides what becomes of it, not a process of it.
     """
     if place.size != settings.processes:
-        raise UserError(f"{place.how} started {place.size} processes, the settings need {settings.processes}")
+        raise UserError(f"{place.launcher} started {place.size} processes, the settings need {settings.processes}")
     if is_finished(given, settings, place.rank == 0):
         return 0
     check_memory(settings)
     notice = listening(settings, None, place.rank)
-    with rendezvous.group(place, settings.launch) as world:
-        if given is None and place.again:
-            name = config.name_of(type(settings))
-            mine = provenance.started_before(Path(settings.runs), name, sys.argv) if world.is_main else None
+    with rendezvous.joined_world(place, settings.launch) as world:
+        if given is None and place.is_restart:
+            name = config.experiment_name(type(settings))
+            mine = provenance.find_earlier_run(Path(settings.runs), name, sys.argv) if world.is_main else None
             given = world.broadcast(mine)
             if is_finished(given, settings, world.is_main):
                 return 0
@@ -348,13 +349,13 @@ def conclude(
                 write_json(folder.path / "result.json", ended)
             if ended["last_step"]:
                 print(f"metrics up to step {ended['last_step']} are in {folder.metrics_file}", file=sys.stderr)
-            if storage.candidates(folder):
+            if storage.list_candidates(folder):
                 print(f"go on with: {how_to_go_on(folder, settings, why)}", file=sys.stderr)
         state = folder.result.get("state", ended["state"])
         facts = {"world": read_json(folder.attempt / "world.json") or None}
         if not folder.superseded:  # else the newest entry of the history is another start's
             with contextlib.suppress(UserError):
-                provenance.amend(folder, state=state, end=provenance.now(), **facts)
+                provenance.update_metadata(folder, state=state, end=provenance.utc_now(), **facts)
     finally:
         if tracker is not None:
             patience = settings.wandb.finish_timeout  # those who leave wait for each other, and somebody for them
@@ -368,7 +369,7 @@ def how_to_go_on(folder: Folder, settings: Experiment, why: str) -> str:
         return f'{again} ARGS="optim.lr={settings.optim.lr / 2:g}"'
     if "ran out of memory" in why:
         return f"{again} where there is more memory, or begin a run with a smaller batch or model"
-    if UNUSABLE in why:
+    if NO_VALID_CHECKPOINT in why:
         return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
     return again
 
@@ -380,7 +381,7 @@ def how_it_ended(folder: Folder, status: int, why: str = "") -> dict[str, Any]:
     if status == 128 + signal.SIGINT:
         ended |= {"state": "cancelled", "reason": "stopped by Ctrl-C"}
     elif status == EXIT_RESUMABLE:
-        saved = bool(storage.candidates(folder))
+        saved = bool(storage.list_candidates(folder))
         ended |= {"state": "preempted", "reason": f"told to stop, {'saved' if saved else 'before the first step'}"}
     elif why:
         ended["reason"] = why

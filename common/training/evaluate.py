@@ -95,7 +95,7 @@ def classify_shared(
     look: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """The same of a model that every process holds: each takes its share of the samples. Leaves it in eval mode."""
-    sync_batchnorm.agree(model)  # each process's BatchNorm has seen other samples
+    sync_batchnorm.average_buffers(model)  # each process's BatchNorm has seen other samples
     model.eval()
     share = (world.rank, world.size)
     return classify(lambda x, _: model(x), test, world, batch=batch, dtype=dtype, share=share, look=look)

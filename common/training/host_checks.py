@@ -36,31 +36,32 @@ SLOW_DISK = 5.0  # MB/s
 SKEW = 1.0  # seconds between two clocks
 
 
-def short(world: World, folder: Path) -> dict[str, Any]:
+def collect_basic_facts(world: World, folder: Path) -> dict[str, Any]:
     """What costs next to nothing, for the start of every job."""
     cuda = world.device.type == "cuda"
     return {
         "rank": world.rank,
         "host": socket.gethostname(),
-        "address": own_address(),
-        "versions": {"python": platform.python_version()} | {p: provenance.version(p) for p in provenance.PACKAGES},
+        "address": resolve_own_address(),
+        "versions": {"python": platform.python_version()}
+        | {p: provenance.package_version(p) for p in provenance.PACKAGES},
         "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
         "memory_free_gb": round(torch.cuda.mem_get_info(world.device)[0] / 1e9, 1) if cuda else None,
         "cores": len(os.sched_getaffinity(0)),
-        "cores_asked": int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if world.how == "slurm" else 0,
-        "disk_free_gb": disk_free(folder),
+        "cores_asked": int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if world.launcher == "slurm" else 0,
+        "disk_free_gb": measure_disk_free(folder),
     }
 
 
-def own_address() -> str:
+def resolve_own_address() -> str:
     """The address that this host's name resolves to; empty if it resolves to none."""
     try:
-        return network.resolve(socket.gethostname())
+        return network.resolve_ipv4(socket.gethostname())
     except OSError:
         return ""
 
 
-def disk_free(folder: Path) -> float | None:
+def measure_disk_free(folder: Path) -> float | None:
     """Gigabytes free where runs are written; None where the folder cannot be reached."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -70,7 +71,7 @@ def disk_free(folder: Path) -> float | None:
         return None
 
 
-def all_reduce(world: World) -> dict[str, Any]:
+def check_all_reduce(world: World) -> dict[str, Any]:
     """Whether an all-reduce adds up, and how many bytes a second it carries. All ranks call it."""
     expected = world.size * (world.size + 1) / 2
     values, right = torch.empty(SIZE, device=world.device), True
@@ -88,7 +89,7 @@ def all_reduce(world: World) -> dict[str, Any]:
     return {"all_reduce_right": right, "all_reduce_gb_per_s": round(SIZE * 4 / best / 1e9, 2)}
 
 
-def product(world: World, seconds: float = 0.5) -> dict[str, Any]:
+def check_matrix_product(world: World, seconds: float = 0.5) -> dict[str, Any]:
     """Whether a matrix product is finite and the same each time, and how fast it is: the best of a few rounds.
 
     A round is long enough for a host whose processor is taken away now and then to show it. All ranks call it.
@@ -111,7 +112,7 @@ def product(world: World, seconds: float = 0.5) -> dict[str, Any]:
     return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * side**3 / 1e9, 1)}
 
 
-def clock(world: World) -> dict[str, Any]:
+def sample_clock(world: World) -> dict[str, Any]:
     """What this host's clock shows at moments that all ranks share, as well as a barrier can. All ranks call it."""
     times = []
     for _ in range(5):
@@ -120,7 +121,7 @@ def clock(world: World) -> dict[str, Any]:
     return {"times": times}
 
 
-def writing(folder: Path) -> dict[str, Any]:
+def measure_disk_writing(folder: Path) -> dict[str, Any]:
     """How fast run folders are written, to the disk itself, or why they are not."""
     file = folder / f".doctor-{secrets.token_hex(4)}"
     block = os.urandom(1 << 20)
@@ -140,7 +141,7 @@ def writing(folder: Path) -> dict[str, Any]:
         file.unlink(missing_ok=True)
 
 
-def data(cache: Path) -> dict[str, Any]:
+def check_prepared_data(cache: Path) -> dict[str, Any]:
     """The prepared sets in a folder by the checksums they should have, and the files that have another."""
     sets, damaged = {}, []
     for manifest in sorted(cache.glob("*/manifest.json")):
@@ -156,35 +157,37 @@ def data(cache: Path) -> dict[str, Any]:
     return {"data": sets, "data_damaged": damaged}
 
 
-def whole(world: World, runs: Path, cache: Path) -> dict[str, Any]:
+def collect_all_facts(world: World, runs: Path, cache: Path) -> dict[str, Any]:
     """Everything there is to know before a long job. All ranks call it; the first of each host looks at its disks."""
-    found = short(world, runs) | all_reduce(world) | product(world) | clock(world)
+    found = (
+        collect_basic_facts(world, runs) | check_all_reduce(world) | check_matrix_product(world) | sample_clock(world)
+    )
     if world.local_rank == 0:
-        found |= writing(runs) | data(cache)
+        found |= measure_disk_writing(runs) | check_prepared_data(cache)
     dist.barrier()
     return found
 
 
-def problems(facts: Sequence[dict[str, Any]], hosts: int) -> list[str]:
+def find_problems(facts: Sequence[dict[str, Any]], hosts: int) -> list[str]:
     """What is wrong, one line each, naming the host. Facts that nobody asked for are left out."""
-    found = differences(facts)
+    found = find_differences(facts)
     for f in facts:
-        found += of_one(f, hosts)
-    return found + slow_ones(facts) + clocks(facts)
+        found += find_host_problems(f, hosts)
+    return found + find_slow_hosts(facts) + find_clock_problems(facts)
 
 
-def name(f: dict[str, Any]) -> str:
+def name_host(f: dict[str, Any]) -> str:
     return f"{f['host']} (rank {f['rank']})"
 
 
-def differences(facts: Sequence[dict[str, Any]]) -> list[str]:
+def find_differences(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Versions and data that are not the same everywhere."""
     found = []
     for package in facts[0]["versions"]:
         counts = Counter(str(f["versions"].get(package)) for f in facts)
         usual, _ = counts.most_common(1)[0]
         found += [
-            f"{name(f)} has {package} {f['versions'].get(package)}, the others {usual}; use one .venv"
+            f"{name_host(f)} has {package} {f['versions'].get(package)}, the others {usual}; use one .venv"
             for f in facts
             if str(f["versions"].get(package)) != usual
         ]
@@ -193,17 +196,18 @@ def differences(facts: Sequence[dict[str, Any]]) -> list[str]:
         counts = Counter(f["data"].get(prepared) for f in looked)
         usual, _ = counts.most_common(1)[0]
         found += [
-            f"{name(f)} has other data in {prepared} than the others, or none; data.cache must be one shared folder"
+            f"{name_host(f)} has other data in {prepared} than the others, or none; "
+            "data.cache must be one folder that all hosts share"
             for f in looked
             if f["data"].get(prepared) != usual
         ]
     devices = Counter(f["device"] for f in facts).most_common(1)[0][0]
-    return found + [f"{name(f)} has {f['device']}, the others {devices}" for f in facts if f["device"] != devices]
+    return found + [f"{name_host(f)} has {f['device']}, the others {devices}" for f in facts if f["device"] != devices]
 
 
-def of_one(f: dict[str, Any], hosts: int) -> list[str]:
+def find_host_problems(f: dict[str, Any], hosts: int) -> list[str]:
     """What is wrong with one host alone."""
-    found, where = [], name(f)
+    found, where = [], name_host(f)
     if not f["address"]:
         found.append(f"{where} does not know its own name; add it to /etc/hosts or DNS")
     elif hosts > 1 and f["address"].startswith("127."):
@@ -227,20 +231,20 @@ def of_one(f: dict[str, Any], hosts: int) -> list[str]:
     return found
 
 
-def slow_ones(facts: Sequence[dict[str, Any]]) -> list[str]:
+def find_slow_hosts(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Hosts that compute much slower than the others."""
     found = []
     for f in facts:
         others = [g["gflop_per_s"] for g in facts if g is not f and g.get("gflop_per_s")]
         if others and f.get("gflop_per_s") is not None and f["gflop_per_s"] < SLOW * median(others):
             found.append(
-                f"{name(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {median(others)}; see "
-                "what else runs there, and how warm it is"
+                f"{name_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {median(others)}; "
+                "look for other programs and for thermal throttling there"
             )
     return found
 
 
-def clocks(facts: Sequence[dict[str, Any]]) -> list[str]:
+def find_clock_problems(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Clocks that show another time than most. All processes of a host have one clock: the first tells of it."""
     looked = list({f["host"]: f for f in reversed(facts) if f.get("times")}.values())[::-1]
     if len(looked) < 2:
@@ -250,10 +254,10 @@ def clocks(facts: Sequence[dict[str, Any]]) -> list[str]:
     gaps = [min((times[i] - median(times) for times in rounds), key=abs) for i in range(len(looked))]
     if len(looked) == 2:  # neither is most
         gap = min((times[1] - times[0] for times in rounds), key=abs)
-        both = f"{name(looked[1])} and {name(looked[0])}: their clocks are {gap:+.1f} s apart; set up NTP"
+        both = f"{name_host(looked[1])} and {name_host(looked[0])}: their clocks are {gap:+.1f} s apart; set up NTP"
         return [both] if abs(gap) > SKEW else []
     return [
-        f"{name(f)}: its clock is {gap:+.1f} s from the others'; set up NTP"
+        f"{name_host(f)}: its clock is {gap:+.1f} s from the others'; set up NTP"
         for f, gap in zip(looked, gaps, strict=True)
         if abs(gap) > SKEW
     ]

@@ -66,7 +66,9 @@ def known_cut(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run
         "stages": settings.stages,
         "dtype": chosen.dtype,
         "channels_last": getattr(chosen, "channels_last", False),
-        "machines": sorted(set(world.gather((provenance.machine_name(world.device.type), world.threads, world.size)))),
+        "machines": sorted(
+            set(world.gather((provenance.describe_machine(world.device.type), world.threads, world.size)))
+        ),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = Path(chosen.data.cache) / "cuts" / f"{name}.json"
@@ -103,7 +105,7 @@ def measured_cut(settings: Settings, model: nn.Sequential, sample: Tensor, world
     All processes measure at the same time, as they will work: they share the memory's bandwidth, which layers with
     large activations need more of.
     """
-    world.meet("measure the cut")
+    world.named_barrier("measure the cut")
     found = world.gather(partition.time_costs(model, sample.to(world.device), repeats=3))
     reset_peak(world.device)  # what follows is the training's
     sums = {name: sum(costs[name] for costs in found) for name, _ in model.named_children()}
@@ -117,7 +119,7 @@ def settled(run: Run, name: str, find: Callable[[], list[str]]) -> list[str]:
     """
     file, value, same = run.folder.path / "config.yaml", [], False
     if run.world.is_main:
-        value = config.read_file(file)[name]
+        value = config.read_config_file(file)[name]
         setattr(run.settings, name, value)
         same = config.to_yaml(run.settings) == file.read_text()
     value = run.world.broadcast(value if same else [])

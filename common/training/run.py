@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.checkpoint.checkpointer import Checkpoints, read_model, words
-from common.checkpoint.preemption import Notice, SafePoints, SilenceWatch, StopRequested
-from common.checkpoint.storage import Rejected, Snapshot
+from common.checkpoint.checkpointer import Checkpointer, read_full_model
+from common.checkpoint.preemption import SilenceWatch, StopAgreement, StopRequest, StopRequested
+from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.core import config
-from common.core.errors import UserError
+from common.core.errors import UserError, first_line
 from common.data import loader as data
 from common.data.loader import AccumulationLoader
 from common.data.prepare import Prepared
@@ -31,7 +31,7 @@ from common.measure import media, profiler
 from common.models import model_file
 from common.models.networks import Recipe
 from common.runs.folder import Folder, read_json, write_json
-from common.runs.metrics_writer import Rows, finite
+from common.runs.metrics_writer import MetricsWriter, replace_nonfinite
 from common.training.progress import Screen
 from configs.shared import Experiment
 
@@ -56,7 +56,7 @@ class Run:
     """
 
     def __init__(
-        self, settings: Experiment, folder: Folder, world: World, prepared: Prepared, notice: Notice | None = None
+        self, settings: Experiment, folder: Folder, world: World, prepared: Prepared, notice: StopRequest | None = None
     ) -> None:
         self.settings, self.folder, self.world, self.prepared = settings, folder, world, prepared
         self.source, self.averaged, self.total = 0, False, 0
@@ -71,10 +71,10 @@ class Run:
         self.began = self.flushed = time.perf_counter()
         self.beat = 0.0
         self.profiler = profiler.begin(settings.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
-        self.notice = notice or Notice(settings.checkpoint.grace, sys.stderr)
-        self.points = SafePoints(world, settings.checkpoint, self.notice)
+        self.notice = notice or StopRequest(settings.checkpoint.grace, sys.stderr)
+        self.points = StopAgreement(world, settings.checkpoint, self.notice)
         self.silence = self._watch_for_silence() if world.backend == "nccl" and world.size > 1 else None
-        self.checkpoints = Checkpoints(folder, world, settings.checkpoint, self.say)
+        self.checkpoints = Checkpointer(folder, world, settings.checkpoint, self.say)
         self.training: TrainState | None = None
         self.diverged = ""
         self.finished = False
@@ -83,7 +83,7 @@ class Run:
         self.best: float | None = None  # what `checkpoint.best` names, in the best evaluation so far
         self.unevaluated = False  # the state that was loaded was saved before the evaluation after its step
         self.recipe: Recipe | None = None  # how to build the model again
-        self.metrics = Rows(folder.metrics_file, lambda text: self.say(text, logging.WARNING))
+        self.metrics = MetricsWriter(folder.metrics_file, lambda text: self.say(text, logging.WARNING))
         if world.is_main:
             write_json(folder.attempt / "world.json", self._world())
 
@@ -94,12 +94,12 @@ class Run:
             "processes": world.size,
             "nodes": world.nodes,
             "hosts": list(world.hosts),
-            "launched_by": world.how,
+            "launched_by": world.launcher,
             "backend": world.backend,
             "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
             "cuda": torch.version.cuda if cuda else None,
             "threads": world.threads,
-            "rendezvous_seconds": round(world.seconds, 3),
+            "rendezvous_seconds": round(world.rendezvous_seconds, 3),
         }
 
     # ---- words
@@ -461,7 +461,7 @@ class Run:
         if self.folder.superseded:
             return
         self.metrics.flush()
-        result = {"state": "finished", "exit_status": 0, "peak_memory": self.memory} | finite(result)
+        result = {"state": "finished", "exit_status": 0, "peak_memory": self.memory} | replace_nonfinite(result)
         self._keep_model(result)
         write_json(self.folder.path / "result.json", result)
 
@@ -493,18 +493,20 @@ class Run:
             "scores": {name: result[name] for name in SCORES if name in result},
         }
         try:
-            state = read_model(Snapshot(self.folder, self.last))
+            state = read_full_model(CheckpointPath(self.folder, self.last))
             model_file.write(self.folder, state, self.recipe, facts)
-        except (OSError, Rejected) as error:
-            raise UserError(f"the model after step {self.last} cannot be kept: {words(error)}; free space") from None
+        except (OSError, InvalidCheckpoint) as error:
+            raise UserError(
+                f"the model after step {self.last} cannot be kept: {first_line(error)}; free space"
+            ) from None
 
     def places(self) -> dict[str, str]:
         """Rows of the final table: where everything lies, and how to see and repeat it."""
-        path, name = self.folder.path, config.name_of(type(self.settings))
+        path, name = self.folder.path, config.experiment_name(type(self.settings))
         result, values = (shlex.quote(str(path / file)) for file in ("result.json", "config.yaml"))
         try:
-            changed = config.resumed_with(path)
-            repeat = f"not by one command: it was resumed with {config.told(changed)}" if changed else ""
+            changed = config.read_all_changes(path)
+            repeat = f"not by one command: it was resumed with {config.describe_changes(changed)}" if changed else ""
         except UserError as error:
             repeat = f"not by one command: {error}"
         return {

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from common.core import config
 from common.core.errors import EXIT_RESUMABLE, UserError
-from common.core.signals import SIGNALS
+from common.core.signals import STOP_SIGNALS
 from common.runs.folder import Folder, write_atomic, write_json
 from configs.shared import Experiment
 
@@ -66,7 +66,7 @@ def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[
 
     Every cell's settings are checked before the first one starts. Raises UserError.
     """
-    name = config.name_of(type(settings))
+    name = config.experiment_name(type(settings))
     planned = plan(sweep, settings, arguments)
     folder = Folder.create(Path(settings.runs) / "sweeps", name, config.to_yaml(settings)).path
     print(f"{name}: a sweep of {len(planned)} runs, folder {folder}", flush=True)
@@ -87,7 +87,7 @@ def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[
         rows.append(row | {"run": made.path.name, "exit_status": status} | made.result)
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         keep(folder, name, rows)
-        if status in (EXIT_RESUMABLE, *(128 + number for number in SIGNALS)):
+        if status in (EXIT_RESUMABLE, *(128 + number for number in STOP_SIGNALS)):
             return status  # it was the sweep that was told to stop
     done = [row for row in rows if row.get("state") == "finished"]
     if done:
@@ -105,7 +105,7 @@ def plan(sweep: Sweep[T], settings: T, arguments: Sequence[str]) -> list[tuple[R
     for repeat, cell in itertools.product(range(settings.repeats), sweep.cells(settings)):  # type: ignore[attr-defined]
         values = cell | ({"seed": settings.seed + repeat} if sweep.new_seeds else {})
         try:
-            chosen = config.load(type(settings), [*QUIET, *arguments, "sweep=false", *words(values)])
+            chosen = config.load_config(type(settings), [*QUIET, *arguments, "sweep=false", *words(values)])
         except UserError as error:
             raise UserError(f"sweep, at {' '.join(words(values))}: {error}") from None
         planned.append(({"cell": values, "repeat": repeat}, chosen))
@@ -114,7 +114,7 @@ def plan(sweep: Sweep[T], settings: T, arguments: Sequence[str]) -> list[tuple[R
 
 def pass_on(names: Sequence[str], made: Folder, later: Experiment) -> None:
     """What a run has found out for itself, into the settings of one that comes after it."""
-    found = config.read_file(made.path / "config.yaml")
+    found = config.read_config_file(made.path / "config.yaml")
     for name in names:
         setattr(later, name, getattr(later, name) or found.get(name) or [])
 
@@ -138,7 +138,7 @@ def silenced() -> Iterator[None]:
 @contextlib.contextmanager
 def dispositions() -> Iterator[None]:
     """Leave the signals to the next run as this one found them."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         yield
     finally:

@@ -58,11 +58,11 @@ def checked(run: str) -> Folder:
         raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} has no source in code/ any more, and cannot be repeated; start a new run")
-    changed = config.resumed_with(folder.path)
+    changed = config.read_all_changes(folder.path)
     if changed:
         raise UserError(
-            f"{folder.path.name} was resumed with other settings ({config.told(changed)}), and no single run repeats "
-            "that; start a new run with the settings that you want"
+            f"{folder.path.name} was resumed with other settings ({config.describe_changes(changed)}), "
+            "and no single run repeats that; start a new run with the settings that you want"
         )
     return folder
 
@@ -85,9 +85,9 @@ def flat(text: str) -> dict[str, Any]:
 
 def as_known(name: str, text: str) -> Experiment:
     """The settings as far as today's source knows their keys."""
-    schema = config.schema_of(name)
-    known = config.keys(schema)
-    return config.resolve(schema, [{key: value for key, value in flat(text).items() if key in known}])
+    schema = config.import_schema(name)
+    known = config.list_keys(schema)
+    return config.build_config(schema, [{key: value for key, value in flat(text).items() if key in known}])
 
 
 def create(old: Folder, text: str, settings: Experiment, found: Prepared) -> Folder:
@@ -97,8 +97,8 @@ def create(old: Folder, text: str, settings: Experiment, found: Prepared) -> Fol
         with disk_errors(new.path):
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
-        provenance.describe(new, ["make", "rerun", f"RUN={old.path.name}"], found.facts())
-        provenance.amend(new, git=read_json(old.path / "meta.json").get("git"), repeats=old.path.name)
+        provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.facts())
+        provenance.update_metadata(new, git=read_json(old.path / "meta.json").get("git"), repeats=old.path.name)
     except BaseException:
         shutil.rmtree(new.path, ignore_errors=True)
         raise
@@ -119,15 +119,15 @@ def differences(old: Folder, text: str, settings: Experiment, found: Prepared, s
             yield f"{key}, from its start {start.number} on", value, now.get(key)
     meta = read_json(old.path / "meta.json")
     for package in provenance.PACKAGES:
-        yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.version(package)
+        yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.package_version(package)
     yield "python", meta.get("python"), platform.python_version()
     world, machine = meta.get("world") or {}, meta.get("machine") or {}
     yield "processes", world.get("processes"), settings.processes
     if scheduler is None and world.get("launched_by") == "local":  # else nobody knows the hosts before
-        yield "cpu", machine.get("cpu"), provenance.cpu_model()
+        yield "cpu", machine.get("cpu"), provenance.read_cpu_model()
         if settings.launch.threads == 0:
             yield "cores", machine.get("cores"), len(os.sched_getaffinity(0))
-        there = provenance.visible_gpus() > 0 and settings.launch.device != "cpu"
+        there = provenance.count_visible_gpus() > 0 and settings.launch.device != "cpu"
         yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if there else "cpu"
     for part, known in ((meta.get("data") or {}).get("sha256") or {}).items():
         file = found.path / f"{part}.npy"

@@ -65,8 +65,10 @@ def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler | None
         setattr(getattr(settings, group) if group else settings, last, str(Path(path).absolute()))
     folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
     try:
-        provenance.snapshot(folder)
-        provenance.describe(folder, ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"], found.facts())
+        provenance.copy_source(folder)
+        provenance.write_metadata(
+            folder, ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"], found.facts()
+        )
     except BaseException:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -106,7 +108,7 @@ def queue(folder: Folder, settings: Experiment, text: str, profile: Profile, sch
     write_atomic(made.room / "config.yaml", text)
     folder.retire_result()
     job = sbatch.submit(made)
-    provenance.amend(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
+    provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
 
 
@@ -158,20 +160,20 @@ def main(arguments: list[str]) -> int:
     if resumed:
         words = ["--resume", str(resumed.path), *words]
     follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
-    settings = config.load(config.schema_of(name), words)
+    settings = config.load_config(config.import_schema(name), words)
     schedules.preflight(settings)
-    wandb_tracker.asked_mode(settings)
+    wandb_tracker.read_requested_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     check_patience(settings, profile)
-    if strict and provenance.dirty():
+    if strict and provenance.has_uncommitted_changes():
         raise UserError(
             "STRICT=1, but the checkout has changes that are not committed; commit them, or leave STRICT out"
         )
     if dry:
         show(name, settings, profile)
         return 0
-    if resumed and resumed.result.get("state") == "finished" and not extension.is_longer(resumed, settings):
-        print(extension.describe_end(resumed, settings))
+    if resumed and resumed.result.get("state") == "finished" and not extension.asks_for_more_steps(resumed, settings):
+        print(extension.describe_finished(resumed, settings))
         return 0
     alone = getattr(settings, "sweep", False)
     if alone and given.launch == "slurm":

@@ -172,7 +172,7 @@ def send_array(
         raise
     for folder, job in zip(folders, jobs, strict=True):
         facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(made.room)}
-        provenance.amend(folder, job=facts)
+        provenance.update_metadata(folder, job=facts)
     most = min(sweep.plan.parallel, len(folders))
     print(f"  job {jobs[0].partition('_')[0]} on {scheduler.name}: an array of {len(folders)}, at most {most} at once, "
           f"{nodes} nodes and {nodes * per_node} processes each", flush=True)  # fmt: skip

@@ -86,10 +86,10 @@ def read(path: str, more: list[str]) -> Grid:
             raise UserError(f"{path}: unknown key {key}; " + (f"did you mean {near[0]}?" if near else ", ".join(KEYS)))
     try:
         if not tree.get("experiment"):
-            raise UserError(f"experiment is missing; write a line such as experiment: {config.names()[0]}")
+            raise UserError(f"experiment is missing; write a line such as experiment: {config.list_experiments()[0]}")
         experiment = parse_experiment(scalar(tree.get("experiment", ""), "experiment"))
         repeats, parallel, nodes = (number(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes"))
-        common = group(tree.get("settings") or {}, "settings") | config.parse(more).values
+        common = group(tree.get("settings") or {}, "settings") | config.parse_command_line(more).values
         cells = cells_of(tree)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -111,7 +111,7 @@ def parsed(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"GRID={path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML{config.yaml_place(error)}") from None
+        raise UserError(f"{path}: not valid YAML{config.describe_yaml_position(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines with experiment and grid or points")
     return tree
@@ -124,7 +124,7 @@ def scalar(value: Any, key: str) -> str:
 
 
 def number(value: Any, key: str) -> int:
-    found = config.read_number(int, scalar(value, key))
+    found = config.parse_number(int, scalar(value, key))
     if found is None or not 1 <= found <= MOST:
         raise UserError(f"{key}: {value!r} is no number from 1 to {MOST}")
     return int(found)
@@ -158,9 +158,9 @@ def cells_of(tree: Mapping[str, Any]) -> list[dict[str, str]]:
 def point(path: str, name: str, experiment: str, common: dict[str, str], cell: dict[str, str], repeat: int) -> Point:
     """One point, its settings checked as those of a run are. Raises UserError that says where."""
     grouped = {"wandb.group": name} | common
-    schema = config.schema_of(experiment)
+    schema = config.import_schema(experiment)
     try:
-        settings = config.load(schema, [f"{key}={value}" for key, value in (grouped | cell).items()])
+        settings = config.load_config(schema, [f"{key}={value}" for key, value in (grouped | cell).items()])
         if repeat:
             cell = cell | {"seed": str(settings.seed + repeat)}
             settings.seed += repeat
@@ -169,7 +169,7 @@ def point(path: str, name: str, experiment: str, common: dict[str, str], cell: d
         if settings.runs != common.get("runs", settings.runs):
             raise UserError("runs is the same for all points; write it under settings")
         schedules.preflight(settings)
-        wandb_tracker.asked_mode(settings)
+        wandb_tracker.read_requested_mode(settings)
     except UserError as error:
         where = " ".join(f"{key}={value}" for key, value in cell.items())
         raise UserError(f"{path}, at {where}: {error}") from None

@@ -28,10 +28,10 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 
 
 def main(more: list[str]) -> int:
-    root = Path(config.parse(more).values.get("runs", "runs"))
+    root = Path(config.parse_command_line(more).values.get("runs", "runs"))
     before = {folder.path for folder in selection.everything(root)}
     began, failed = time.monotonic(), []
-    for name in config.names():
+    for name in config.list_experiments():
         words = shlex.join([*FEW_STEPS, *SMALLEST.get(name, ()), *more])
         print(f"\n---- {name}: make exp NAME={name} ARGS={shlex.quote(words)}", flush=True)
         command = [sys.executable, "-m", "slurm.launch.submit", "--launch=local", f"--args={words}", "--", name]

@@ -23,7 +23,7 @@ from common.core.errors import UserError, user_errors
 from common.runs import compare_page as pages
 from common.runs import metric_curves
 from common.runs import result as summary
-from common.runs.compare_page import Picture
+from common.runs.compare_page import ComparedRun
 from common.runs.folder import Folder, disk_errors, read_json, write_atomic
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
@@ -44,7 +44,7 @@ class Compared:
     settings: dict[str, str]
     result: dict[str, Any]
     world: dict[str, Any]
-    curves: metric_curves.Curves
+    curves: metric_curves.RunCurves
     label: str = ""
 
     @classmethod
@@ -52,7 +52,7 @@ class Compared:
         world = next((read_json(a.attempt / "world.json") for a, _ in folder.chain()[:1]), {})
         own = selection.settings_of(folder)
         bounds = {bound for _, bound in folder.chain() if bound is not None}
-        drawn = metric_curves.read(folder.rows(), bounds)
+        drawn = metric_curves.read_curves(folder.rows(), bounds)
         return cls(folder, status.status_of(folder), own, folder.result, world, drawn)
 
     @property
@@ -150,7 +150,7 @@ HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "memory
 
 
 def shown(facts: dict[str, Any], name: str) -> str:
-    return pages.NOTHING if facts[name] is None else SHOWN[name].format(facts[name])
+    return pages.MISSING if facts[name] is None else SHOWN[name].format(facts[name])
 
 
 def table(runs: list[Compared], differing: list[str]) -> str:
@@ -159,7 +159,7 @@ def table(runs: list[Compared], differing: list[str]) -> str:
     columns = [name for name in SHOWN if any(facts[name] is not None for facts in every)]
     lines = [["run", *(HEADS.get(name, name.replace("_", " ")) for name in columns), *differing]]
     for run, facts in zip(runs, every, strict=True):
-        own = [run.settings.get(key, pages.NOTHING) for key in differing]
+        own = [run.settings.get(key, pages.MISSING) for key in differing]
         lines.append([facts["run"], *(shown(facts, name) for name in columns), *own])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     left = {0, 1}  # words; the rest are numbers
@@ -171,13 +171,13 @@ def table(runs: list[Compared], differing: list[str]) -> str:
     return "\n".join([line.rstrip() for line in text] + [word.removesuffix(": ") for word in words])
 
 
-def picture(run: Compared, place: Path, differing: list[str]) -> Picture:
+def picture(run: Compared, place: Path, differing: list[str]) -> ComparedRun:
     """A run as the page in the folder `place` shows it."""
     facts = run.facts()
     columns = {HEADS.get(name, name.replace("_", " ")): shown(facts, name) for name in SHOWN if name != "state"}
     if not run.over:
         columns["detail"] = run.status.detail
-    return Picture(
+    return ComparedRun(
         run.status.run,
         run.label,
         run.status.state.lower(),
@@ -238,7 +238,7 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"page": str(page.absolute()), "differing": differing, "runs": rows}, indent=2), flush=True)
     else:
         print(table(runs, differing), flush=True)
-    write(page, pages.page([picture(run, page.parent, differing) for run in runs], differing))
+    write(page, pages.render_page([picture(run, page.parent, differing) for run in runs], differing))
     if not as_json:
         print(f"page: {page.absolute()}")
     return 0

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import DIVERGENCE, UNUSABLE
+from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT
 from common.runs.folder import Folder, read_json
 from slurm.reports import status
 from slurm.reports.heartbeats import Beat, beats, slow_words, straggler
@@ -211,7 +211,7 @@ def examine(folder: Folder) -> dict[str, Any]:
 def advice(folder: Folder, cause: str) -> str:
     """What to type to go on: not the same settings where these are what failed."""
     again = f"make exp RESUME={status.short(folder)}"
-    if UNUSABLE in cause:
+    if NO_VALID_CHECKPOINT in cause:
         return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
     rate = number(settings_of(folder).get("optim.lr", ""))
     if DIVERGED in cause:

@@ -57,24 +57,25 @@ def look(nodes: int, runs: Path, cache: Path) -> int:
     """Be one of the processes that look; returns the exit status."""
     print(f"{HERE}{socket.gethostname()}", flush=True)
     from common.distributed import local_launcher, rendezvous
+    from common.distributed.rank_info import RankInfo, read_rank_info
     from common.runs import wandb_tracker
     from common.training import host_checks
     from configs.shared import Launch
 
-    def body(place: rendezvous.Place) -> None:
-        with rendezvous.group(place, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:
-            facts = world.gather(host_checks.whole(world, runs, cache))
+    def body(rank_info: RankInfo) -> None:
+        with rendezvous.joined_world(rank_info, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:
+            facts = world.gather(host_checks.collect_all_facts(world, runs, cache))
             if world.is_main:
-                wrong = host_checks.problems(facts, len(set(world.hosts)))
-                asked = wandb_tracker.asked_mode(Experiment())
+                wrong = host_checks.find_problems(facts, len(set(world.hosts)))
+                asked = wandb_tracker.read_requested_mode(Experiment())
                 mode, why = (asked, "") if asked == "disabled" else wandb_tracker.choose_mode(asked)
                 found = {"hosts": facts, "problems": wrong, "wandb": {"mode": mode, "reason": why}}
                 print(FOUND + json.dumps(found), flush=True)
 
-    place = rendezvous.outside(os.environ)
-    if place is None:
-        return local_launcher.fork_all(body, nodes, nodes, lambda: None)
-    body(place)
+    rank_info = read_rank_info(os.environ)
+    if rank_info is None:
+        return local_launcher.run_ranks(body, nodes, nodes, lambda: None)
+    body(rank_info)
     return 0
 
 
@@ -196,7 +197,7 @@ def main(arguments: list[str]) -> int:
         return diagnosis.show(status.find(given.run, Path("runs")), machines)
     nodes = parse_node_count(given.nodes or "1")
     words, for_profile = parse_settings(given.args)
-    settings = config.resolve(Places, [config.parse(words).values])
+    settings = config.build_config(Places, [config.parse_command_line(words).values])
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose(given.launch or "auto")
     if scheduler is None and not machines:

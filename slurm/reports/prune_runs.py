@@ -27,10 +27,10 @@ def superfluous(folder: Folder, named: bool) -> list[Path]:
     checkpoint where there is no other model of it.
     """
     found = sorted(folder.path.glob("attempts/*/trace-*.json"))
-    only = [] if named or (folder.path / MODEL).is_file() else [one.path for one in storage.candidates(folder)[:1]]
+    only = [] if named or (folder.path / MODEL).is_file() else [one.path for one in storage.list_candidates(folder)[:1]]
     for attempt in folder.attempts():
-        room = storage.room(attempt)
-        best = None if named else storage.pointed(attempt, "best")
+        room = storage.checkpoints_dir(attempt)
+        best = None if named else storage.read_pointer(attempt, "best")
         stay = [path for path in only if path.parent == room]
         stay += [room / best, room / "best"] if best is not None and (room / best).is_dir() else []
         if stay:

@@ -56,7 +56,7 @@ def select(asked: Asked, root: Path, newest: int = NEWEST) -> list[Folder]:
     else:
         found = everything(root)
     if not found:
-        raise UserError(f"there is no run in {root} yet; make exp NAME={config.names()[0]} makes one")
+        raise UserError(f"there is no run in {root} yet; make exp NAME={config.list_experiments()[0]} makes one")
     if asked.name:
         there = sorted({folder.experiment for folder in found})
         if asked.name not in there:
@@ -122,7 +122,7 @@ def cells(sweep: str, root: Path) -> list[Folder]:
 def settings_of(folder: Folder) -> dict[str, str]:
     """The settings of a run's newest start as text, by dotted name; empty where they cannot be read."""
     try:
-        found = {key: str(value) for key, value in config.read_file(folder.path / "config.yaml").items()}
+        found = {key: str(value) for key, value in config.read_config_file(folder.path / "config.yaml").items()}
     except UserError:
         return {}
     for start in folder.attempts()[-1:]:
@@ -172,4 +172,4 @@ def holds(values: dict[str, str], key: str, sign: str, wanted: str) -> bool:
 
 
 def number(text: str) -> float | None:
-    return config.read_number(float, text)
+    return config.parse_number(float, text)

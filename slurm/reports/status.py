@@ -164,7 +164,7 @@ def alive(entry: dict[str, Any]) -> bool | None:
     if entry.get("host") == socket.gethostname():
         return runs
     # a host that was renamed meanwhile has the same kernel; but so has another container
-    return True if runs and entry.get("boot") == provenance.boot_id() else None
+    return True if runs and entry.get("boot") == provenance.read_boot_id() else None
 
 
 def judge_by_signs(folder: Folder, start: dict[str, Any]) -> tuple[str, str]:
@@ -180,7 +180,7 @@ def judge_by_signs(folder: Folder, start: dict[str, Any]) -> tuple[str, str]:
 def read_timeout(folder: Folder) -> float | None:
     """The run's launch.step_timeout in seconds, as far as its settings tell."""
     with contextlib.suppress(UserError, ValueError, TypeError):
-        return float(config.read_file(folder.path / "config.yaml").get("launch.step_timeout", ""))
+        return float(config.read_config_file(folder.path / "config.yaml").get("launch.step_timeout", ""))
     return None
 
 
@@ -310,7 +310,7 @@ def cancel(folder: Folder) -> str:
     scheduler = scheduler_of(meta)
     assert scheduler is not None, "it would be LOST"
     scheduler.call("scancel", job["id"])
-    provenance.amend(folder, state="cancelled", end=provenance.now())
+    provenance.update_metadata(folder, state="cancelled", end=provenance.utc_now())
     return f"cancelled job {job['id']}"
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.core import config
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError, first_line, user_errors
 from common.data import prepare
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
 from slurm.arguments import parse_settings
@@ -37,10 +37,10 @@ SAMPLES = 7  # with which an exported model is compared
 
 def evaluate(folder: Folder, words: list[str]) -> int:
     """Measure the model of a run on its test samples, or on those that the words name; returns the exit status."""
-    schema = config.schema_of(folder.experiment)
-    own = config.read_file(folder.path / "config.yaml")
-    own |= {name: now for name, (_, now) in config.last_changes(folder.path).items()}
-    settings = config.resolve(schema, [own, config.parse(words).values])
+    schema = config.import_schema(folder.experiment)
+    own = config.read_config_file(folder.path / "config.yaml")
+    own |= {name: now for name, (_, now) in config.read_last_changes(folder.path).items()}
+    settings = config.build_config(schema, [own, config.parse_command_line(words).values])
     found = prepare.prepare(settings.data, fallback=False)
     import torch
 
@@ -164,8 +164,7 @@ def write_program(
     try:
         return write(model, x, path)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"this model cannot be exported so: {told}; use FORMAT=safetensors") from None
+        raise UserError(f"this model cannot be exported so: {first_line(error)}; use FORMAT=safetensors") from None
 
 
 def main(arguments: list[str]) -> int:

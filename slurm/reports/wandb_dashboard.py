@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError, first_line, user_errors
 from common.runs import wandb_tracker
 from configs.shared import Wandb
 from slurm.arguments import parse_switch
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         view = workspace(entity or "your-entity", project)._to_model()  # what save() sends
         print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
         return 0
-    wandb_tracker.need_account()
+    wandb_tracker.require_account()
     import wandb
 
     try:
@@ -85,7 +85,7 @@ def main(arguments: list[str]) -> int:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (the host may answer anything)
-        raise UserError(f"W&B refused the workspace: {wandb_tracker.first_line(error)}") from None
+        raise UserError(f"W&B refused the workspace: {first_line(error)}") from None
     print(f"workspace: {made.url}")
     return 0
 

@@ -48,7 +48,7 @@ def sync(folders: list[Folder], dry: bool) -> int:
     if dry or not waiting:
         print("\n".join(map(str, waiting)) or "nothing to send: no run was tracked offline, or all was sent")
         return 0
-    wandb_tracker.need_account()
+    wandb_tracker.require_account()
     done = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *waiting], check=False)
     left = [path for path in waiting if not sent(path)]
     print(f"sent {len(waiting) - len(left)} of {len(waiting)}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.core.errors import EXIT_RESUMABLE, Absent, UserError, user_errors
+from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, user_errors
 from common.runs.folder import Folder
 from slurm.scheduling.requeue import note_refusal
 
@@ -35,19 +35,19 @@ class Job:
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
         from common.core import config
-        from common.distributed import rendezvous
+        from common.distributed.rank_info import read_rank_info
         from common.training import entry_point  # takes seconds
 
         with user_errors():
             name = folder.experiment
-            schema = config.schema_of(name)
-            settings = config.resolve(schema, [config.read_file(folder.path / "submit" / "config.yaml")])
-            place = rendezvous.outside(os.environ)
+            schema = config.import_schema(name)
+            settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
+            place = read_rank_info(os.environ)
             assert place is not None, "srun starts this"
             main = importlib.import_module(f"experiments.{name}").main
             try:
                 status = entry_point.join_there(main, settings, place, folder, submitted=True)
-            except Absent as error:
+            except Unreachable as error:
                 if (
                     os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
                 ):  # a host failed, and another start may get another

@@ -43,7 +43,7 @@ def this_start() -> str:
 def in_vain(folder: Folder) -> int:
     """How many starts of this job in a row, up to this one, have failed without saving anything; counted on disk."""
     file, job = folder.path / "submit" / "failures.json", os.environ.get("SLURM_JOB_ID", "")
-    found = [[attempt.number, s.step] for attempt in folder.attempts() for s in storage.of_attempt(attempt)]
+    found = [[attempt.number, s.step] for attempt in folder.attempts() for s in storage.list_checkpoints(attempt)]
     newest = found[-1] if found else None
     known = read_json(file)
     counted = known.get("count")
@@ -65,7 +65,7 @@ def why_not_again(folder: Folder, status: int) -> str:
     if not job.get("profile", {}).get("requeue", True):
         return "the profile says cluster.requeue=false"
     name, given = folder.experiment, folder.path / "submit" / "config.yaml"
-    allowed = config.resolve(config.schema_of(name), [config.read_file(given)]).checkpoint.max_restarts
+    allowed = config.build_config(config.import_schema(name), [config.read_config_file(given)]).checkpoint.max_restarts
     failed = in_vain(folder) if status != EXIT_RESUMABLE else 0
     if failed > allowed:
         return f"{failed} starts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
@@ -114,7 +114,7 @@ def main(path: str, status: int) -> int:
     steps = [row["global_step"] for row in folder.metrics()]
     ended = {"state": "failed", "exit_status": status or 1, "last_step": max(steps, default=0), "reason": reason}
     write_json(folder.path / "result.json", ended)
-    provenance.amend(folder, state="failed", end=provenance.now())
+    provenance.update_metadata(folder, state="failed", end=provenance.utc_now())
     print(f"not started again: {reason}", file=sys.stderr)
     return status or 1
 

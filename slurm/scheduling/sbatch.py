@@ -33,13 +33,13 @@ def load_profile(name: str, words: list[str]) -> Profile:
     known = sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml"))
     if name not in known:
         raise UserError(f"CLUSTER={name} is unknown; there are {', '.join(known)} in configs/cluster/")
-    return checked_profile(config.read_file(ROOT / "configs" / "cluster" / f"{name}.yaml"), words)
+    return checked_profile(config.read_config_file(ROOT / "configs" / "cluster" / f"{name}.yaml"), words)
 
 
 def checked_profile(values: Mapping[str, Any], words: list[str]) -> Profile:
     """A profile's values as text, with `cluster.key=value` words on top. Raises UserError."""
     pairs = dict(word.removeprefix("cluster.").split("=", 1) for word in words)
-    profile = config.resolve(Profile, [values, pairs])
+    profile = config.build_config(Profile, [values, pairs])
     for key, value in vars(profile).items():
         lines = value if isinstance(value, list) else [str(value)]
         if any(c in line for line in lines for c in "\n\r\0"):

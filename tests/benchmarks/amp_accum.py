@@ -75,7 +75,7 @@ LONG = (*RESNET, "batch=128", "precision=bf16")
 
 
 def exchange_sides(scratch: Path) -> list[Team | Task]:
-    cfg = config.load(Config, [*QUIET, *LONG])
+    cfg = config.load_config(Config, [*QUIET, *LONG])
     return [
         run_of(scratch, "short step, once", NAME, *SHORT),
         run_of(scratch, "short step, after each", NAME, *SHORT, "no_sync=false"),

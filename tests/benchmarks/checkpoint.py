@@ -26,8 +26,8 @@ from torch import nn
 from torchvision.models import resnet50
 
 from common.checkpoint import state_dicts
-from common.checkpoint.checkpointer import Checkpoints, State
-from common.checkpoint.preemption import LOOK, Notice, SafePoints
+from common.checkpoint.checkpointer import Checkpointer, CheckpointState
+from common.checkpoint.preemption import POLL_SECONDS, StopAgreement, StopRequest
 from common.core.config import ROOT
 from common.distributed import ddp
 from common.distributed.rendezvous import World
@@ -48,7 +48,7 @@ OURS, NEW, SAME = "this project", "torch.save and fsync, a new file", "the same 
 SAVE = f"ResNet-18, 2 processes: {OURS}"
 
 
-def state_of(model: nn.Module, world: World) -> State:
+def state_of(model: nn.Module, world: World) -> CheckpointState:
     """The state of a model in training; all but the random state is rank 0's to write."""
     torch.manual_seed(0)
     optimizer = optimizers.make(model.parameters(), Optim(momentum=0.9))
@@ -56,20 +56,23 @@ def state_of(model: nn.Module, world: World) -> State:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     named = [*model.named_parameters(), *model.named_buffers()]
-    memory = state_dicts.optimizer_state(optimizer, model.named_parameters(), world.is_main)
-    return State(
-        state_dicts.tensors(named, world.is_main), memory, {"epoch": 3}, {"random": state_dicts.random_state()}
+    memory = state_dicts.collect_optimizer_state(optimizer, model.named_parameters(), world.is_main)
+    return CheckpointState(
+        state_dicts.collect_tensors(named, world.is_main),
+        memory,
+        {"epoch": 3},
+        {"random": state_dicts.capture_rng_state()},
     )
 
 
-def size_of(content: State) -> int:
+def size_of(content: CheckpointState) -> int:
     tensors = [*content.model.values(), *(v for memory in content.optimizer.values() for v in memory.values())]
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def ours(folder: Path, world: World, content: State) -> Side:
+def ours(folder: Path, world: World, content: CheckpointState) -> Side:
     path = world.broadcast(Folder.create(folder, "bench", "").claim().path if world.is_main else None)
-    checkpoints = Checkpoints(Folder(path, 1), world, Checkpoint(), print)
+    checkpoints = Checkpointer(Folder(path, 1), world, Checkpoint(), print)
     step = 0
 
     def side() -> float:
@@ -83,7 +86,7 @@ def ours(folder: Path, world: World, content: State) -> Side:
     return side
 
 
-def plainly(folder: Path, world: World, content: State, files: int) -> Side:
+def plainly(folder: Path, world: World, content: CheckpointState, files: int) -> Side:
     """torch.save into one of so many files in turn, and fsync; the other rank waits until it is done."""
     paths = collections.deque(folder / f"checkpoint-{files}-{number}.pt" for number in range(files))
     parts: dict[str, Any] = {"model": content.model, "optimizer": content.optimizer} | content.common | content.local
@@ -111,7 +114,7 @@ def training(world: World) -> dict[str, Side]:
     model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.BUFFERS_STAY)
     optimizer = optimizers.make(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
-    points = SafePoints(world, Checkpoint(), Notice(60, sys.stderr))
+    points = StopAgreement(world, Checkpoint(), StopRequest(60, sys.stderr))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -166,7 +169,7 @@ def table(taken: Samples) -> Table:
             rows.append(Row(f"{label}: {OURS} / {SAME}", [taken.ratio(side, f"{label}: {SAME}")]))
     rows += [
         at_most("% of training: a checkpoint every 100 steps", taken.ratio(SAVE, "step"), 1),  # 100 % / 100 steps
-        at_most("% of training: the vote on stop requests", taken.number("look", factor=100 / LOOK), 0.5),
+        at_most("% of training: the vote on stop requests", taken.number("look", factor=100 / POLL_SECONDS), 0.5),
         Row("warm-up of DDP's buckets at a start, in steps", [taken.ratio("warm up", "step")]),
     ]
     return Table(("measured", "value"), rows)

@@ -31,7 +31,7 @@ OURS = "DDP, 2 processes"
 
 
 def sides(scratch: Path) -> list[Team | Task]:
-    cfg = config.load(Config, [*QUIET, *SETTINGS, TWO])
+    cfg = config.load_config(Config, [*QUIET, *SETTINGS, TWO])
     return [
         run_of(scratch, OURS, NAME, *BRIEF, TWO),
         run_of(scratch, "FSDP2, 2 processes", NAME, *BRIEF, TWO, "strategy=fsdp"),

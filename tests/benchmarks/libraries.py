@@ -100,7 +100,7 @@ def data_parallel_team(scratch: Path, cfg: Any, window: int = 1, bf16: bool = Fa
 def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any, window: int, bf16: bool) -> Side:
     """The same training as the script's, written with a library."""
     images = data.Images(prepared, "train")
-    torch.manual_seed(seeds.derive(cfg.seed, "init"))
+    torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model = networks.for_images(cfg.model, images.shape, images.classes).train()
     rate = optimizers.rate(cfg.optim, 0, 1, cfg.batch)
     made = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)

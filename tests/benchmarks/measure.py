@@ -21,7 +21,8 @@ from statistics import median
 from typing import Any
 
 from common.distributed import local_launcher, rendezvous
-from common.distributed.rendezvous import Place, World
+from common.distributed.rank_info import RankInfo
+from common.distributed.rendezvous import World
 from common.training.entry_point import redirect
 from configs.shared import Launch
 
@@ -147,7 +148,7 @@ def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples
     pipes = [Pipe() for _ in seats]
     samples = Samples()
 
-    def body(place: Place) -> None:
+    def body(place: RankInfo) -> None:
         team, rank = seats[place.rank]
         for number, (ours, theirs) in enumerate(pipes):
             ours.close()
@@ -155,8 +156,8 @@ def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples
                 theirs.close()
         redirect(Path(os.devnull), keep_stdout=False)
         store = f"{place.master}-{teams.index(team)}"
-        seat = Place(rank, team.size, rank, team.size, master=store)
-        with rendezvous.group(seat, Launch(device="cpu", threads=team.threads)) as world:
+        seat = RankInfo(rank, team.size, rank, team.size, master=store)
+        with rendezvous.joined_world(seat, Launch(device="cpu", threads=team.threads)) as world:
             serve(team.sides(world), pipes[place.rank][1])
 
     def meanwhile() -> None:
@@ -169,7 +170,7 @@ def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples
     if not teams:
         direct([], tasks, samples, pace, keep)
         return samples
-    status = local_launcher.fork_all(body, len(seats), 1, meanwhile)
+    status = local_launcher.run_ranks(body, len(seats), 1, meanwhile)
     if status:
         sys.exit(status)
     return samples

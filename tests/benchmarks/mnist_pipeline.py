@@ -151,7 +151,7 @@ def width_table(taken: Samples) -> Table:
 
 
 def settings() -> Config:
-    return config.load(Config, [*QUIET, *UNSPLIT])
+    return config.load_config(Config, [*QUIET, *UNSPLIT])
 
 
 def loader_of(images: data.Images, cfg: Config) -> data.Loader:
@@ -181,7 +181,7 @@ class Stamped:
 
 def trained(batches: Callable[[], Any], cfg: Config, count: int, peer: peers.Peer, found: list[float]) -> float:
     """Seconds of a step of a peer; its first and last loss go to `found`."""
-    torch.manual_seed(seeds.derive(cfg.seed, "init"))
+    torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model, stamped = SimpleNN(), Stamped(batches, count, warm=min(50, count // 3))
     rates = [optimizers.rate(cfg.optim, step, count) for step in range(count)]
     peer(model, cast(peers.Batches, stamped), rates, cfg.optim)

@@ -24,8 +24,8 @@ MISTAKES = [
     Mistake(
         "order-without-epoch",  # every epoch in the order of the first
         "common/data/loader.py",
-        'seeds.generator(seed, "order", epoch)',
-        'seeds.generator(seed, "order")',
+        'seeds.make_generator(seed, "order", epoch)',
+        'seeds.make_generator(seed, "order")',
     ),
     Mistake(
         "last-window-dropped",  # an epoch's last microbatches are no step
@@ -60,8 +60,8 @@ MISTAKES = [
     Mistake(
         "checkpoint-not-synced",
         "common/checkpoint/checkpointer.py",
-        "        os.fsync(file.fileno())\n    return Entry(",
-        "    return Entry(",
+        "        os.fsync(file.fileno())\n    return ManifestEntry(",
+        "    return ManifestEntry(",
     ),
     Mistake(
         "one-checkpoint-fewer",
@@ -258,7 +258,7 @@ MISTAKES = [
     Mistake(
         "replicas-norms-differ",  # each replica evaluates with its own BatchNorm statistics
         "experiments/resnet_modelparallel.py",
-        "            sync_batchnorm.agree(pipe.module, team.peers.group)  "
+        "            sync_batchnorm.average_buffers(pipe.module, team.peers.group)  "
         "# the replicas' BatchNorm has seen other samples\n",
         "",
     ),

@@ -75,12 +75,12 @@ class Record:
     """The JSON of this machine and day."""
 
     def __init__(self, folder: Path = RESULTS) -> None:
-        date = provenance.now()[:10]
+        date = provenance.utc_now()[:10]
         machine = describe_machine()
         slug = re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']}".lower().replace("(r)", "")).strip("-")
         self.path = folder / f"{date}-{slug}-{machine['cores']}-cores.json"
         self.content: Json = json.loads(self.path.read_text()) if self.path.exists() else {"parts": {}}
-        versions = {"python": platform.python_version()} | {name: provenance.version(name) for name in PACKAGES}
+        versions = {"python": platform.python_version()} | {name: provenance.package_version(name) for name in PACKAGES}
         self.content |= {"format": FORMAT, "date": date, "machine": machine, "versions": versions}
 
     def put(self, name: str, part: Json, samples: Samples, table: Table) -> None:
@@ -91,7 +91,7 @@ class Record:
 
     def put_table(self, name: str, part: Json, table: Table) -> None:
         """Write a table and what is known of its origin: title, command, rounds."""
-        commit = (provenance.git("rev-parse", "--short", "HEAD") or "").strip() or None
+        commit = (provenance.run_git("rev-parse", "--short", "HEAD") or "").strip() or None
         shown = {"columns": list(table.columns), "rows": [row.json() for row in table.rows]}
         self.content["parts"][name] = part | {"commit": commit, "table": shown}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class Record:
 def describe_machine() -> Json:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
-    return {"cpu": provenance.cpu_model() or platform.machine(), "cores": cores, "memory_gb": round(memory / 1e9)}
+    return {"cpu": provenance.read_cpu_model() or platform.machine(), "cores": cores, "memory_gb": round(memory / 1e9)}
 
 
 # ---- reading

@@ -145,7 +145,7 @@ PRUNED = ("sparsity=0.9", "schedule=oneshot", "begin=0", "end=0")
 
 
 def step_sides(scratch: Path) -> list[Team | Task]:
-    cfg = config.load(Config, [*QUIET, *STEP])
+    cfg = config.load_config(Config, [*QUIET, *STEP])
     prepared = prepare.prepare(cfg.data)
 
     def sides(world: World) -> dict[str, Side]:
@@ -153,7 +153,7 @@ def step_sides(scratch: Path) -> list[Team | Task]:
         loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, block=cfg.data.block)
 
         def side(reparametrise: bool) -> Side:
-            torch.manual_seed(seeds.derive(cfg.seed, "init"))
+            torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
             model = networks.SimpleNN()
             if reparametrise:
                 pairs = [(layer, "weight") for layer in model.modules() if isinstance(layer, nn.Linear)]

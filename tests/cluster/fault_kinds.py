@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.checkpoint.storage import Snapshot
+from common.checkpoint.storage import CheckpointPath
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import daemons
 from slurm.local_cluster.slurm_conf import CONTROLLER
@@ -201,8 +201,8 @@ def damage(harm: Callable[[Folder], object]) -> Callable[[Running, random.Random
     return strike
 
 
-def newest(attempt: Folder) -> Snapshot:
-    return storage.of_attempt(attempt)[-1]
+def newest(attempt: Folder) -> CheckpointPath:
+    return storage.list_checkpoints(attempt)[-1]
 
 
 def halve(file: Path) -> None:
@@ -225,7 +225,7 @@ def dangle(attempt: Folder) -> None:
 
 def half_write(attempt: Folder) -> None:
     last = newest(attempt)
-    left = last.path.with_name(f".{Snapshot(attempt, last.step + EVERY).name}.new")
+    left = last.path.with_name(f".{CheckpointPath(attempt, last.step + EVERY).name}.new")
     shutil.copytree(last.path, left, dirs_exist_ok=True)  # the kill may have left one itself
     (left / storage.MANIFEST).unlink()
     os.truncate(left / "rank-0.pt", 1000)
@@ -233,7 +233,7 @@ def half_write(attempt: Folder) -> None:
 
 def lose_checkpoints(attempt: Folder) -> None:
     for one in attempt.attempts():
-        shutil.rmtree(storage.room(one))
+        shutil.rmtree(storage.checkpoints_dir(one))
 
 
 def tear_line(attempt: Folder) -> None:
@@ -258,7 +258,7 @@ def fill_disk(running: Running, chance: random.Random) -> None:
     lab.resize_disk(DISK)
     zeros.unlink()
     until("the metrics come after all", lambda: last_step(attempt) >= due)
-    if Snapshot(attempt, due).path.exists():
+    if CheckpointPath(attempt, due).path.exists():
         raise RuntimeError(f"step {due} was saved: the disk was not full when it fell due")
 
 

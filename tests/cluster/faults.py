@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.storage import Snapshot
+from common.checkpoint.storage import CheckpointPath
 from common.runs.folder import Folder
 from tests.benchmarks import records as benchmarks
 from tests.benchmarks.records import Record, Table
@@ -187,7 +187,7 @@ def final(folder: Folder) -> list[Any]:
     """All that the checkpoint of the last step holds, but what tells of the start that saved it."""
     import torch
 
-    place = Snapshot(folder.chain()[0][0], STEPS)
+    place = CheckpointPath(folder.chain()[0][0], STEPS)
     parts = [torch.load(file, weights_only=True) for file in sorted(place.path.glob("rank-*.pt"))]
     for part in parts:
         part.pop("attempt")

@@ -152,7 +152,7 @@ def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> Non
     runs, differing = compared.compare(selection.everything(tmp_path))
     for run in runs:
         run.label = "0007"
-    plot = compare_page.figure([compared.picture(run, tmp_path, differing) for run in runs])
+    plot = compare_page.build_figure([compared.picture(run, tmp_path, differing) for run in runs])
     assert plot is not None
     ids = {run.folder.path.name for run in runs}
     assert {trace.legendgroup for trace in plot.data} == ids

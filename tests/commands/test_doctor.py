@@ -17,7 +17,7 @@ import pytest
 from common.core import config
 from common.runs.folder import write_json
 from common.training import entry_point
-from common.training.host_checks import problems
+from common.training.host_checks import find_problems
 from slurm.reports import diagnosis
 from slurm.reports import doctor as checks
 from slurm.reports.heartbeats import Beat, straggler
@@ -64,7 +64,7 @@ SOUND = {
 def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -> None:
     facts = [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
     facts[2] |= fault
-    found = problems(facts, 3)
+    found = find_problems(facts, 3)
     assert len(found) == bool(message)
     assert not message or message in found[0]
 
@@ -77,7 +77,7 @@ def test_of_two_clocks_nobody_knows_which_is_wrong(each: int, skew: float) -> No
     there = {"host": "node2", "times": [100.0 + skew, 101.0 + skew, 102.0 + skew]}
     facts += [SOUND | there | {"rank": each + rank} for rank in range(each)]
     words = f"node2 (rank {each}) and node1 (rank 0): their clocks are {skew:+.1f} s apart; set up NTP"
-    assert problems(facts, 2) == ([words] if abs(skew) > 1 else [])
+    assert find_problems(facts, 2) == ([words] if abs(skew) > 1 else [])
 
 
 def test_processes_of_one_host_do_not_outvote_the_others() -> None:
@@ -85,7 +85,7 @@ def test_processes_of_one_host_do_not_outvote_the_others() -> None:
     hosts = ["node1", "node2", "node3", "node3", "node3"]
     late = {"times": [130.0, 131.0, 132.0]}
     facts = [SOUND | {"host": h, "rank": r} | (late if h == "node3" else {}) for r, h in enumerate(hosts)]
-    assert problems(facts, 3) == ["node3 (rank 2): its clock is +30.0 s from the others'; set up NTP"]
+    assert find_problems(facts, 3) == ["node3 (rank 2): its clock is +30.0 s from the others'; set up NTP"]
 
 
 def doctor(*words: str, status: int = 0) -> str:
@@ -162,7 +162,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
 )
 def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_path: Path) -> None:
     folder = Made(state="failed", result={"reason": why}).write(tmp_path)
-    cfg = config.load(config.schema_of("ddp_multinode"), ["optim.lr=0.1"], {})
+    cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
     assert advice.replace("{}", str(folder.path)) in entry_point.how_to_go_on(folder, cfg, why)
     told = doctor(f"--run={folder.path}", status=1)
     assert ("after removing" in told) == ("can be used" in why), told

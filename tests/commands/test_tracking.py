@@ -161,13 +161,13 @@ def test_steps_that_were_done_again_are_logged_once_and_media_too(offline: Offli
 def test_only_rows_that_were_passed_on_are_known(offline: Offline, tmp_path: Path) -> None:
     """The tracking process of an earlier start may have been killed with its host, or switched off."""
     folder = copy_with_two_starts(offline.done.folder, tmp_path)
-    note = folder.attempts()[0].attempt / wandb_tracker.PASSED
+    note = folder.attempts()[0].attempt / wandb_tracker.FORWARDED
     second = folder.attempts()[1]
-    assert len(wandb_tracker.known_rows(second)) == 25
+    assert len(wandb_tracker.read_forwarded_rows(second)) == 25
     write_json(note, {"rows": 22})
-    assert len(wandb_tracker.known_rows(second)) == 22
+    assert len(wandb_tracker.read_forwarded_rows(second)) == 22
     note.unlink()
-    assert not wandb_tracker.known_rows(second)
+    assert not wandb_tracker.read_forwarded_rows(second)
 
 
 def copy_with_two_starts(whole: Folder, place: Path) -> Folder:

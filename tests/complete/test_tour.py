@@ -21,7 +21,7 @@ def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
     done = tour(f"runs={runs}", f"data.cache={cache}", "steps=3", "data.test_limit=100")
     assert done.returncode == 0, done.stdout + done.stderr
     found = {path.parent.name.rsplit("-", 3)[0] for path in runs.glob("*/config.yaml")}
-    assert found == set(config.names())
+    assert found == set(config.list_experiments())
     table = done.stdout.rpartition("---- side by side")[2]
     assert all(re.search(rf"^{name}-\S+ +finished", table, re.MULTILINE) for name in found)
     assert (runs / "compare.html").exists()

@@ -141,7 +141,7 @@ def test_a_first_step_that_is_left_out_leaves_nothing_behind(name: Any) -> None:
 )
 def test_settings_of_accumulation_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load(Config, words)
+        config.load_config(Config, words)
     assert all(part in str(caught.value) for part in parts), caught.value
 
 

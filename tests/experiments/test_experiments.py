@@ -38,7 +38,7 @@ def repeated(finished: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def test_the_list_is_complete() -> None:
-    assert sorted(entry.name for entry in EXPERIMENTS) == config.names()
+    assert sorted(entry.name for entry in EXPERIMENTS) == config.list_experiments()
 
 
 @every

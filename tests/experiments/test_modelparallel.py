@@ -32,7 +32,7 @@ SMALL = ("width=4", "batch=16", "steps=4", "data.image_size=16", "data.samples=1
 
 
 def settings(*words: str) -> Config:
-    return config.load(Config, words, environ={})
+    return config.load_config(Config, words, environ={})
 
 
 def train(tmp_path: Path, *words: str) -> Done:
@@ -124,15 +124,15 @@ def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, de
 def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev") / name for name in names])
-    monkeypatch.setattr(provenance, "version", lambda package: "2.15.0")
+    monkeypatch.setattr(provenance, "package_version", lambda package: "2.15.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert provenance.visible_gpus() == 3
+    assert provenance.count_visible_gpus() == 3
     masks = {"": 0, "1": 1, "0,1": 2, "-1": 0, "0,-1,1": 1, "0,,1": 1, " 0 , 1 ": 2, "GPU-a,GPU-b": 2, "0,1,2,3": 3}
     for mask, count in masks.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-        assert provenance.visible_gpus() == count, mask
-    monkeypatch.setattr(provenance, "version", lambda package: "2.15.0+cpu")
-    assert provenance.visible_gpus() == 0, "a torch without CUDA sees none"
+        assert provenance.count_visible_gpus() == count, mask
+    monkeypatch.setattr(provenance, "package_version", lambda package: "2.15.0+cpu")
+    assert provenance.count_visible_gpus() == 0, "a torch without CUDA sees none"
 
 
 def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_stage_without_weights_is_refused(engine: str) -> None:
 def test_the_cut_is_measured_once_and_stands_in_the_configuration(tmp_path: Path) -> None:
     done = train(tmp_path, "stages=3")
     file = done.folder.path / "config.yaml"
-    cut = config.read_file(file)["split"]
+    cut = config.read_config_file(file)["split"]
     assert cut == [names[0] for names in done.folder.result["stages"][1:]] and len(cut) == 2
     lines, other = ("".join(f"- {name}\n" for name in names) for names in (cut, ["relu", "pool"]))
     text = file.read_text()
@@ -180,7 +180,7 @@ def test_runs_of_equal_microbatches_have_the_same_measured_cut(tmp_path: Path) -
     assert first.status == 0, first.err
     (known,) = (tmp_path / "sets" / "cuts").glob("*.json")
     content = json.loads(known.read_text())
-    assert content["split"] == config.read_file(first.folder.path / "config.yaml")["split"]
+    assert content["split"] == config.read_config_file(first.folder.path / "config.yaml")["split"]
     known.write_text(json.dumps(content | {"split": ["relu", "pool"]}))  # where nobody would cut who measures
     second = train(tmp_path / "second", *sets, "optim.lr=0.01")
     assert [names[0] for names in second.folder.result["stages"]] == ["conv1", "relu", "pool"]
@@ -326,7 +326,7 @@ def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
 def test_a_sweep_runs_on_one_kind_of_device(
     words: list[str], gpus: int, device: str | None, on_gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provenance, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(provenance, "count_visible_gpus", lambda: gpus)
     cfg = settings(*words)
     assert {cell.get("launch.device") for cell in resnet_modelparallel.cells(cfg)} == {device}
     titles: list[str] = []

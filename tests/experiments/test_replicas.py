@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoint.checkpointer import Loaded
+from common.checkpoint.checkpointer import LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.core.errors import UserError
@@ -28,7 +28,7 @@ from tests.harness.processes import run
 
 
 def test_stages_share_a_host_and_replicas_have_one_each() -> None:
-    cfg = config.load(Config, ["replicas=2", "stages=3", "launch.nodes=2"], {})
+    cfg = config.load_config(Config, ["replicas=2", "stages=3", "launch.nodes=2"], {})
 
     class Somewhere(SimpleNamespace):
         """A process of six, with the host of each."""
@@ -37,8 +37,8 @@ def test_stages_share_a_host_and_replicas_have_one_each() -> None:
             return SimpleNamespace(members=[*members], hosts=[self.hosts[member] for member in members])
 
     blocks = [Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb"))) for rank in range(6)]
-    assert [cast(Any, team.pipeline).members for team in blocks] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
-    assert [cast(Any, team.peers).members for team in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
+    assert [cast(Any, team.pipeline).global_ranks for team in blocks] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+    assert [cast(Any, team.peers).global_ranks for team in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
     for rank, hosts in itertools.product(range(6), ("ababab", "aaaabb")):  # all say it: none waits for the others
         with pytest.raises(UserError, match="replicas=2: a replica's stages are on a and b; start a multiple of 3"):
             Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts=hosts)))
@@ -75,7 +75,7 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
     averaged = {name: torch.full_like(value, 30) if name.endswith("mean") else value for name, value in whole.items()}
     common, local = saved.state().common, saved.state().local
     resumed = training(layers, peers)
-    resumed.load(Loaded(5, 1, 4, averaged, {}, common, local))
+    resumed.load(LoadedCheckpoint(5, 1, 4, averaged, {}, common, local))
     assert [buffer.item() for name, buffer in resumed.buffers if name.endswith("mean")] == means
 
 
@@ -90,9 +90,9 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
 )
 def test_replicas_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load(Config, words, {})
+        config.load_config(Config, words, {})
     assert all(part in str(caught.value) for part in parts), caught.value
-    assert config.load(Config, ["replicas=4", "launch.nodes=2"], {}).processes == 8
+    assert config.load_config(Config, ["replicas=4", "launch.nodes=2"], {}).processes == 8
 
 
 def test_what_does_not_fit_into_one_process_trains_in_two(tmp_path: Path) -> None:

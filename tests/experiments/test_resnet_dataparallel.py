@@ -71,7 +71,7 @@ def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_
 )
 def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load(Config, words, {})
+        config.load_config(Config, words, {})
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
@@ -173,5 +173,5 @@ def test_a_model_saved_by_a_wrapper_is_loaded_too() -> None:
         state_dicts.load_tensors(pairs, nn.DataParallel(nn.Linear(2, 2)).state_dict())
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
     memory = {f"module.{name}": {"momentum_buffer": torch.full_like(p, 3)} for name, p in ours.named_parameters()}
-    state_dicts.load_optimizer(optimizer, list(ours.named_parameters()), memory)
+    state_dicts.load_optimizer_state(optimizer, list(ours.named_parameters()), memory)
     assert all((optimizer.state[p]["momentum_buffer"] == 3).all() for p in ours.parameters())

@@ -194,7 +194,7 @@ def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int
 )
 def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load(Config, words, {})
+        config.load_config(Config, words, {})
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
@@ -205,9 +205,9 @@ def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]
 def test_the_sparsity_that_a_refusal_names_is_taken(pattern: str) -> None:
     words = ["scope=n:m", f"pattern={pattern}"]
     with pytest.raises(UserError) as caught:
-        config.load(Config, words, {})
+        config.load_config(Config, words, {})
     named = str(caught.value).partition("use ")[2].partition(",")[0]
-    cfg = config.load(Config, [*words, named], {})
+    cfg = config.load_config(Config, [*words, named], {})
     left, size = cfg.group()
     (mask,) = pruning_masks.by_group(made((4, 5 * size)), cfg.sparsity, size)
     assert (mask.view(-1, size).sum(1) == left).all()
@@ -217,7 +217,7 @@ def states(done: Done) -> dict[int, dict[str, Tensor]]:
     """The model in each checkpoint, by step."""
     assert done.status == 0, done.err + done.out
     (attempt,) = done.folder.attempts()
-    found = storage.of_attempt(attempt)
+    found = storage.list_checkpoints(attempt)
     return {one.step: torch.load(one.path / "rank-0.pt", weights_only=True)["model"] for one in found}
 
 
@@ -252,7 +252,7 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
     done = run("sparse_prune", "--resume", str(begun.folder.path), runs=tmp_path)
     assert done.status == 0, done.err
     for attempt in done.folder.attempts():
-        for one in storage.of_attempt(attempt):
+        for one in storage.list_checkpoints(attempt):
             model = torch.load(one.path / "rank-0.pt", weights_only=True)["model"]
             masks = {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
             for name, mask in masks.items():
@@ -272,7 +272,7 @@ def test_a_start_that_asks_for_less_gives_nothing_back(digits: tuple[str, ...], 
     words = ("--resume", str(begun.folder.path), "steps=16", "sparsity=0.5")
     done = run("sparse_prune", *words, runs=tmp_path)
     assert done.status == 0, done.err
-    newest = storage.of_attempt(done.folder.attempts()[-1])[-1]
+    newest = storage.list_checkpoints(done.folder.attempts()[-1])[-1]
     after = torch.load(newest.path / "rank-0.pt", weights_only=True)["model"]
     gone = {name: ~mask for name, mask in before.items() if name.endswith("weight_mask")}
     assert newest.step == 16 and sum(int(mask.sum()) for mask in gone.values()) > 0.5 * TOTAL
@@ -330,7 +330,7 @@ def test_colour_images_are_pruned_as_well(cache: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_grid_of_a_sweep_fits_the_settings(words: list[str], pruned: list[tuple[str, float]]) -> None:
-    cells = sparse_prune.cells(config.load(Config, ["sweep=true", *words], {}))
+    cells = sparse_prune.cells(config.load_config(Config, ["sweep=true", *words], {}))
     plain = {"export": False, "int8": False}
     assert cells[0] == plain | {"schedule": "none", "l1": 0}, "the dense model"
     assert cells[1:] == [plain | {"criterion": name, "sparsity": level} for name, level in pruned]
@@ -340,7 +340,7 @@ def test_the_grid_of_a_sweep_fits_the_settings(words: list[str], pruned: list[tu
 
 
 def a_model(share: float = 0.9) -> nn.Module:
-    torch.manual_seed(seeds.derive(0, "init"))
+    torch.manual_seed(seeds.derive_seed(0, "init"))
     model = networks.for_images("lenet5", (28, 28), 10)
     masks = Masks(model)
     masks.set(pruning_masks.globally([weight.abs() for weight in masks.weights], share))

@@ -183,7 +183,7 @@ def settings(text: str) -> tuple[Config, str]:
     special = words.pop(0) if "=" not in words[0] else ""
     assert special in ("", "count", *MISTAKES, *PLANTS)
     chosen = dict(word.split("=") for word in words)
-    return config.resolve(Config, [(QUICK if "precision" in chosen else CASE) | chosen]), special
+    return config.build_config(Config, [(QUICK if "precision" in chosen else CASE) | chosen]), special
 
 
 @functools.cache

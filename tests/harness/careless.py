@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from common.checkpoint.preemption import Decision, SafePoints
+from common.checkpoint.preemption import Decision, StopAgreement
 from common.distributed import ddp
 from common.runs.folder import Folder
 
@@ -31,12 +31,12 @@ def drop_attempts() -> None:
 def drop_agreement() -> None:
     """Each rank leaves when it is told, without asking the others."""
 
-    def decide_alone(points: SafePoints, step: int, diverged: bool) -> Decision:
+    def decide_alone(points: StopAgreement, step: int, diverged: bool) -> Decision:
         points.next = step + 1
         told = bool(points.notice.number)
         return Decision(told, told, diverged)
 
-    SafePoints.agree = decide_alone  # type: ignore[method-assign,assignment]
+    StopAgreement.agree = decide_alone  # type: ignore[method-assign,assignment]
 
 
 DROPS = {"": lambda: None, "settling": drop_settling, "attempts": drop_attempts, "agreement": drop_agreement}

@@ -19,7 +19,7 @@ from common.core.config import to_yaml
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
-from common.distributed.rendezvous import Place
+from common.distributed.rank_info import RankInfo
 from common.runs.folder import Folder
 from tests.harness import warm
 from tests.harness.processes import environment
@@ -47,8 +47,8 @@ def save_cases(
     sets = {case: prepare_for(cfg, cache) for case, (cfg, _) in chosen.items()}
     runs = Path(tempfile.mkdtemp(dir=Path(out).parent))
 
-    def body(place: Place) -> None:
-        with rendezvous.group(place, chosen[cases[0]][0].launch) as world:
+    def body(place: RankInfo) -> None:
+        with rendezvous.joined_world(place, chosen[cases[0]][0].launch) as world:
             results = {}
             for case, (cfg, special) in chosen.items():
                 path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
@@ -56,7 +56,7 @@ def save_cases(
             if world.is_main:
                 torch.save(results, out)
 
-    return local_launcher.fork_all(body, int(count), 1, lambda: None)
+    return local_launcher.run_ranks(body, int(count), 1, lambda: None)
 
 
 def train_cases(module: str, folder: Path, cache: Path, count: int, cases: list[str], *before: str) -> dict[str, Any]:

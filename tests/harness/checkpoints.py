@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from common.checkpoint import state_dicts, storage
-from common.checkpoint.checkpointer import Checkpoints, Loaded, State
+from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
 from common.distributed import local_launcher, rendezvous
-from common.distributed.rendezvous import Place, World
+from common.distributed.rank_info import RankInfo
+from common.distributed.rendezvous import World
 from common.runs.folder import Folder
 from common.training import optimizers
 from configs.shared import Checkpoint, Launch, Optim
@@ -34,14 +35,16 @@ NUMBERS = 400_000  # in the tensor that they are saving
 SETTINGS = Checkpoint(retries=0)
 
 
-def state_of(step: int, rank: int = 0, size: int = 1, numbers: int = 8) -> State:
+def state_of(step: int, rank: int = 0, size: int = 1, numbers: int = 8) -> CheckpointState:
     """Something to save whose every value tells the step and, where it is a rank's own, the rank."""
     name, value = f"layer{rank}.weight", torch.arange(numbers) + 1000.0 * step + 100 * rank
     momentum = {"momentum_buffer": -value, "step": torch.tensor(float(step))}
-    return State({name: value}, {name: momentum}, {"epoch": step, "size": size}, {"mine": torch.tensor([step, rank])})
+    return CheckpointState(
+        {name: value}, {name: momentum}, {"epoch": step, "size": size}, {"mine": torch.tensor([step, rank])}
+    )
 
 
-def right(loaded: Loaded, rank: int | None, numbers: int = 8) -> bool:
+def right(loaded: LoadedCheckpoint, rank: int | None, numbers: int = 8) -> bool:
     """Whether what was loaded is what its step saved, to the last value."""
     parts = [state_of(loaded.step, r, loaded.processes, numbers) for r in range(loaded.processes)]
     model = {name: value for part in parts for name, value in part.model.items()}
@@ -67,14 +70,14 @@ class Case:
         self.folder = Folder(path / name, 1)
         self.checkpoints = self.start()
 
-    def start(self, world: World | None = None) -> Checkpoints:
-        return Checkpoints(self.folder, world or self.world, SETTINGS, self.said.append)
+    def start(self, world: World | None = None) -> Checkpointer:
+        return Checkpointer(self.folder, world or self.world, SETTINGS, self.said.append)
 
     def save(self, *steps: int) -> list[bool]:
         return [self.checkpoints.save(step, state_of(step, self.world.rank, self.world.size)) for step in steps]
 
     def files(self) -> list[str]:
-        return self.world.broadcast(sorted(path.name for path in storage.room(self.folder).glob("*")))
+        return self.world.broadcast(sorted(path.name for path in storage.checkpoints_dir(self.folder).glob("*")))
 
 
 # ---- two processes
@@ -101,18 +104,18 @@ def one_rank_cannot_write(case: Case) -> Any:
 
 def rank_0_cannot_begin(case: Case) -> Any:
     if case.world.is_main:
-        storage.room(case.folder).write_text("in the way")
+        storage.checkpoints_dir(case.folder).write_text("in the way")
     return {"failed": case.save(1)}
 
 
 def one_rank_sees_less(case: Case) -> Any:
     """Rank 1 cannot read the newest one: with agreement all take the older, without they part."""
     case.save(1, 2)
-    read = storage.read_checked
+    read = storage.read_verified
 
-    def blind(snapshot: storage.Snapshot, manifest: storage.Manifest, rank: int) -> bytes:
+    def blind(snapshot: storage.CheckpointPath, manifest: storage.Manifest, rank: int) -> bytes:
         if snapshot.step == 2 and case.world.rank == 1:
-            raise storage.Rejected("rank-0.pt is missing")
+            raise storage.InvalidCheckpoint("rank-0.pt is missing")
         return read(snapshot, manifest, rank)
 
     class Alone(World):
@@ -126,11 +129,11 @@ def one_rank_sees_less(case: Case) -> Any:
         def broadcast(self, value: Any) -> Any:
             return value
 
-    storage.read_checked = blind
+    storage.read_verified = blind
     agreed = case.checkpoints.load()
     said, case.said = case.said, []
     parted = case.start(Alone(**vars(case.world))).load()
-    storage.read_checked = read
+    storage.read_verified = read
     assert agreed and parted
     case.said = said
     return {"agreed": agreed.step, "right": right(agreed, case.world.rank), "parted": parted.step}
@@ -162,19 +165,19 @@ def sharded(case: Case) -> Any:
 
     def everything(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[Any, Any]:
         named = list(model.named_parameters())
-        return state_dicts.tensors(named, keep), state_dicts.optimizer_state(optimizer, named, keep)
+        return state_dicts.collect_tensors(named, keep), state_dicts.collect_optimizer_state(optimizer, named, keep)
 
     one = build(1)
     for _ in range(2):
         step(*one)
     kept = everything(*one, keep=case.world.is_main)
-    case.checkpoints.save(2, State(*kept, {}))
+    case.checkpoints.save(2, CheckpointState(*kept, {}))
     step(*one)
     loaded, other = case.checkpoints.load(), build(2)
     assert loaded is not None
     named = list(other[0].named_parameters())
     state_dicts.load_tensors(named, loaded.model)
-    state_dicts.load_optimizer(other[1], named, loaded.optimizer)
+    state_dicts.load_optimizer_state(other[1], named, loaded.optimizer)
     step(*other)
     return {"equal": str(everything(*one)) == str(everything(*other)), "sizes": [len(part) for part in kept]}
 
@@ -183,19 +186,19 @@ CASES = (round_trip, one_rank_cannot_write, rank_0_cannot_begin, one_rank_sees_l
 
 
 def two(out: Path) -> int:
-    def body(place: Place) -> None:
-        with rendezvous.group(place, Launch(device="cpu", threads=1, step_timeout=20)) as world:
+    def body(place: RankInfo) -> None:
+        with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=20)) as world:
             found: dict[str, Any] = {}
             for work in CASES:
                 case = Case(world, out, work.__name__)
                 found[work.__name__] = {"found": work(case), "said": case.said}
-            of_one = Checkpoints(Folder(out / "of_one", 2), world, SETTINGS, (said := list[str]()).append).load()
+            of_one = Checkpointer(Folder(out / "of_one", 2), world, SETTINGS, (said := list[str]()).append).load()
             assert of_one is not None
             whole = right(of_one, None) and of_one.local is None and not of_one.exact
             found["of_one"] = {"found": {"step": of_one.step, "whole": whole}, "said": said}
             (out / f"rank-{world.rank}.json").write_text(json.dumps(found))
 
-    return local_launcher.fork_all(body, 2, 1, lambda: None)
+    return local_launcher.run_ranks(body, 2, 1, lambda: None)
 
 
 # ---- killed in the middle
@@ -203,17 +206,17 @@ def two(out: Path) -> int:
 
 def endless(folder: Folder, notes: Path) -> None:
     """One start: go on where the last one was, and save every step until killed."""
-    place = Place(master=str(Path(tempfile.mkdtemp()) / "store"))
-    with rendezvous.group(place, Launch(device="cpu", threads=1)) as world:
+    place = RankInfo(master=str(Path(tempfile.mkdtemp()) / "store"))
+    with rendezvous.joined_world(place, Launch(device="cpu", threads=1)) as world:
         folder, said = folder.claim(), list[str]()
-        checkpoints = Checkpoints(folder, world, SETTINGS, said.append)
+        checkpoints = Checkpointer(folder, world, SETTINGS, said.append)
         newest = newest_of(folder)
         loaded = checkpoints.load()
         step = loaded.step if loaded else 0
         folder.set_parent(loaded.attempt if loaded else None, step)
         note = {"newest": newest, "step": step, "said": said, "right": loaded is None or right(loaded, 0, NUMBERS)}
         with open(notes, "a") as file:
-            file.write(json.dumps(note | {"left": len(storage.unfinished(folder))}) + "\n")
+            file.write(json.dumps(note | {"left": len(storage.list_unfinished(folder))}) + "\n")
         while True:
             step += 1
             checkpoints.save(step, state_of(step, numbers=NUMBERS))
@@ -244,7 +247,7 @@ def has_lines(file: Path, count: int) -> bool:
 
 
 def newest_of(folder: Folder) -> int:
-    return max((snapshot.step for snapshot in storage.candidates(folder)), default=0)
+    return max((snapshot.step for snapshot in storage.list_candidates(folder)), default=0)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def settings(text: str) -> tuple[Config, str]:
     chosen = CASE | dict(word.split("=") for word in text.split(","))
     if chosen.get("strategy", "ddp") != "ddp":
         del chosen["processes_per_node"]
-    return config.resolve(Config, [chosen]), ""
+    return config.build_config(Config, [chosen]), ""
 
 
 def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder)
     loader = data.Loader.from_config(train_set, cfg, world.device, shard=(world.rank, world.size), drop_last=False)
     run, times = Run(cfg, folder, world, prepared), step_timing.StepTimes(model, world.device)
     run.averaged, run.total = True, loop.total_steps(cfg, loader)
-    run.training = TrainState([ddp.inner(model)], optimizer, loader, world, replicated=True)
+    run.training = TrainState([ddp.unwrap(model)], optimizer, loader, world, replicated=True)
     step = 0
     while step < run.total:
         step = resnet_dataparallel.train_epoch(cfg, model, optimizer, loader, world, run, times, step)
@@ -80,7 +80,7 @@ def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder)
     if not world.is_main:
         return {}
     losses = [row["loss"] for row in folder.metrics() if "loss" in row]
-    return {"losses": losses, "state": ddp.inner(model).state_dict(), "scores": scores}
+    return {"losses": losses, "state": ddp.unwrap(model).state_dict(), "scores": scores}
 
 
 def train_run(cache: Path, runs: Path, steps: int, *words: str, **env: Any) -> tuple[Done, dict[str, Any]]:

@@ -74,7 +74,7 @@ def settings(text: str) -> tuple[Config, str]:
     assert not mistake or mistake in MISTAKES
     chosen = dict(word.split("=") for word in words)
     base = RESNET if chosen.get("model") == "resnet18" else CONVNET
-    return config.resolve(Config, [base | chosen]), mistake
+    return config.build_config(Config, [base | chosen]), mistake
 
 
 def unsplit(cfg: Config) -> nn.Module:

@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed import ddp, local_launcher, rendezvous
-from common.distributed.rendezvous import Place, World
+from common.distributed.rank_info import RankInfo
+from common.distributed.rendezvous import World
 from common.models import pruning_masks
 from common.models.networks import SimpleNN
 from common.models.pruning_masks import Masks
@@ -49,15 +50,15 @@ def in_two(work: Callable[[World], Any]) -> list[Any]:
     """What each of two processes finds."""
     folder = Path(tempfile.mkdtemp())
 
-    def body(place: Place) -> None:
-        with rendezvous.group(place, Launch(device="cpu", threads=1, step_timeout=SECONDS)) as world:
+    def body(place: RankInfo) -> None:
+        with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=SECONDS)) as world:
             (folder / str(place.rank)).write_text(json.dumps(attempt(lambda: work(world))))
             if world.is_main:  # it keeps the meeting place alive until the other has found out too
                 deadline = time.monotonic() + 3 * SECONDS
                 while not (folder / "1").exists() and time.monotonic() < deadline:
                     time.sleep(0.01)
 
-    assert local_launcher.fork_all(body, 2, 1, lambda: None) == 0
+    assert local_launcher.run_ranks(body, 2, 1, lambda: None) == 0
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
@@ -122,7 +123,7 @@ def own_statistics() -> Any:
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
         alone = copy.deepcopy(inner)
-        model = ddp.wrapped(inner, world.device)
+        model = ddp.wrap_ddp(inner, world.device)
         for step in range(3):
             torch.manual_seed(10 * step + world.rank)
             x = torch.randn(5, 3, 4, 4)

@@ -14,7 +14,7 @@ import time
 import torch
 
 from common.distributed import local_launcher, rendezvous
-from common.distributed.rendezvous import Place
+from common.distributed.rank_info import RankInfo
 from common.pipeline import shared_memory
 from common.pipeline.p2p import Messages, routes
 from common.pipeline.schedules import Action, gpipe
@@ -28,8 +28,8 @@ def folders() -> set[str]:
     return {path.name for path in shared_memory.SHARED.glob("pipeline-*")}
 
 
-def exchange(what: str, place: Place) -> None:
-    with rendezvous.group(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
+def exchange(what: str, place: RankInfo) -> None:
+    with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
         if what == "small":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         found = routes(gpipe(2, 2, 2), SHAPES, 4)
@@ -55,7 +55,7 @@ def exchange(what: str, place: Place) -> None:
 
 def main(what: str) -> int:
     before = folders()
-    status = local_launcher.fork_all(lambda place: exchange(what, place), 2, 1, lambda: None)
+    status = local_launcher.run_ranks(lambda place: exchange(what, place), 2, 1, lambda: None)
     deadline = time.monotonic() + PATIENCE
     while left := folders() - before:
         assert time.monotonic() < deadline, f"left in shared memory: {left}"

@@ -14,7 +14,7 @@ import torch
 
 from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
-from common.distributed.rendezvous import Place
+from common.distributed.rank_info import RankInfo
 from common.runs.folder import Folder
 from common.training.run import Run
 from configs.mnist_pipeline import Config
@@ -28,8 +28,8 @@ def main(path: str, mode: str) -> int:
     cfg = Config()
     cfg.log.progress = "none"
 
-    def body(place: Place) -> None:
-        with rendezvous.group(place, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
+    def body(place: RankInfo) -> None:
+        with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
             run = Run(cfg, folder, world, Prepared("digits", folder.path, {}))
             run.averaged, run.total = mode == "averaged", STEPS
             run.source = 0 if run.averaged else int(mode)
@@ -48,7 +48,7 @@ def main(path: str, mode: str) -> int:
             run.flush()
             run.close()
 
-    return local_launcher.fork_all(body, 2, 1, lambda: None)
+    return local_launcher.run_ranks(body, 2, 1, lambda: None)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ class Made:
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, runs: Path) -> Folder:
-        schema = config.schema_of(self.name)
-        values = config.read_file(config.ROOT / "configs" / f"{self.name}.yaml")
-        settings = config.resolve(schema, [values, {"data.name": "digits", "runs": str(runs)} | self.settings])
+        schema = config.import_schema(self.name)
+        values = config.read_config_file(config.ROOT / "configs" / f"{self.name}.yaml")
+        settings = config.build_config(schema, [values, {"data.name": "digits", "runs": str(runs)} | self.settings])
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + EVERY * self.number))
         folder = Folder(runs / f"{self.name}-{stamp}-{self.number:04x}")
         folder.path.mkdir(parents=True)

@@ -146,7 +146,7 @@ def settings(name: str, text: str) -> tuple[Any, str]:
     mistake = words.pop(0) if "=" not in words[0] else ""
     assert not mistake or mistake in MISTAKES
     kind = EXPERIMENTS[name]
-    return config.resolve(kind.schema, [kind.settings | dict(word.split("=") for word in words)]), mistake
+    return config.build_config(kind.schema, [kind.settings | dict(word.split("=") for word in words)]), mistake
 
 
 def train(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.distributed import local_launcher, rendezvous
-from common.distributed.rendezvous import Place
+from common.distributed.rank_info import RankInfo
 from common.models import partition
 from common.pipeline.executor import Pipeline
 from common.pipeline.torch_engine import TorchPipeline
@@ -53,12 +53,12 @@ CASES = [
 ]
 
 
-def compare(place: Place) -> None:
+def compare(place: RankInfo) -> None:
     torch.manual_seed(1)
     x, y = torch.randn(8, 7, 6).double(), torch.randint(3, (8,))
     one, logits = whole(x, y)
     want = dict(one.named_parameters())
-    with rendezvous.group(place, Launch(device="cpu", threads=1)) as world:
+    with rendezvous.joined_world(place, Launch(device="cpu", threads=1)) as world:
         for settings in CASES:
             # the library needs weights in every stage
             four = ["l2", "l5", "l8"] if settings.engine == "own" else ["l3", "l5", "l9"]
@@ -85,4 +85,4 @@ def compare(place: Place) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(local_launcher.fork_all(compare, 2, 1, lambda: None))
+    sys.exit(local_launcher.run_ranks(compare, 2, 1, lambda: None))

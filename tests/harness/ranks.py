@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from common.core.errors import UserError
 from common.distributed import local_launcher, rendezvous
-from common.distributed.rendezvous import Place
+from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
 
 SETTINGS = Launch(device="cpu", setup_timeout=60, step_timeout=60)
@@ -26,19 +26,19 @@ SOON = Launch(device="cpu", setup_timeout=3, step_timeout=3)  # where somebody i
 FOREVER = 600.0  # longer than the test waits
 
 
-def meet_by_name(place: Place, folder: Path) -> None:
+def meet_by_name(place: RankInfo, folder: Path) -> None:
     """As ranks with nccl do it, with the real store."""
-    with rendezvous.group(place, SETTINGS) as world:
+    with rendezvous.joined_world(place, SETTINGS) as world:
         for name in ("a", "b"):
             if world.rank == 1:
                 time.sleep(0.3)
                 (folder / name).touch()
-            dataclasses.replace(world, backend="nccl").meet(name)
+            dataclasses.replace(world, backend="nccl").named_barrier(name)
             assert (folder / name).exists()
 
 
-def add_up(place: Place, folder: Path) -> None:
-    with rendezvous.group(place, SETTINGS) as world:
+def add_up(place: RankInfo, folder: Path) -> None:
+    with rendezvous.joined_world(place, SETTINGS) as world:
         x = torch.ones(1) * world.rank
         dist.all_reduce(x)
         assert x.item() == 3, x
@@ -46,27 +46,27 @@ def add_up(place: Place, folder: Path) -> None:
         assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // 3) == world.threads
 
 
-def one_raises(place: Place, folder: Path) -> None:
-    with rendezvous.group(place, SETTINGS) as world:
+def one_raises(place: RankInfo, folder: Path) -> None:
+    with rendezvous.joined_world(place, SETTINGS) as world:
         if world.rank == 1:
             raise KeyError("the cause")
         dist.barrier()
 
 
-def user_error(place: Place, folder: Path) -> None:
+def user_error(place: RankInfo, folder: Path) -> None:
     raise UserError("change this")
 
 
-def one_is_killed(place: Place, folder: Path) -> None:
-    with rendezvous.group(place, SETTINGS) as world:
+def one_is_killed(place: RankInfo, folder: Path) -> None:
+    with rendezvous.joined_world(place, SETTINGS) as world:
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
 
-def one_takes_too_much(place: Place, folder: Path) -> None:
+def one_takes_too_much(place: RankInfo, folder: Path) -> None:
     """In the control group `folder` names, whose limit is small."""
-    with rendezvous.group(place, SETTINGS) as world:
+    with rendezvous.joined_world(place, SETTINGS) as world:
         if world.rank == 2:
             group = Path((folder / "group").read_text())
             (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -75,21 +75,21 @@ def one_takes_too_much(place: Place, folder: Path) -> None:
         dist.barrier()
 
 
-def one_does_not_arrive(place: Place, folder: Path) -> None:
+def one_does_not_arrive(place: RankInfo, folder: Path) -> None:
     if place.rank == 1:
         time.sleep(FOREVER)
-    with rendezvous.group(place, SOON):
+    with rendezvous.joined_world(place, SOON):
         pass
 
 
-def one_hangs(place: Place, folder: Path) -> None:
-    with rendezvous.group(place, SOON) as world:
+def one_hangs(place: RankInfo, folder: Path) -> None:
+    with rendezvous.joined_world(place, SOON) as world:
         if world.rank == 0:
             time.sleep(FOREVER)
         dist.barrier()
 
 
-def one_ignores_being_asked(place: Place, folder: Path) -> None:
+def one_ignores_being_asked(place: RankInfo, folder: Path) -> None:
     if place.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(FOREVER)
@@ -98,8 +98,8 @@ def one_ignores_being_asked(place: Place, folder: Path) -> None:
 
 
 ALL = (meet_by_name, add_up, one_raises, user_error, one_is_killed, one_takes_too_much, one_does_not_arrive, one_hangs)
-CASES: dict[str, Callable[[Place, Path], None]] = {case.__name__: case for case in (*ALL, one_ignores_being_asked)}
+CASES: dict[str, Callable[[RankInfo, Path], None]] = {case.__name__: case for case in (*ALL, one_ignores_being_asked)}
 
 if __name__ == "__main__":
     case, folder = CASES[sys.argv[1]], Path(sys.argv[2])
-    sys.exit(local_launcher.fork_all(lambda place: case(place, folder), 3, 1, lambda: None))
+    sys.exit(local_launcher.run_ranks(lambda place: case(place, folder), 3, 1, lambda: None))

@@ -42,7 +42,7 @@ def cut_off(folder: Folder, step: int, place: Path) -> Folder:
     (copy.path / "result.json").unlink()
     attempt = copy.attempts()[-1]
     begun = attempt.origin[1] if attempt.origin else 0
-    for snapshot in storage.of_attempt(attempt):
+    for snapshot in storage.list_checkpoints(attempt):
         if snapshot.step > step:
             shutil.rmtree(snapshot.path)
     rows = attempt.metrics_file.read_text().splitlines(keepends=True)
@@ -70,7 +70,7 @@ def trained_steps(folder: Folder) -> list[int]:
 def final_state(folder: Folder) -> dict[str, torch.Tensor]:
     """Parameters and the optimizer's memory after the last step, over all ranks."""
     (attempt, _), *_ = folder.chain()
-    path = storage.of_attempt(attempt)[-1].path
+    path = storage.list_checkpoints(attempt)[-1].path
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("rank-*.pt")):
         part = torch.load(file, weights_only=True)
@@ -93,7 +93,7 @@ def differences(one: Folder, other: Folder) -> list[str]:
 def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path, real: bool = False) -> None:
     """Cut a run off after one of its saved steps, go on, and compare all of it with the whole run to the bit."""
     (attempt,) = whole.folder.attempts()
-    step = open_stream(name).choice(storage.of_attempt(attempt)[:-1]).step
+    step = open_stream(name).choice(storage.list_checkpoints(attempt)[:-1]).step
     folder = cut_off(whole.folder, step, place)
     done = resume(entry, folder, real=real)
     assert done.returncode == 0, f"resumed after step {step}: {done.stderr}"
@@ -116,7 +116,7 @@ def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path
         out, err = process.communicate(PATIENCE)
         seconds = time.monotonic() - began
     assert process.returncode == EXIT_RESUMABLE and "told to stop: saved after step 20" in out, out + err
-    assert len(folder.metrics()) == 20 and [s.step for s in storage.candidates(folder)] == [20]
+    assert len(folder.metrics()) == 20 and [s.step for s in storage.list_candidates(folder)] == [20]
     assert seconds < 60, "far less than the evaluation would have taken"
     done = resume(entry, folder, "data.test_limit=100")
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ class Site:
         self.folder, self.cache, self.prefix = folder, cache, prefix
         self.checkout, self.runs = folder / "checkout", folder / "runs"
         self.env = environment(CLUSTER_DIR=str(folder), PYTHONPATH=str(self.checkout))
-        for name in provenance.source_files():
+        for name in provenance.list_source_files():
             (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.checkout / name)
 

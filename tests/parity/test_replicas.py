@@ -42,8 +42,8 @@ def expected(cache: Path, *more: str) -> dict[str, Any]:
 
     These are averaged for the evaluation after each epoch, and training goes on with the means.
     """
-    cfg = config.load(Config, [*PARITY, *more, f"data.cache={cache}", "mode=single"], {})
-    torch.manual_seed(seeds.derive(cfg.seed, "init"))
+    cfg = config.load_config(Config, [*PARITY, *more, f"data.cache={cache}", "mode=single"], {})
+    torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model = ResNet("resnet18", (3, cfg.data.image_size, cfg.data.image_size), 10, width=cfg.width).double()
     return reference.trained(cfg, model, prepare.prepare(cfg.data), shares=2, piece=cfg.split_size)
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint import checkpointer, storage
-from common.checkpoint.checkpointer import Checkpoints, Loaded, State
-from common.checkpoint.storage import Draft, Manifest, Snapshot
+from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
+from common.checkpoint.storage import CheckpointPath, Manifest, StagingDir
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
@@ -43,10 +43,12 @@ def world() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def part_of(attempt: int, step: int, rank: int) -> State:
+def part_of(attempt: int, step: int, rank: int) -> CheckpointState:
     """Every value tells who saved it when."""
     value = torch.full((4,), attempt * 1e4 + step * 100 + rank)
-    return State({f"w{rank}": value}, {f"w{rank}": {"m": -value}}, {"id": f"{attempt}/{step}"}, {"mine": value})
+    return CheckpointState(
+        {f"w{rank}": value}, {f"w{rank}": {"m": -value}}, {"id": f"{attempt}/{step}"}, {"mine": value}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +60,13 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         attempt = folder.claim()
         attempt.set_parent(number - 1 or None, 2 if number > 1 else 0)
         for step in steps:
-            draft, entries = Draft(attempt, step), {}
+            draft, entries = StagingDir(attempt, step), {}
             draft.begin()
             for rank in range(RANKS):
                 seat = dataclasses.replace(world, rank=rank, size=RANKS)
-                content = Checkpoints(attempt, seat, Checkpoint(), print)._content(step, part_of(number, step, rank))
-                name = storage.rank_file(rank)
-                entries[name] = checkpointer.write(draft.path / name, content)
+                content = Checkpointer(attempt, seat, Checkpoint(), print)._content(step, part_of(number, step, rank))
+                name = storage.rank_file_name(rank)
+                entries[name] = checkpointer.write_rank_file(draft.path / name, content)
             draft.commit(Manifest(step, number, RANKS, entries, {}))
     return folder.path
 
@@ -74,7 +76,9 @@ class Vandal:
 
     def __init__(self, path: Path, chance: random.Random) -> None:
         self.chance, self.done = chance, list[str]()
-        self.places = [Snapshot(Folder(path, attempt), step).path for attempt, steps in SAVED.items() for step in steps]
+        self.places = [
+            CheckpointPath(Folder(path, attempt), step).path for attempt, steps in SAVED.items() for step in steps
+        ]
         kinds = ("flip", "flip", "truncate", "grow", "delete", "swap", "swap_folders", "copy_folder", "manifest")
         self.kinds = (
             *kinds,
@@ -139,7 +143,7 @@ class Vandal:
             content = self.chance.choice(wrong)
         elif self.chance.random() < 0.6:
             content.pop("sha256")
-            content["sha256"] = storage.digest(content)
+            content["sha256"] = storage.hash_manifest(content)
         path.write_text(json.dumps(content))
 
     def link(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
@@ -174,7 +178,7 @@ def untouched(place: Path, original: Path) -> bool:
     return True
 
 
-def as_saved(loaded: Loaded) -> bool:
+def as_saved(loaded: LoadedCheckpoint) -> bool:
     """Whether every value is the one that this attempt saved at this step."""
     parts = [part_of(loaded.attempt, loaded.step, rank) for rank in range(RANKS)]
     good = loaded.common == parts[0].common and loaded.model.keys() == {"w0", "w1"} == loaded.optimizer.keys()
@@ -186,12 +190,12 @@ def as_saved(loaded: Loaded) -> bool:
 
 def check(world: World, path: Path, original: Path) -> str:
     """Load, and compare with what may be loaded; returns what happened."""
-    places = [Snapshot(Folder(path, attempt), step).path for attempt, step in COUNTING]
+    places = [CheckpointPath(Folder(path, attempt), step).path for attempt, step in COUNTING]
     good = [untouched(place, original / place.relative_to(path)) for place in places]
     there = [place.is_symlink() or place.exists() for place in places]
     said: list[str] = []
     try:
-        loaded = Checkpoints(Folder(path).claim(), world, Checkpoint(), said.append).load()
+        loaded = Checkpointer(Folder(path).claim(), world, Checkpoint(), said.append).load()
     except UserError as error:
         assert not any(good) and f"none of the {sum(there)} checkpoints" in str(error) and len(said) == sum(there)
         return "refused"

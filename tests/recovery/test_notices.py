@@ -57,7 +57,7 @@ def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[
         folder = only_folder(tmp_path)
         assert status.cancel(folder).startswith("cancelled process ")
         process.communicate(PATIENCE)
-    assert process.returncode == EXIT_RESUMABLE and storage.candidates(folder)
+    assert process.returncode == EXIT_RESUMABLE and storage.list_candidates(folder)
     assert status.state_of(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
     assert diagnosis.examine(folder)["cause"] == "it was cancelled"
     assert "after step" in status.what_rank_0_said(folder)

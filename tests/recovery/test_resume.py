@@ -106,7 +106,7 @@ def test_the_state_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, 
     scores = {row["test_loss"]: row["global_step"] for row in whole.folder.metrics() if "test_loss" in row}
     best = scores[min(scores)]
     assert (attempt.attempt / "checkpoints" / "best").read_text() == f"step-{best:08d}\n"
-    steps = [snapshot.step for snapshot in storage.of_attempt(attempt)]
+    steps = [snapshot.step for snapshot in storage.list_checkpoints(attempt)]
     assert steps == sorted({best, *steps[-2:]}) and len(scores) == 8
 
 

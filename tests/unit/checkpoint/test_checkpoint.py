@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from common.checkpoint import checkpointer, state_dicts, storage
-from common.checkpoint.checkpointer import Checkpoints, State
-from common.checkpoint.storage import Snapshot
+from common.checkpoint.checkpointer import Checkpointer, CheckpointState
+from common.checkpoint.storage import CheckpointPath
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
@@ -56,8 +56,8 @@ class Disk:
         self.folder.set_parent(None, 0)
         self.checkpoints = self.start()
 
-    def start(self, **settings: Any) -> Checkpoints:
-        return Checkpoints(self.folder, self.world, Checkpoint(**{"retries": 0} | settings), self.said.append)
+    def start(self, **settings: Any) -> Checkpointer:
+        return Checkpointer(self.folder, self.world, Checkpoint(**{"retries": 0} | settings), self.said.append)
 
     def save(self, *steps: int) -> None:
         for step in steps:
@@ -70,11 +70,11 @@ class Disk:
         return loaded.step if loaded else None
 
     def at(self, step: int, name: str = "") -> Path:
-        return Snapshot(self.folder, step).path / name
+        return CheckpointPath(self.folder, step).path / name
 
     def names(self) -> list[str]:
         self.checkpoints.close()
-        return sorted(path.name for path in storage.room(self.folder).iterdir())
+        return sorted(path.name for path in storage.checkpoints_dir(self.folder).iterdir())
 
     def restart(self, parent: int | None, step: int) -> None:
         self.folder = self.folder.claim()
@@ -111,7 +111,9 @@ def test_everything_comes_back(disk: Disk) -> None:
     model = {"view": base[10:14], "half": torch.ones(3, dtype=torch.bfloat16), "count": torch.tensor(7), "no": base[:0]}
     model["parameter"] = nn.Parameter(torch.tensor([[float("nan"), -0.0], [float("inf"), 1e-45]]))
     common = {"text": "é", "deep": {"list": [1, (2.5, None, True)], 3: b"\x00"}, "huge": 2**70, "nan": float("inf")}
-    assert disk.checkpoints.save(5, State(model, {"view": {"step": 3, "m": base[:4]}}, common, {"mine": base[:2]}))
+    assert disk.checkpoints.save(
+        5, CheckpointState(model, {"view": {"step": 3, "m": base[:4]}}, common, {"mine": base[:2]})
+    )
     loaded = disk.checkpoints.load()
     assert loaded is not None and (loaded.step, loaded.attempt, loaded.processes, loaded.exact) == (5, 1, 1, True)
     for name, value in model.items():
@@ -133,7 +135,7 @@ def test_everything_comes_back(disk: Disk) -> None:
 )
 def test_what_could_not_be_read_again_is_refused_at_once(disk: Disk, thing: Any, place: str) -> None:
     with pytest.raises(TypeError) as error:
-        disk.checkpoints.save(1, State({}, {}, thing))
+        disk.checkpoints.save(1, CheckpointState({}, {}, thing))
     assert place in str(error.value)
 
 
@@ -155,16 +157,19 @@ def test_an_optimizer_goes_on_to_the_bit(disk: Disk, name: Any) -> None:
     model, optimizer = build(1)
     train(model, optimizer)
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    memory = state_dicts.optimizer_state(optimizer, model.named_parameters())
-    disk.checkpoints.save(3, State(state_dicts.tensors(tensors), memory, {}, {"random": state_dicts.random_state()}))
+    memory = state_dicts.collect_optimizer_state(optimizer, model.named_parameters())
+    disk.checkpoints.save(
+        3,
+        CheckpointState(state_dicts.collect_tensors(tensors), memory, {}, {"random": state_dicts.capture_rng_state()}),
+    )
     train(model, optimizer)
 
     other, resumed = build(2)
     loaded = disk.checkpoints.load()
     assert loaded is not None and loaded.local is not None
     state_dicts.load_tensors([*other.named_parameters(), *other.named_buffers()], loaded.model)
-    state_dicts.load_optimizer(resumed, other.named_parameters(), loaded.optimizer)
-    state_dicts.set_random_state(loaded.local["random"])
+    state_dicts.load_optimizer_state(resumed, other.named_parameters(), loaded.optimizer)
+    state_dicts.restore_rng_state(loaded.local["random"])
     train(other, resumed)
     for (key, ours), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs) and ours.isfinite().all(), key
@@ -176,14 +181,14 @@ def test_a_stage_takes_its_part_of_the_whole() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     saved, memory = (
-        state_dicts.tensors(model.named_parameters()),
-        state_dicts.optimizer_state(optimizer, model.named_parameters()),
+        state_dicts.collect_tensors(model.named_parameters()),
+        state_dicts.collect_optimizer_state(optimizer, model.named_parameters()),
     )
     stage = nn.Linear(2, 2)
     named = [(f"1.{name}", parameter) for name, parameter in stage.named_parameters()]
     resumed = optimizers.make(stage.parameters(), Optim())
     state_dicts.load_tensors(named, saved)
-    state_dicts.load_optimizer(resumed, named, memory)
+    state_dicts.load_optimizer_state(resumed, named, memory)
     last = model.get_parameter("1.weight")
     assert torch.equal(stage.weight, last)
     ours, theirs = resumed.state[stage.weight]["momentum_buffer"], optimizer.state[last]["momentum_buffer"]
@@ -192,7 +197,7 @@ def test_a_stage_takes_its_part_of_the_whole() -> None:
 
 @pytest.mark.parametrize(("module", "word"), [(nn.Linear(2, 3), "shape"), (nn.BatchNorm1d(2), "has no running_mean")])
 def test_another_model_is_refused(module: nn.Module, word: str) -> None:
-    saved = state_dicts.tensors(nn.Linear(2, 2).named_parameters())
+    saved = state_dicts.collect_tensors(nn.Linear(2, 2).named_parameters())
     with pytest.raises(UserError, match=word):
         state_dicts.load_tensors([*module.named_buffers(), *module.named_parameters()], saved)
 
@@ -203,10 +208,10 @@ def test_random_streams_go_on() -> None:
         return [torch.rand(3).tolist(), np.random.rand(3).tolist(), np.random.randn(1).tolist(), numbers]
 
     draw()  # leaves the second number of a pair behind, in numpy and in python
-    kept = state_dicts.random_state()
+    kept = state_dicts.capture_rng_state()
     first = draw()
     assert all(one != other for one, other in zip(first, draw(), strict=True))
-    state_dicts.set_random_state(kept)
+    state_dicts.restore_rng_state(kept)
     assert first == draw()
 
 
@@ -231,11 +236,11 @@ def test_a_start_that_was_superseded_removes_nothing(disk: Disk) -> None:
     disk.restart(1, 1)
     for step in (3, 4, 5):
         assert old.save(step, state_of(step))
-    assert [s.step for s in storage.of_attempt(Folder(disk.folder.path, 1))] == [1, 2, 3, 4, 5]
+    assert [s.step for s in storage.list_checkpoints(Folder(disk.folder.path, 1))] == [1, 2, 3, 4, 5]
     assert disk.load() == 1, "what it saved after the new start branched off does not count"
     disk.save(2)
     assert disk.load() == 2
-    assert [(s.attempt.number, s.step) for s in storage.candidates(disk.folder)] == [(2, 2), (1, 1)]
+    assert [(s.attempt.number, s.step) for s in storage.list_candidates(disk.folder)] == [(2, 2), (1, 1)]
 
 
 def test_older_starts_keep_theirs_until_this_one_has_enough(disk: Disk) -> None:
@@ -246,14 +251,14 @@ def test_older_starts_keep_theirs_until_this_one_has_enough(disk: Disk) -> None:
     (older.attempt / "checkpoints" / ".step-00000004.new").mkdir()
     disk.restart(1, 3)
     disk.save(4)
-    assert [s.step for s in storage.of_attempt(older)] == [2, 3], "one of its own may turn out damaged"
+    assert [s.step for s in storage.list_checkpoints(older)] == [2, 3], "one of its own may turn out damaged"
     disk.save(5)
     disk.checkpoints.close()
-    assert [s.step for s in storage.of_attempt(older)] == [2], "the best so far"
+    assert [s.step for s in storage.list_checkpoints(older)] == [2], "the best so far"
     assert sorted(p.name for p in (older.attempt / "checkpoints").iterdir()) == ["best", "latest", "step-00000002"]
     assert disk.checkpoints.save(6, state_of(6), best=True)
     disk.checkpoints.close()
-    assert not storage.of_attempt(older) and disk.load() == 6
+    assert not storage.list_checkpoints(older) and disk.load() == 6
 
 
 def test_all_is_on_the_disk_before_the_rename(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +293,7 @@ def damage_manifest(disk: Disk, **changes: Any) -> None:
     path = disk.at(2, "manifest.json")
     content = json.loads(path.read_text()) | changes
     content.pop("sha256")
-    path.write_text(json.dumps(content | {"sha256": storage.digest(content)}))
+    path.write_text(json.dumps(content | {"sha256": storage.hash_manifest(content)}))
 
 
 def swap(one: Path, other: Path) -> None:
@@ -385,7 +390,9 @@ def test_without_checksums_wrong_weights_are_loaded(disk: Disk, monkeypatch: pyt
     """What the checksum is for: nobody else notices."""
     disk.save(1, 2)
     flip(disk.at(2, "rank-0.pt"), weights_at(disk.at(2, "rank-0.pt")))
-    monkeypatch.setattr(storage, "read_checked", lambda place, _, rank: storage.read(place, f"rank-{rank}.pt", None))
+    monkeypatch.setattr(
+        storage, "read_verified", lambda place, _, rank: storage.read_file(place, f"rank-{rank}.pt", None)
+    )
     loaded = disk.checkpoints.load()
     assert loaded is not None and loaded.step == 2 and not right(loaded, 0)
     monkeypatch.undo()
@@ -401,8 +408,8 @@ def test_without_what_a_file_says_of_itself_wrong_weights_are_loaded(
     damage_manifest(disk, files=json.loads(disk.at(1, "manifest.json").read_text())["files"])
     assert disk.load() == 1
     assert "rank-0.pt is that of step 1, attempt 1, rank 0 of 1" in disk.said[0]
-    unpack = checkpointer.unpack
-    monkeypatch.setattr(checkpointer, "unpack", lambda content, name: unpack(content, name) | {"step": 2})
+    unpack = checkpointer.decode_rank_file
+    monkeypatch.setattr(checkpointer, "decode_rank_file", lambda content, name: unpack(content, name) | {"step": 2})
     loaded = disk.checkpoints.load()
     assert loaded is not None and loaded.step == 2 and not right(loaded, 0)
 
@@ -479,7 +486,7 @@ def test_a_full_disk_is_told_and_training_goes_on(small: Disk, room: int) -> Non
                 pass
         except OSError:
             os.truncate(ballast, ballast.stat().st_size - room)
-    content = State({"w": torch.rand(20_000)}, {}, {})
+    content = CheckpointState({"w": torch.rand(20_000)}, {}, {})
     assert small.checkpoints.save(3, content) is False
     assert small.said[0].startswith("WARNING: no checkpoint of step 3: ")
     assert os.strerror(errno.ENOSPC) in small.said[0] and "the last is of step 2" in small.said[0]
@@ -502,7 +509,7 @@ def test_a_read_only_disk_is_told_and_training_goes_on(small: Disk) -> None:
 def test_writing_is_tried_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the way goes away during the pause."""
     monkeypatch.setattr(checkpointer, "PAUSE", 0.3)
-    room = storage.room(disk.folder)
+    room = storage.checkpoints_dir(disk.folder)
     room.write_text("in the way")
     assert not disk.start(retries=0).save(1, state_of(1))
     timer = threading.Timer(0.1, room.unlink)
@@ -542,7 +549,7 @@ def test_two_processes_get_their_parts_back(two: Any) -> None:
 
 def test_one_process_takes_what_two_have_saved(two: Any, world: World) -> None:
     said: list[str] = []
-    loaded = Checkpoints(Folder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
+    loaded = Checkpointer(Folder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
     assert loaded is not None and right(loaded, None)
     assert (loaded.step, loaded.processes, loaded.local, loaded.exact) == (200, 2, None, False)
     assert said[0].startswith("2 processes saved this, 1 go on") and "random streams begin anew" in said[0]
@@ -577,7 +584,7 @@ def test_a_name_that_two_ranks_give_is_refused(two: Any) -> None:
 
 def test_sharded_parameters_go_on_and_are_whole_in_the_file(two: Any, world: World) -> None:
     assert found(two, "sharded") == [{"equal": True, "sizes": [4, 4]}, {"equal": True, "sizes": [0, 0]}]
-    loaded = Checkpoints(Folder(two[0] / "sharded", 2), world, Checkpoint(), print).load()
+    loaded = Checkpointer(Folder(two[0] / "sharded", 2), world, Checkpoint(), print).load()
     assert loaded is not None
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     state_dicts.load_tensors(model.named_parameters(), loaded.model)

@@ -13,18 +13,27 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import hashing_writer
-from common.checkpoint.hashing_writer import DIRECT, PIECE, PIECES, Hashed
+from common.checkpoint.hashing_writer import CHUNK_BYTES, CHUNKS, O_DIRECT, HashingWriter
 
-SIZES = [0, 1, mmap.PAGESIZE, PIECE - 1, PIECE, PIECE + 1, PIECES * PIECE, (PIECES + 2) * PIECE + 12345]
+SIZES = [
+    0,
+    1,
+    mmap.PAGESIZE,
+    CHUNK_BYTES - 1,
+    CHUNK_BYTES,
+    CHUNK_BYTES + 1,
+    CHUNKS * CHUNK_BYTES,
+    (CHUNKS + 2) * CHUNK_BYTES + 12345,
+]
 
 
-def write(path: Path, content: bytes) -> Hashed:
+def write(path: Path, content: bytes) -> HashingWriter:
     """In parts of many sizes, as torch does it."""
     rest, chance = memoryview(content), random.Random(0)
     with open(path, "xb", buffering=0) as file:
-        with Hashed(file) as it:
+        with HashingWriter(file) as it:
             while rest:
-                count = min(len(rest), chance.choice([1, 64, 5000, PIECE // 2, 3 * PIECE]))
+                count = min(len(rest), chance.choice([1, 64, 5000, CHUNK_BYTES // 2, 3 * CHUNK_BYTES]))
                 assert it.write(rest[:count]) == count
                 rest = rest[count:]
         assert it.error is None
@@ -49,16 +58,16 @@ def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones(tmp_path: Path, mo
         hashing_writer.mmap, "PAGESIZE", 1
     )  # so that the last write has a length that none can take directly
     with open(tmp_path / "probe", "xb", buffering=0) as file:
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | DIRECT)
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | O_DIRECT)
         with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
             os.write(file.fileno(), b"odd")
-    content = random.Random(1).randbytes(2 * PIECE + 777)
+    content = random.Random(1).randbytes(2 * CHUNK_BYTES + 777)
     write(tmp_path / "file", content)
     assert (tmp_path / "file").read_bytes() == content
 
 
 def test_after_an_error_it_pretends_and_tells(tmp_path: Path) -> None:
-    with open("/dev/full", "wb", buffering=0) as file, Hashed(file) as it:
-        for _ in range(PIECES + 2):
-            assert it.write(memoryview(bytes(PIECE))) == PIECE
+    with open("/dev/full", "wb", buffering=0) as file, HashingWriter(file) as it:
+        for _ in range(CHUNKS + 2):
+            assert it.write(memoryview(bytes(CHUNK_BYTES))) == CHUNK_BYTES
     assert it.error is not None and it.error.errno == errno.ENOSPC

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.checkpoint import preemption
-from common.checkpoint.preemption import Notice, SafePoints
+from common.checkpoint.preemption import StopAgreement, StopRequest
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
@@ -21,9 +21,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def points(settings: Checkpoint) -> SafePoints:
+def points(settings: Checkpoint) -> StopAgreement:
     world = World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
-    return SafePoints(world, settings, Notice(60, sys.stderr))
+    return StopAgreement(world, settings, StopRequest(60, sys.stderr))
 
 
 def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(clock: list[float]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.core import config
-from common.core.config import keys, load
+from common.core.config import list_keys, load_config
 from common.core.errors import UserError
 from configs.mnist_pipeline import Config
 from configs.profile import Profile
@@ -16,55 +16,55 @@ from configs.profile import Profile
 
 def refused(*words: str) -> str:
     with pytest.raises(UserError) as caught:
-        load(Config, list(words), {})
+        load_config(Config, list(words), {})
     return str(caught.value)
 
 
-SCHEMAS: list[type] = [Profile, *(config.schema_of(name) for name in config.names())]
-BOUNDED = {(key.name, key.low, key.high): key for schema in SCHEMAS for key in keys(schema).values()}
+SCHEMAS: list[type] = [Profile, *(config.import_schema(name) for name in config.list_experiments())]
+BOUNDED = {(key.name, key.low, key.high): key for schema in SCHEMAS for key in list_keys(schema).values()}
 
 
 @pytest.mark.parametrize("key", [key for key in BOUNDED.values() if key.low is not None], ids=lambda key: key.name)
-def test_the_least_and_the_largest_value_are_taken_and_those_beyond_refused(key: config.Key) -> None:
+def test_the_least_and_the_largest_value_are_taken_and_those_beyond_refused(key: config.ConfigKey) -> None:
     bounds = [(bound, beyond) for bound, beyond in ((key.low, -1), (key.high, 1)) if bound is not None]
     for bound, beyond in bounds:
-        assert config.read(key, str(int(bound)) if key.type is int else str(bound)) == bound
+        assert config.parse_value(key, str(int(bound)) if key.type is int else str(bound)) == bound
         with pytest.raises(UserError, match="out of range"):
-            config.read(key, str(int(bound) + beyond))
+            config.parse_value(key, str(int(bound) + beyond))
 
 
 def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:
     assert dataclasses.fields(Config) and Config().epochs == 1
-    assert load(Config, [], {}).epochs == 5  # configs/mnist_pipeline.yaml
-    assert load(Config, ["epochs=3"], {}).epochs == 3
+    assert load_config(Config, [], {}).epochs == 5  # configs/mnist_pipeline.yaml
+    assert load_config(Config, ["epochs=3"], {}).epochs == 3
     file = tmp_path / "mine.yaml"
     file.write_text("epochs: 9\noptim:\n  lr: 0.5\n")
-    found = load(Config, ["--config", str(file), "optim.lr=0.25"], {})
+    found = load_config(Config, ["--config", str(file), "optim.lr=0.25"], {})
     assert (found.epochs, found.optim.lr, found.batch) == (9, 0.25, 64)
 
 
 def test_data_root_comes_from_the_environment_unless_it_is_set(tmp_path: Path) -> None:
-    assert load(Config, [], {"DATA_ROOT": "/there"}).data.root == "/there"
-    assert load(Config, ["data.root=/here"], {"DATA_ROOT": "/there"}).data.root == "/here"
+    assert load_config(Config, [], {"DATA_ROOT": "/there"}).data.root == "/there"
+    assert load_config(Config, ["data.root=/here"], {"DATA_ROOT": "/there"}).data.root == "/here"
     file = tmp_path / "mine.yaml"
     file.write_text("data:\n  root: /mine\n")
-    assert load(Config, ["--config", str(file)], {"DATA_ROOT": "/there"}).data.root == "/mine"
+    assert load_config(Config, ["--config", str(file)], {"DATA_ROOT": "/there"}).data.root == "/mine"
 
 
 def test_printed_config_repeats_the_settings(tmp_path: Path) -> None:
-    first = load(Config, ["seed=3", "split=[fc2]", "wandb.tags=[a,010]", "data.root=010", "optim.lr=1e-05"], {})
+    first = load_config(Config, ["seed=3", "split=[fc2]", "wandb.tags=[a,010]", "data.root=010", "optim.lr=1e-05"], {})
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml(first))
-    assert load(Config, ["--config", str(file)], {}) == first
+    assert load_config(Config, ["--config", str(file)], {}) == first
     assert first.wandb.tags == ["a", "010"] and first.data.root == "010"
 
 
 @pytest.mark.parametrize(("text", "value"), [("010", 10), ("+7", 7), ("0", 0)])
 def test_integers_are_decimal(text: str, value: int, tmp_path: Path) -> None:
-    assert load(Config, [f"seed={text}"], {}).seed == value
+    assert load_config(Config, [f"seed={text}"], {}).seed == value
     file = tmp_path / "c.yaml"
     file.write_text(f"seed: {text}\n")
-    assert load(Config, ["--config", str(file)], {}).seed == value
+    assert load_config(Config, ["--config", str(file)], {}).seed == value
 
 
 @pytest.mark.parametrize("text", ["12:30", "1_000", "0x10", "1.0", "", "ten", "1e3"])
@@ -127,8 +127,8 @@ def test_settings_that_do_not_fit_together_are_refused(words: list[str], parts: 
 
 
 def test_help_names_every_key_with_default_type_and_meaning() -> None:
-    text = config.help_text(Config)
-    for key in keys(Config).values():
+    text = config.format_help(Config)
+    for key in list_keys(Config).values():
         assert key.doc, f"{key.name} has no documentation"
         assert f"  {key.name}=" in text
     assert "  epochs=5  (int >= 1)" in text
@@ -147,18 +147,18 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_experiment_has_script_settings_and_values() -> None:
-    assert "mnist_pipeline" in config.names()
-    for name in config.names():
-        assert config.name_of(config.schema_of(name)) == name
+    assert "mnist_pipeline" in config.list_experiments()
+    for name in config.list_experiments():
+        assert config.experiment_name(config.import_schema(name)) == name
 
 
 def test_changed_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "attempts/0001/changed.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"devices": [["auto"], ["cpu", "cpu"]], "optim.lr": ["0.1", "0.2"]}')
-    found = config.last_changes(tmp_path)
+    found = config.read_last_changes(tmp_path)
     assert found == {"devices": (["auto"], ["cpu", "cpu"]), "optim.lr": ("0.1", "0.2")}
     for text in ("", "[1]", '{"optim.lr": "0.1"}', '{"optim.lr": ["0.1"]}', '{"optim.lr": ["0.1", null]}'):
         file.write_text(text)
         with pytest.raises(UserError, match=r"changed.json is damaged"):
-            config.last_changes(tmp_path)
+            config.read_last_changes(tmp_path)

@@ -70,19 +70,19 @@ def test_shares_of_a_batch_are_the_batch(cache: Path) -> None:
 )
 def test_settings_of_data_parallelism_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load(Config, words, {})
+        config.load_config(Config, words, {})
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
 def test_data_parallel_processes_follow_from_the_nodes() -> None:
-    assert config.load(Config, [], {}).processes == 2
-    assert config.load(Config, ["launch.nodes=4"], {}).processes == 4
-    assert config.load(Config, ["launch.nodes=2", "processes_per_node=8"], {}).processes == 16
+    assert config.load_config(Config, [], {}).processes == 2
+    assert config.load_config(Config, ["launch.nodes=4"], {}).processes == 4
+    assert config.load_config(Config, ["launch.nodes=2", "processes_per_node=8"], {}).processes == 16
 
 
 def test_the_pipeline_takes_only_its_own_images() -> None:
     with pytest.raises(UserError, match="28x28"):
-        config.load(Pipelined, ["data.name=cifar10"], {})
+        config.load_config(Pipelined, ["data.name=cifar10"], {})
 
 
 def test_resnet_is_torchvisions_with_another_stem() -> None:
@@ -105,7 +105,7 @@ def test_each_process_keeps_its_own_statistics() -> None:
 def test_torchs_own_synchronised_norm_refuses_the_cpu() -> None:
     assert all("GPU" in answer["error"] for answer in made("torchs_norm")["torchs_norm"])
     plain, other = (networks.ResNet("resnet18", (3, 32, 32), 10, width=8) for _ in range(2))
-    ours = sync_batchnorm.synchronised(other, torch.device("cpu"))
+    ours = sync_batchnorm.convert_sync_batchnorm(other, torch.device("cpu"))
     assert ours.state_dict().keys() == plain.state_dict().keys()
     assert sum(isinstance(module, sync_batchnorm.SyncBatchNorm2d) for module in ours.modules()) == 20
 

@@ -19,7 +19,7 @@ import pytest
 from common.core import config, host_memory
 from common.core.errors import EXIT_RESUMABLE
 from common.distributed import local_launcher
-from common.distributed.rendezvous import Place, first_host, outside
+from common.distributed.rank_info import RankInfo, parse_first_host, read_rank_info
 from common.runs.folder import Folder, read_json
 from configs.amp_accum import Config as Precision
 from configs.resnet_modelparallel import Config as Split
@@ -44,14 +44,14 @@ BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_
     [
         ({}, None),
         (BATCH, None),
-        (TORCHRUN, Place(3, 4, 1, 2, 1, 2, "torchrun", "a:29400")),
-        (SLURM, Place(2, 4, 0, 2, 1, 2, "slurm", "gpu07", "40017.0.0")),
-        (SLURM | TORCHRUN, Place(3, 4, 1, 2, 1, 2, "torchrun", "a:29400")),
+        (TORCHRUN, RankInfo(3, 4, 1, 2, 1, 2, "torchrun", "a:29400")),
+        (SLURM, RankInfo(2, 4, 0, 2, 1, 2, "slurm", "gpu07", "40017.0.0")),
+        (SLURM | TORCHRUN, RankInfo(3, 4, 1, 2, 1, 2, "torchrun", "a:29400")),
     ],
     ids=["laptop", "batch script", "torchrun", "srun", "torchrun in an allocation"],
 )
-def test_place_is_read_from_the_environment(environ: dict[str, str], place: Place | None) -> None:
-    assert outside(environ) == place
+def test_place_is_read_from_the_environment(environ: dict[str, str], place: RankInfo | None) -> None:
+    assert read_rank_info(environ) == place
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_place_is_read_from_the_environment(environ: dict[str, str], place: Plac
     [("node1", "node1"), ("node1,node2", "node1"), ("n[03-07,9],x1", "n03"), ("a-[2,4]", "a-2"), ("x1,n[3-4]", "x1")],
 )
 def test_first_host_of_a_nodelist(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
+    assert parse_first_host(nodelist) == host
 
 
 def fork_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -139,10 +139,10 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Pat
 
 
 def test_the_smallest_of_all_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    free, what = host_memory.available()
+    free, what = host_memory.measure_available()
     assert 1 << 28 < free < 1 << 50 and what
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "100")
-    assert host_memory.available() == (100 << 20, "what SLURM gave the job")
+    assert host_memory.measure_available() == (100 << 20, "what SLURM gave the job")
 
 
 def test_files_that_the_kernel_keeps_are_no_use_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,22 +152,22 @@ def test_files_that_the_kernel_keeps_are_no_use_of_memory(monkeypatch: pytest.Mo
         "/sys/fs/cgroup/job/memory.current": "990000\n",
         "/sys/fs/cgroup/job/memory.stat": "anon 90000\nactive_file 100\ninactive_file 900000\n",
     }
-    monkeypatch.setattr(host_memory, "read", lambda path: files.get(path, ""))
-    assert host_memory.cgroup_limits() == [(910_000, "the limit of control group /job")]
+    monkeypatch.setattr(host_memory, "read_or_empty", lambda path: files.get(path, ""))
+    assert host_memory.read_cgroup_limits() == [(910_000, "the limit of control group /job")]
 
 
 def test_memory_for_each_core_is_a_limit_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_MEM_PER_NODE", raising=False)
     monkeypatch.setenv("SLURM_MEM_PER_CPU", "10")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
-    assert host_memory.slurm_limit() == 40 << 20
+    assert host_memory.read_slurm_limit() == 40 << 20
 
 
 def test_replicas_and_known_models_are_counted() -> None:
     words = ["model=resnet18", "width=64", "stages=2", "balance=parameters"]
-    one, four = (config.load(Split, [*words, f"replicas={count}"], {}) for count in (1, 4))
+    one, four = (config.load_config(Split, [*words, f"replicas={count}"], {}) for count in (1, 4))
     assert four.memory_bytes > 3 * one.memory_bytes
-    assert config.load(Precision, ["model=resnet50"], {}).memory_bytes > 2 * 3 * 4 * 25e6
+    assert config.load_config(Precision, ["model=resnet50"], {}).memory_bytes > 2 * 3 * 4 * 25e6
 
 
 def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(tmp_path: Path, cache: Path) -> None:
@@ -208,17 +208,17 @@ def test_only_meeting_places_of_killed_launchers_are_swept(tmp_path: Path, monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not (launcher := os.fork()):
         try:
-            local_launcher.meeting_place()
+            local_launcher.create_rendezvous_dir()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(launcher, 0)
     (killed,) = tmp_path.iterdir()
-    living, lock = local_launcher.meeting_place()
+    living, lock = local_launcher.create_rendezvous_dir()
     for path in (killed, living):
         os.utime(path, (0, 0))
     unlocked = tmp_path / "rendezvous-1-new"  # about to be locked
     unlocked.mkdir()
-    mine, other = local_launcher.meeting_place()
+    mine, other = local_launcher.create_rendezvous_dir()
     assert set(tmp_path.iterdir()) == {living, unlocked, mine}
     os.close(lock)
     os.close(other)

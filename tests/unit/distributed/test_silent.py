@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint import preemption
-from common.checkpoint.preemption import SilenceWatch, name_the_silent
+from common.checkpoint.preemption import SilenceWatch, name_silent_ranks
 from common.distributed.rendezvous import World
 from tests.harness.processes import wait_until
 
@@ -42,7 +42,7 @@ def found() -> Iterator[tuple[World, int]]:
     store = dist.TCPStore("127.0.0.1", ours.recv(), 2, False, SECONDS, wait_for_workers=False)
     yield (
         World(
-            rank=1, size=2, local_rank=0, local_size=1, node=1, nodes=2, how="slurm", hosts=("a", "b"),
+            rank=1, size=2, local_rank=0, local_size=1, node=1, nodes=2, launcher="slurm", hosts=("a", "b"),
             device=torch.device("cpu"), backend="gloo", threads=1, timeout=SECONDS, store=store,
         ),
         process.pid or 0,
@@ -55,25 +55,25 @@ def found() -> Iterator[tuple[World, int]]:
 
 def test_who_has_not_waited_is_named(found: tuple[World, int]) -> None:
     world, _ = found
-    assert name_the_silent(world, 0.1).startswith("rank 0 on a did not answer within 30 s")
+    assert name_silent_ranks(world, 0.1).startswith("rank 0 on a did not answer within 30 s")
     assert world.store
     world.store.set("waited/0", "")
-    assert name_the_silent(world, 0.1) == ""
+    assert name_silent_ranks(world, 0.1) == ""
 
 
 def test_a_store_that_stands_still_is_not_waited_for(found: tuple[World, int], monkeypatch: pytest.MonkeyPatch) -> None:
     world, server = found
-    monkeypatch.setattr(preemption, "ANSWER", 0.5)
+    monkeypatch.setattr(preemption, "ANSWER_SECONDS", 0.5)
     os.kill(server, signal.SIGSTOP)
     began = time.monotonic()
-    assert name_the_silent(world, 0.1) == DEAF
+    assert name_silent_ranks(world, 0.1) == DEAF
     assert time.monotonic() - began < 5
 
 
 def test_a_store_that_is_gone_is_told(found: tuple[World, int]) -> None:
     world, server = found
     os.kill(server, signal.SIGKILL)
-    assert name_the_silent(world, 0.1) == DEAF
+    assert name_silent_ranks(world, 0.1) == DEAF
 
 
 def test_a_message_that_nothing_ends_is_watched(found: tuple[World, int]) -> None:
@@ -86,7 +86,7 @@ def test_a_message_that_nothing_ends_is_watched(found: tuple[World, int]) -> Non
         watch.restart()
     assert not said
     wait_until(lambda: said, "the missing rank is named", 20)
-    assert said == [name_the_silent(world, 0.1)] and said[0].startswith("rank 0 on a did not answer")
+    assert said == [name_silent_ranks(world, 0.1)] and said[0].startswith("rank 0 on a did not answer")
 
 
 def test_a_wait_of_all_is_no_end_of_the_watch(found: tuple[World, int]) -> None:

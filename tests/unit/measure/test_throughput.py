@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.checkpoint.checkpointer import State
-from common.checkpoint.preemption import Notice
+from common.checkpoint.checkpointer import CheckpointState
+from common.checkpoint.preemption import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.data import prepare
@@ -46,7 +46,7 @@ class Saved(TrainState):
 
     gpu: Played
 
-    def state(self) -> State:
+    def state(self) -> CheckpointState:
         self.gpu.synchronize(torch.device("cuda", 0))
         return super().state()
 
@@ -74,7 +74,7 @@ def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every:
     images, _ = data.load_train_test(prepared, cfg.data)
     room.mkdir()
     with open(room / "stacks", "w") as log:
-        run = Run(cfg, Folder(room).claim(), world, prepared, Notice(60, log))
+        run = Run(cfg, Folder(room).claim(), world, prepared, StopRequest(60, log))
         model = nn.Linear(1, 1)
         loader = data.Loader(images, len(images) // epoch, 0, world.device, torch.float32)
         assert loader.steps == epoch

@@ -9,7 +9,8 @@ import torch
 
 from common.core.errors import UserError
 from common.distributed import rendezvous
-from common.distributed.rendezvous import Place, choose_device
+from common.distributed.rank_info import RankInfo
+from common.distributed.rendezvous import choose_device
 from configs.shared import Launch
 from tests.harness import warm
 from tests.harness.processes import environment
@@ -39,7 +40,7 @@ def test_a_gpu_each_where_there_are_enough(
     taken: list[int] = []
     monkeypatch.setattr(rendezvous.torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(rendezvous.torch.cuda, "set_device", taken.append)
-    place, settings = Place(rank=1, size=processes, local_rank=1, local_size=processes), Launch(device=asked)  # type: ignore[arg-type]
+    place, settings = RankInfo(rank=1, size=processes, local_rank=1, local_size=processes), Launch(device=asked)  # type: ignore[arg-type]
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             choose_device(place, settings)

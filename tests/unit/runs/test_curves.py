@@ -19,7 +19,7 @@ def rows(losses: list[float | None], seconds: float = 0.1) -> list[dict[str, Any
 
 
 def test_a_short_run_is_drawn_as_it_is() -> None:
-    drawn = metric_curves.read(rows([3.0, 2.0, 1.0]))
+    drawn = metric_curves.read_curves(rows([3.0, 2.0, 1.0]))
     assert drawn.loss.value.tolist() == drawn.loss.low.tolist() == drawn.loss.high.tolist() == [3, 2, 1]
     assert drawn.loss.at.tolist() == [[1, 10, 0.1], [2, 20, 0.2], [3, 30, pytest.approx(0.3)]]
     assert drawn.speed.value == pytest.approx([100, 100])  # the first step has none before it
@@ -28,7 +28,7 @@ def test_a_short_run_is_drawn_as_it_is() -> None:
 def test_a_long_one_is_thinned_and_loses_no_peak() -> None:
     losses = np.linspace(2, 1, 10_007)
     losses[5000] = 50
-    drawn = metric_curves.read(rows(list(losses)))
+    drawn = metric_curves.read_curves(rows(list(losses)))
     assert len(drawn.loss) == len(drawn.speed) == metric_curves.POINTS
     assert drawn.loss.at[-1, 0] == 10_007
     counts = np.diff(np.concatenate([[0], drawn.loss.at[:, 0]]))
@@ -41,7 +41,7 @@ def test_the_time_of_evaluations_is_no_step() -> None:
     for row in own[3:]:
         row["time"] += 60
     own.insert(3, {"global_step": 3, "samples": 30, "time": 60.3, "test_accuracy": 0.5})
-    drawn = metric_curves.read(own)
+    drawn = metric_curves.read_curves(own)
     assert drawn.speed.value == pytest.approx([100] * 4)  # all but the first and the one after the evaluation
     assert drawn.tests["test_accuracy"].value.tolist() == [0.5]
     assert drawn.tests["test_accuracy"].at.tolist() == [[3, 30, 60.3]]
@@ -52,21 +52,23 @@ def test_the_time_between_two_starts_is_no_step() -> None:
     for row in own[3:]:
         row["time"] += 60
     own.append({"global_step": [6], "samples": 60, "time": 61, "loss": 1.0})
-    assert min(metric_curves.read(own[:-1]).speed.value) < 1
-    assert metric_curves.read(own, {3}).speed.value == pytest.approx([100] * 4)  # all but the first of each start
+    assert min(metric_curves.read_curves(own[:-1]).speed.value) < 1
+    assert metric_curves.read_curves(own, {3}).speed.value == pytest.approx(
+        [100] * 4
+    )  # all but the first of each start
 
 
 def test_a_loss_that_is_no_number_is_a_gap() -> None:
-    drawn = metric_curves.read(rows([1.0, None, 1.0]))
+    drawn = metric_curves.read_curves(rows([1.0, None, 1.0]))
     assert np.isnan(drawn.loss.value).tolist() == [False, True, False]
 
 
 def test_nothing_is_drawn_of_nothing() -> None:
-    drawn = metric_curves.read([])
+    drawn = metric_curves.read_curves([])
     assert len(drawn.loss) == len(drawn.speed) == 0 and not drawn.tests
 
 
 def test_each_step_of_a_restarted_run_is_drawn_once(tmp_path: Path) -> None:
-    drawn = metric_curves.read(Made(steps=100, attempts=4).write(tmp_path).rows())
+    drawn = metric_curves.read_curves(Made(steps=100, attempts=4).write(tmp_path).rows())
     assert drawn.loss.at[:, 0].tolist() == list(range(1, 101))
     assert drawn.tests["test_loss"].at[:, 0].tolist() == [20, 40, 60, 80, 100]

@@ -168,17 +168,17 @@ def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.Mon
         "data.cache=sets",
         "runs=mine",
     ]
-    folder = prepared_folder("resnet_modelparallel", config.load(resnet_modelparallel.Config, words, {}), None)
-    written = config.flatten(config.read_file(folder.path / "config.yaml"))
+    folder = prepared_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words, {}), None)
+    written = config.flatten(config.read_config_file(folder.path / "config.yaml"))
     assert folder.path.parent == tmp_path / "mine"
     found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
     assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
-    none = prepared_folder("resnet_modelparallel", config.load(resnet_modelparallel.Config, words[:2], {}), None)
-    assert config.read_file(none.path / "config.yaml")["weights"] == "none"
+    none = prepared_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words[:2], {}), None)
+    assert config.read_config_file(none.path / "config.yaml")["weights"] == "none"
 
 
 def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> None:
-    provenance.snapshot(Folder(fake.bin.parent))  # a checkout of its own: other tests copy ROOT at the same time
+    provenance.copy_source(Folder(fake.bin.parent))  # a checkout of its own: other tests copy ROOT at the same time
     checkout = fake.bin.parent / "code"
     for words in ("init -q", "add -A", "-c user.name=x -c user.email=x@x commit -qm x"):
         subprocess.run(["git", "-C", str(checkout), *words.split()], check=True)
@@ -414,7 +414,7 @@ def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) ->
     folder = Made(steps=10, state="running").write(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as sleep:
         process = Process.of(sleep.pid)
-        known = {"host": "before", "boot": provenance.boot_id(), "pid": sleep.pid, "pid_started": process.start}
+        known = {"host": "before", "boot": provenance.read_boot_id(), "pid": sleep.pid, "pid_started": process.start}
         write_json(folder.path / "meta.json", {"history": [known]})
         old = time.time() - 100_000
         for path in folder.path.rglob("*"):
@@ -439,7 +439,7 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
     done = call(fake, "slurm.reports.status", "status", str(folder.path))
     assert done.returncode == 1 and "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
     assert "is LOST already" in call(fake, "slurm.reports.status", "cancel", str(folder.path)).stdout
-    provenance.describe(folder, [], {})  # as a living submitter, this process
+    provenance.write_metadata(folder, [], {})  # as a living submitter, this process
     assert status.state_of(folder) == ("PENDING", "it is being prepared")
     done = call(fake, "slurm.reports.status", "cancel", str(folder.path))
     assert done.returncode == 2 and "is still being prepared" in done.stderr and "Traceback" not in done.stderr
@@ -471,6 +471,6 @@ def test_a_result_without_its_numbers_hides_no_other_run(
 
 
 def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:
-    provenance.begin(Folder(tmp_path, 1))
+    provenance.record_attempt(Folder(tmp_path, 1))
     (entry,) = json.loads((tmp_path / "meta.json").read_text())["history"]
     assert Process(entry["pid"], entry["pid_started"]) == Process.of(os.getpid())
