@@ -216,9 +216,8 @@ def main(cfg: Config, world: World, run: Run) -> None:
         run.source, run.total = pipe.last_rank, loop.total_steps(cfg, loader)
 
         def evaluate() -> dict[str, float]:
-            sync_batchnorm.average_buffers(
-                pipe.module, team.peers.group
-            )  # the replicas' BatchNorm has seen other samples
+            norms = team.peers.group  # the replicas have seen other samples
+            sync_batchnorm.average_buffers(pipe.module, norms)
             pipe.train(False)
             sides: Any = {"inputs": pipe.has_first, "share": team.share, "look": run.look}
             return classify(pipe.predict, test, world, batch=cfg.eval_batch, dtype=dtype, **sides)
