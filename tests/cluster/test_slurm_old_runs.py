@@ -1,0 +1,22 @@
+"""A run that an older version made on one machine goes on as a job of a real cluster, by its own source."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.old_runs import VERSIONS, unpack
+from tests.harness.site import Site
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_old_run_goes_on_as_a_job(site: Site, version: str) -> None:
+    stopped, finished = unpack(version, site.folder / version)
+    options = (f"--resume={stopped.path}", "--launch=slurm", f"--args=data.cache={site.cache}", "--follow=1")
+    done = site.call("slurm.launch.submit", *options, status=None)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert stopped.result["state"] == "finished" and stopped.result["test_samples"] == 200
+    steps = [row["global_step"] for row in stopped.rows() if "loss" in row]
+    assert steps == [row["global_step"] for row in finished.rows() if "loss" in row]
+    assert [attempt.number for attempt in stopped.attempts()] == [1, 2]

@@ -1,0 +1,60 @@
+"""Runs that older versions made are listed, compared, evaluated, resumed and repeated by their own source."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.runs.folder import Folder
+from tests.harness.old_runs import VERSIONS, unpack
+from tests.harness.processes import ROOT, environment
+
+
+def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """One of today's commands, in a folder with old runs."""
+    line = [sys.executable, "-m", *words]
+    env = environment(PYTHONPATH=str(ROOT))
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+def losses(folder: Folder) -> dict[int, float]:
+    return {row["global_step"]: row["loss"] for row in folder.rows() if "loss" in row}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path) -> None:
+    stopped, finished = unpack(version, tmp_path)
+    found = call(tmp_path, "slurm.reports.status", "--json=1", "--", "status")
+    assert {run["run"]: run["state"] for run in json.loads(found.stdout)} == {
+        stopped.path.name: "cancelled",
+        finished.path.name: "finished",
+    }
+    compared = call(tmp_path, "slurm.reports.compare")
+    (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name))
+    score = finished.result["test_accuracy"]
+    assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
+    evaluated = call(tmp_path, "slurm.reports.trained_model", "--", "evaluate", finished.path.name)
+    if (finished.path / "model.safetensors").exists():
+        right = round(score * finished.result["test_samples"])
+        assert f"the run's own number: {right}" in evaluated.stdout, evaluated.stderr
+    else:
+        assert evaluated.returncode == 2 and evaluated.stderr.count("\n") == 1
+        assert "has no model.safetensors" in evaluated.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_old_run_is_resumed_and_repeated(version: str, tmp_path: Path) -> None:
+    stopped, finished = unpack(version, tmp_path)
+    resumed = call(tmp_path, "slurm.launch.submit", f"--resume={stopped.path.name}", "--launch=local")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert stopped.result["state"] == "finished" and losses(stopped).keys() == losses(finished).keys()
+    repeated = call(tmp_path, "slurm.launch.rerun", "--launch=local", "--", finished.path.name)
+    assert "60 steps" in repeated.stdout, repeated.stdout + repeated.stderr
+    (new,) = (p for p in (tmp_path / "runs").glob("mnist_pipeline-*") if p not in (stopped.path, finished.path))
+    for run in (stopped, Folder(new)):  # another processor may round otherwise
+        assert losses(run) == pytest.approx(losses(finished), rel=1e-4)
+        assert run.result["test_loss"] == pytest.approx(finished.result["test_loss"], rel=1e-4)
