@@ -311,6 +311,17 @@ def to_yaml(settings: Experiment) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
+def to_known_yaml(settings: Experiment, file: Path) -> str:
+    """The settings as YAML, without those that a run's own `file` does not have: they came after its source."""
+    tree, values = OmegaConf.create(), OmegaConf.to_container(OmegaConf.structured(settings))
+    assert isinstance(values, dict)
+    known = read_config_file(file)
+    for name, value in flatten({str(key): value for key, value in values.items()}).items():
+        if name in known:
+            OmegaConf.update(tree, name, value)
+    return OmegaConf.to_yaml(tree)
+
+
 Changes = dict[str, tuple[Any, Any]]  # settings by dotted name: then and now, as text or lists of texts
 CHANGED = "changed.json"  # in an attempt that has other settings than the run began with
 

@@ -91,8 +91,10 @@ def give(
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     folder = resumed or prepared_folder(name, settings, scheduler)
+    known = folder.path / "config.yaml"
+    text = config.to_known_yaml(settings, known) if resumed else config.to_yaml(settings)
     try:
-        return folder, queue(folder, settings, config.to_yaml(settings), profile, scheduler)
+        return folder, queue(folder, settings, text, profile, scheduler)
     except BaseException:
         if not resumed:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -134,6 +136,14 @@ def check_patience(settings: Experiment, profile: Profile) -> None:
             f"launch.step_timeout={settings.launch.step_timeout:g} is no shorter than cluster.signal_seconds="
             f"{profile.signal_seconds}: a job that hangs would not save in time; lower the first or raise the second"
         )
+
+
+def check_source_knows(folder: Folder, words: list[str]) -> None:
+    """Raise UserError for a setting that came after the source of a run that goes on."""
+    known = config.read_config_file(folder.path / "config.yaml")
+    new = [name for name in config.parse_command_line(words).values if name not in known]
+    if new:
+        raise UserError(f"{folder.path.name} was made with a source that has no setting {', '.join(new)}; leave it out")
 
 
 def show(name: str, settings: Experiment, profile: Profile) -> None:
@@ -184,6 +194,8 @@ def main(arguments: list[str]) -> int:
     if scheduler is None:
         here(name, settings, words, resumed)
         return 0
+    if resumed:
+        check_source_knows(resumed, words)
     scheduler.check(settings.launch.nodes, profile.partition)
     settle(settings, profile)
     folder, job = give(name, settings, profile, scheduler, resumed)
