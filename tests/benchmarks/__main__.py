@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.core.config import ROOT
 from common.core.errors import UserError, user_errors
 from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
@@ -86,12 +84,11 @@ def print_summary(record: Record, names: Sequence[str], left_out: dict[str, str]
         print("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
     for name, why in left_out.items():
         print(f"not measured: {name}: {why}")
-    print(f"every sample: {record.path.relative_to(ROOT)}")
+    print(f"every sample: {os.path.relpath(record.path)}")
 
 
-def main(names: Sequence[str], minutes: float, rounds: int) -> None:
-    os.chdir(ROOT)
-    parts, record = choose_parts(names), Record()
+def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> None:
+    parts, record = choose_parts(names), Record(folder)
     deadline, done, left_out = time.monotonic() + 60 * minutes, list[str](), dict[str, str]()
     machine, versions = record.content["machine"], record.content["versions"]
     print(f"{machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}; budget {minutes:g} minutes")
@@ -111,6 +108,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", default="", help="budget of the whole command in minutes (default 5)")
     parser.add_argument("--rounds", default="", help="rounds of each part (default: each part's own number)")
+    parser.add_argument("--folder", type=Path, default=records.RESULTS, help="where the JSON is written")
     parser.add_argument("names", nargs="*", help="experiments, topics or parts; none measures all")
     asked = parser.parse_args()
     with user_errors():
@@ -118,5 +116,4 @@ if __name__ == "__main__":
             minutes, rounds = float(asked.minutes or 5), int(asked.rounds or 0)
         except ValueError:
             raise UserError(f"MINUTES={asked.minutes}: give a number of minutes, such as MINUTES=5") from None
-        main([name for word in asked.names for name in word.split()], minutes, rounds)
-        sys.exit(0)
+        main([name for word in asked.names for name in word.split()], minutes, rounds, asked.folder)

@@ -24,6 +24,7 @@ from tests.benchmarks.parts import QUIET, Part, run_of
 from tests.benchmarks.records import Cell, Row, Table, at_least, at_most
 
 NAME = "amp_accum"
+KEEP = ("samples_per_second", "training_memory", "bytes_sent")
 CELLS = [("1", "true"), ("4", "true"), ("4", "false")]
 GRID = [(precision, *cell) for precision in ("fp32", "bf16", "fp16") for cell in CELLS]
 
@@ -34,7 +35,6 @@ def cell_name(precision: str, microbatches: str, once: str) -> str:
 
 def precision_sides(scratch: Path) -> list[Task]:
     words = ("data.name=digits", "batch=64", "steps=40", "launch.threads=1")
-    keep = ("samples_per_second", "training_memory", "bytes_sent")
     return [
         run_of(
             scratch,
@@ -44,7 +44,7 @@ def precision_sides(scratch: Path) -> list[Task]:
             f"precision={cell[0]}",
             f"accumulate={cell[1]}",
             f"no_sync={cell[2]}",
-            keep=keep,
+            keep=KEEP,
         )
         for cell in GRID
     ]

@@ -1,0 +1,52 @@
+"""Benchmarks run: one of two processes that take turns, and runs of each experiment whose results they read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks import amp_accum, mnist_pipeline, resnet_modelparallel, sparse_prune
+from tests.benchmarks.parts import run_of
+from tests.harness.processes import ROOT, environment
+from tests.harness.registry import EXPERIMENTS, Entry
+
+KEEP = {
+    "mnist_pipeline": tuple(mnist_pipeline.IDLE),
+    "resnet_modelparallel": resnet_modelparallel.KEEP,
+    "amp_accum": amp_accum.KEEP,
+    "sparse_prune": sparse_prune.SCORES,
+}
+
+
+def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks", f"--folder={tmp_path}", "--minutes=0.1", "--rounds=2"]
+    done = subprocess.run(
+        [*command, "--", "sparse_prune/linear mnist_pipeline/loader"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert "sparse_prune/linear  98 %" in done.stdout
+    (file,) = tmp_path.iterdir()
+    parts = json.loads(file.read_text())["parts"]
+    part = parts["sparse_prune/linear"]
+    assert part["rounds"] == len(part["samples"]["bf16"]["seconds"]) >= 1 and part["facts"] == {"threads": 2}
+    for name in {"sparse_prune/linear", "mnist_pipeline/loader"} - set(parts):
+        assert f"not measured: {name}: the budget was over" in done.stdout
+
+
+@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
+    data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
+    words = (*entry.smallest, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
+    found = run_of(tmp_path, "side", entry.name, *words, keep=KEEP.get(entry.name, ())).run(0)
+    assert found["seconds"] > 0 and found["first_loss"] > 0 and found["last_loss"] > 0
+    missing = [name for name in KEEP.get(entry.name, ()) if not any(key.startswith(name) for key in found)]
+    assert not missing
