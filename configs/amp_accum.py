@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.shared import Experiment, at_least, between
+from configs.shared import BatchPlan, Experiment, at_least, between
 from configs.sweep import Sweep
 
 
@@ -42,9 +42,8 @@ class Config(Sweep, Experiment):
         return nodes * (self.processes_per_node or (2 if nodes == 1 else 1))
 
     @property
-    def microbatch(self) -> int:
-        """Samples in one microbatch, over all processes."""
-        return self.batch // self.accumulate
+    def plan(self) -> BatchPlan:
+        return BatchPlan(self.batch, self.processes, self.accumulate)
 
     def check(self) -> None:
         super().check()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from configs.pipeline import Pipeline
-from configs.shared import Experiment, between
+from configs.shared import BatchPlan, Experiment, between
 
 
 @dataclass
@@ -15,6 +15,10 @@ class Config(Pipeline, Experiment):
     """Units in each hidden layer but the last, which has half as many."""
     depth: int = between(1, 256, 2)
     """Hidden layers; 2 with width=128 is the 784-128-64-10 network."""
+
+    @property
+    def plan(self) -> BatchPlan:
+        return BatchPlan(self.batch, 1, self.microbatches)
 
     @property
     def parameters(self) -> float:

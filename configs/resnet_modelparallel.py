@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from configs.pipeline import OWN, Pipeline, Stages
-from configs.shared import RESNETS, Experiment, at_least, between, divisors
+from configs.shared import RESNETS, BatchPlan, Experiment, at_least, between, divisors
 from configs.sweep import Sweep
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
@@ -57,14 +57,14 @@ class Config(Sweep, Stages, Experiment):
         return self.model == "toy"
 
     @property
-    def share(self) -> int:
-        """Samples of a batch that each replica gets."""
-        return self.batch // self.replicas
+    def microbatch(self) -> int:
+        """Samples in a microbatch, as split_size says or by the mode."""
+        shard = self.batch // self.replicas
+        return self.split_size or (max(1, shard // 4) if self.mode == "pipelined" else shard)
 
     @property
-    def microbatch(self) -> int:
-        """Samples in a microbatch."""
-        return self.split_size or (max(1, self.share // 4) if self.mode == "pipelined" else self.share)
+    def plan(self) -> BatchPlan:
+        return BatchPlan(self.batch, self.replicas, max(1, self.batch // self.replicas // self.microbatch))
 
     def pipeline(self) -> Pipeline:
         schedule = self.schedule if self.mode == "pipelined" else "naive"
@@ -78,7 +78,7 @@ class Config(Sweep, Stages, Experiment):
             split=[] if single else self.split,
             balance=self.balance,
             engine=("own" if known or single else "torch") if self.engine == "auto" or single else self.engine,
-            microbatches=max(1, self.share // self.microbatch),
+            microbatches=self.plan.microbatches,
         )
 
     @property
@@ -105,10 +105,11 @@ class Config(Sweep, Stages, Experiment):
                 f"replicas={self.replicas} cannot be shared evenly by launch.nodes={self.launch.nodes}: a replica's "
                 "stages stay on one host; set replicas to a multiple of the nodes"
             )
-        if self.share % self.microbatch:
-            near = [str(d) for d in divisors(self.share)]
+        shard = self.plan.shard
+        if shard % self.microbatch:
+            near = [str(d) for d in divisors(shard)]
             raise ValueError(
-                f"batch={self.share} does not divide into microbatches of split_size={self.microbatch}; "
+                f"batch={shard} does not divide into microbatches of split_size={self.microbatch}; "
                 f"valid sizes are {', '.join(near)}"
             )
         if self.sweep and not (self.split_sizes and all(size.isdecimal() and int(size) for size in self.split_sizes)):
@@ -116,7 +117,7 @@ class Config(Sweep, Stages, Experiment):
         if self.in_one_process:
             self.check_devices()
         try:
-            self.pipeline().check_pipeline(self.share)
+            self.pipeline().check_pipeline(shard)
         except ValueError as error:
             hint = "; microbatches are batch / split_size" if "microbatches" in str(error) else ""
             raise ValueError(f"{error}{hint}") from None

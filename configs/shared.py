@@ -162,6 +162,28 @@ class Checkpoint:
     """On a cluster, starts in a row that may fail without a new checkpoint before the job is given up."""
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the samples of one optimizer step are divided: shards for the replicas, and microbatches of these."""
+
+    batch: int
+    """Samples of a step, over all ranks."""
+    replicas: int = 1
+    """Ranks, or pipelines, that take a shard each."""
+    microbatches: int = 1
+    """Parts of a shard that are computed one after the other, and whose gradients add up."""
+
+    @property
+    def shard(self) -> int:
+        """Samples that a replica gets."""
+        return self.batch // self.replicas
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of a replica's microbatch."""
+        return self.shard // self.microbatches
+
+
 @dataclass
 class Experiment:
     """What every experiment can set."""
@@ -193,6 +215,11 @@ class Experiment:
     def processes(self) -> int:
         """How many processes the run needs, over all nodes."""
         raise NotImplementedError
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How a batch is divided; every rank takes a shard unless an experiment says otherwise."""
+        return BatchPlan(self.batch, self.processes)
 
     @property
     def parameters(self) -> float:

@@ -11,21 +11,38 @@
 Takes about two minutes on 2 CPU cores. Expect 95 % test accuracy after 100 steps on MNIST (without MNIST: on the
 built-in digits).
 
-How it works. nn.DataParallel is one process with a thread for each GPU. In every step it cuts the batch into chunks,
-copies the model to all GPUs, and gathers outputs on the first one, which also adds up the gradients and holds the
-optimizer: it needs more memory than the others, and Python's lock lets one thread speak at a time. What BatchNorm
-learns in the copies is thrown away with them, but for the first GPU's. Under ddp each device has a process that keeps
-its model; only gradients travel, while backward still works, and each process's BatchNorm buffers survive: they are
-averaged before an evaluation. A batch that does not divide is no error for either: the last of an epoch may even
-be smaller than the number of devices, which then do nothing.
+nn.DataParallel (ResNet: He et al. 2015, arXiv 1512.03385) is one process with a thread for each GPU. In every step it
+splits the batch into chunks, copies the model to all GPUs, and gathers outputs on the first one, which also adds up the
+gradients and holds the optimizer: it needs more memory than the others, and Python's lock lets one thread run at a
+time. What BatchNorm learns in the copies is thrown away with them, but for the first GPU's. Under DDP (Li et al. 2020,
+arXiv 2006.15704) each device has a rank that keeps its model; only gradients travel, while backward still works, and
+each rank's BatchNorm buffers survive: they are averaged before an evaluation. A batch that does not divide is no error
+for either: the last of an epoch may even be smaller than the number of devices, which then do nothing.
 """
 
 from __future__ import annotations
 
-import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
+from common.api import (
+    Facts,
+    Run,
+    ScalingReport,
+    TrainState,
+    build_optimizer,
+    classify_replicated,
+    ddp,
+    networks,
+    single_process_baseline,
+    start,
+    sync_batchnorm,
+)
+from common.distributed.rendezvous import World
+from common.measure import plots, step_timing
+from common.measure.memory import read_peak
+from common.training import sweep
+from configs.resnet_dataparallel import Config
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -36,20 +53,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from common.checkpoint.train_state import TrainState
-from common.data import loader as data
-from common.distributed import ddp, sync_batchnorm
-from common.distributed.rendezvous import World
-from common.measure import plots, step_timing, tables
-from common.measure.memory import read_peak
-from common.models import networks
-from common.training import loop, optimizers, single_process_baseline, sweep
-from common.training.entry_point import start
-from common.training.evaluate import classify_shared
-from common.training.run import Run
-from configs.resnet_dataparallel import Config
 
 Forward = Callable[[Tensor], Tensor]
 ROUNDS, STEPS = 3, 5  # of the comparison: how often each side takes its turn, and for how many steps
@@ -59,17 +62,17 @@ AXIS = {"y": "training samples per second"}
 BUFFERS = {  # what becomes of its running statistics
     "single": "one device sees every sample",
     "data_parallel": "kept from the first GPU's {} samples, thrown away with the other copies",
-    "ddp": "each process keeps its own, of {} samples a step; averaged before evaluations and saves",
-    "synchronised": "the same in all processes: each sees the statistics of the whole batch",
+    "ddp": "each rank keeps its own, of {} samples a step; averaged before evaluations and saves",
+    "synchronised": "the same on all ranks: each sees the statistics of the whole batch",
 }
 
 
-def build(cfg: Config, train: data.Images, world: World) -> nn.Module:
-    """The model, with the same weights in every process: they draw from one seed."""
-    return networks.for_images(cfg.model, train.shape, train.classes).to(world.device, getattr(torch, cfg.dtype))
+def build(cfg: Config, run: Run) -> nn.Module:
+    """The model, with the same weights on every rank: all draw from one seed."""
+    return networks.for_images(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
-def gpus(world: World) -> list[int]:
+def visible_gpus(world: World) -> list[int]:
     """The GPUs that one process can use: DataParallel's devices."""
     return list(range(torch.cuda.device_count())) if world.device.type == "cuda" else []
 
@@ -81,22 +84,23 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
             model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
         return ddp.wrap_ddp(model, world.device, gradient_as_bucket_view=True)
     # told to use none of the GPUs that are there, the class fails, where without any it calls the model
-    return nn.DataParallel(model, gpus(world)) if cfg.strategy == "data_parallel" and gpus(world) else model
+    gpus = visible_gpus(world)
+    return nn.DataParallel(model, gpus) if cfg.strategy == "data_parallel" and gpus else model
 
 
-def forward_of(cfg: Config, model: nn.Module, world: World) -> Forward:
+def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
     """What computes the outputs: the wrapped model, or DataParallel as a function of the bare one."""
     # a run of data_parallel compares itself with other strategies; without GPUs the function is an error
-    if cfg.strategy == "data_parallel" and cfg.functional and gpus(world):
-        return partial(nn.parallel.data_parallel, ddp.unwrap(model), device_ids=gpus(world))
+    if cfg.strategy == "data_parallel" and cfg.functional and visible_gpus(world):
+        return partial(nn.parallel.data_parallel, ddp.unwrap(model), device_ids=visible_gpus(world))
     return model
 
 
 def mean_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: int, world: World) -> Tensor:
-    """This process's share of the mean loss over a batch of `size` samples, times the number of processes.
+    """This rank's share of the mean loss over a batch of `size` samples, times the number of ranks.
 
-    The processes' mean is the batch's mean loss, however unequal their shares are, and so with the gradients. A
-    process without samples takes part with zeros; BatchNorm that is not synchronised must not look at nothing.
+    The ranks' mean is the batch's mean loss, however unequal their shards are, and so with the gradients. A rank
+    without samples takes part with zeros; BatchNorm that is not synchronised must not look at nothing.
     """
     norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d] if not len(y) else []
     for module in norms:
@@ -107,135 +111,42 @@ def mean_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: in
     return loss
 
 
-def train_epoch(
-    cfg: Config,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loader: data.Loader,
-    world: World,
-    run: Run,
-    times: step_timing.StepTimes,
-    step: int,
-) -> int:
-    """Train on the rest of the loader's epoch, or up to the run's last step; returns the steps done since the start."""
-    model.train()
-    forward = forward_of(cfg, model, world)
-    running = torch.zeros(2, device=world.device, dtype=torch.float64)  # the sum of losses, and of how many
-    for x, y in times.batches(loader):
-        optimizer.zero_grad()
-        loss = mean_loss(model, forward, x, y, loader.size, world)
-        times.mark("backward")
-        loss.backward()
-        times.mark("end of backward")
-        optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, run.total, cfg.batch))
-        optimizer.step()
-        step += 1
+def main(cfg: Config, run: Run) -> None:
+    world, inner = run.world, build(cfg, run)
+    model = wrap(cfg, inner, world)
+    forward = choose_forward(cfg, model, world)
+    optimizer = build_optimizer(model.parameters(), cfg.optim)
+    batches = run.batches(shard=run.shard, keep_partial=cfg.last_batch == "keep")
+    devices = max(1, len(visible_gpus(world))) if cfg.strategy == "data_parallel" else world.size
+    if cfg.strategy == "data_parallel" and devices == 1:
+        run.say(ONE_DEVICE.format(len(visible_gpus(world))))
+    ddp.warm_up_buckets(model, run.example(cfg.batch // world.size))
+    state = TrainState([ddp.unwrap(model)], optimizer, batches, world, replicated=True)
+
+    def evaluate() -> dict[str, float]:
+        return classify_replicated(ddp.unwrap(model), run)
+
+    run.resume(state)
+    running = torch.zeros(2, device=run.device, dtype=torch.float64)  # the sum of losses, and of how many
+    for step in run.steps(state, evaluate):
+        with step:
+            optimizer.zero_grad()
+            loss = mean_loss(model, forward, step.x, step.y, batches.size, world)
+            step.mark("backward")
+            loss.backward()
+            step.mark("end of backward")
+            optimizer.step()
+            step.log(loss=loss.detach())
         running += torch.stack([loss.detach().double(), torch.ones_like(running[0])])  # stays on the device
-        if step % cfg.loss_every == 0:  # the only time that somebody waits for the loss
+        if step.number % cfg.loss_every == 0:  # the only time that somebody waits for the loss
             dist.all_reduce(running)
             total, count = running.tolist()
-            run.say(f"[epoch {loader.epoch + 1}, step {step:5d}] running loss {total / count:.3f}")
+            run.say(f"[epoch {step.epoch + 1}, step {step.number:5d}] running loss {total / count:.3f}")
             running.zero_()
-        run.log(step, loss=loss.detach())
-        run.checkpoint_or_stop(step)  # saves now and then, and leaves if it was told to
-        if step == run.total:
-            break
-    return step
+    run.report(*summarise(cfg, run, devices))
 
 
-def evaluate(
-    cfg: Config, model: nn.Module, test: data.Images, world: World, look: Callable[[], None] = lambda: None
-) -> dict[str, float]:
-    """Loss and accuracy over all test samples, each seen by one process."""
-    size, dtype = cfg.eval_batch, getattr(torch, cfg.dtype)
-    return classify_shared(ddp.unwrap(model), test, world, batch=size, dtype=dtype, look=look)
-
-
-def compare(cfg: Config, train: data.Images, world: World) -> dict[str, list[float]]:
-    """Samples per second of each side, round by round: the sides take turns. All ranks call it.
-
-    While rank 0 measures one process, with a process's threads and with those of all, the others wait.
-    """
-    threads = {world.threads, world.threads * world.local_size} if world.device.type == "cpu" else {world.threads}
-    plan = [(f"single, {count} thread{'s' * (count > 1)}", "single", count) for count in sorted(threads)]
-    plan += [("data_parallel", "data_parallel", world.threads)] if len(gpus(world)) > 1 else []
-    plan += [("ddp", "ddp", world.threads)] if world.size > 1 else []
-    plan = world.broadcast(plan)
-
-    def trainer(strategy: Any) -> Callable[[], Tensor]:
-        """Of a model of its own: the trained one stays as it is."""
-        own = replace(cfg, strategy=strategy)
-        model = wrap(own, build(own, train, world), world)
-        share = (world.rank, world.size) if strategy == "ddp" else (0, 1)
-        return single_process_baseline.trainer(cfg, forward_of(own, model, world), model, train, world.device, share)
-
-    sides = {name: trainer(strategy) for name, strategy, _ in plan if strategy == "ddp" or world.is_main}
-    rates: dict[str, list[float]] = {name: [] for name, _, _ in plan}
-    for number in range(ROUNDS):
-        for name, _, count in plan:
-            torch.set_num_threads(count)
-            if name in sides:
-                rates[name].append(cfg.batch / single_process_baseline.seconds(sides[name], world.device, STEPS))
-            world.named_barrier(f"compare/{number}/{name}")
-    torch.set_num_threads(world.threads)
-    return rates
-
-
-def main(cfg: Config, world: World, run: Run) -> None:
-    train, test = data.load_train_test(run.prepared, cfg.data)
-    share = (world.rank, world.size)
-    loader = data.Loader.from_config(train, cfg, world.device, shard=share, drop_last=cfg.last_batch != "keep")
-    model = wrap(cfg, build(cfg, train, world), world)
-    optimizer = optimizers.make(model.parameters(), cfg.optim)
-    times = step_timing.StepTimes(model, world.device)
-    run.before_backward = times.recent  # the heartbeats tell who is slow
-    run.total = loop.total_steps(cfg, loader)
-    run.averaged = True  # the loss of a step is the mean over the processes
-    devices = max(1, len(gpus(world))) if cfg.strategy == "data_parallel" else world.size
-    if cfg.strategy == "data_parallel" and devices == 1:
-        run.say(ONE_DEVICE.format(len(gpus(world))))
-
-    ddp.warm_up_buckets(
-        model, train.load_inputs(slice(0, cfg.batch // world.size), world.device, getattr(torch, cfg.dtype))
-    )
-    step = run.resume(TrainState([ddp.unwrap(model)], optimizer, loader, world, replicated=True))
-    scores = loop.train(
-        run,
-        loader,
-        step,
-        lambda done: train_epoch(cfg, model, optimizer, loader, world, run, times, done),
-        lambda: evaluate(cfg, model, test, world, run.look),
-    )
-    own = [torch.device("cuda", index) for index in gpus(world)] if cfg.strategy == "data_parallel" else []
-    used = [read_peak(device) / 1e6 for device in own or [world.device]]
-    memory = [value for values in world.gather(used) for value in values]
-    sides, full = cfg.compare and devices > 1, len(train) >= cfg.batch
-    rates = compare(cfg, train, world) if sides and full else {}
-    notes = {"comparison": TOO_FEW.format(len(train), cfg.batch)} if sides and not full else {}
-    ranks = [rank for rank in world.gather(times.summary()) if rank]
-    if world.is_main:
-        ragged = cfg.last_batch == "keep" and run.total >= loader.steps  # else no epoch came to its end
-        rest = len(train) % cfg.batch if ragged else 0
-        conclude(cfg, world, run, scores, Facts(devices, memory, ranks, rates, rest, notes))
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What rank 0 knows of all devices at the end."""
-
-    devices: int
-    memory: list[float]
-    """MB at most, by device."""
-    ranks: list[step_timing.Rank]
-    rates: dict[str, list[float]]
-    """Samples per second of each side of the comparison, round by round."""
-    rest: int
-    """Samples of an epoch's last batch, if it is a ragged one."""
-    notes: dict[str, str]
-    """Rows of the table about what could not be measured."""
-
-
-def shares(cfg: Config, count: int, devices: int) -> list[int]:
+def shards(cfg: Config, count: int, devices: int) -> list[int]:
     """How many samples of a batch each device gets: DataParallel cuts chunks of equal size, and the last is smaller."""
     if cfg.strategy == "data_parallel":
         sizes = [len(chunk) for chunk in torch.arange(count).chunk(devices)]
@@ -243,57 +154,113 @@ def shares(cfg: Config, count: int, devices: int) -> list[int]:
     return [len(part) for part in np.array_split(np.arange(count), devices)]
 
 
-def conclude(cfg: Config, world: World, run: Run, scores: dict[str, float], found: Facts) -> None:
-    """The result file and the table, on rank 0."""
-    seconds, devices = run.step_seconds(), found.devices
-    rate = {name: spread(values)[0] for name, values in found.rates.items()}
+# ---- the comparison
+
+
+def compare(cfg: Config, run: Run) -> dict[str, list[float]]:
+    """Samples per second of each side, round by round: the sides take turns. All ranks call it.
+
+    While rank 0 measures one process, with a rank's threads and with those of all, the others wait.
+    """
+    world = run.world
+    threads = {world.threads, world.threads * world.local_size} if run.device.type == "cpu" else {world.threads}
+    plan = [(f"single, {count} thread{'s' * (count > 1)}", "single", count) for count in sorted(threads)]
+    plan += [("data_parallel", "data_parallel", world.threads)] if len(visible_gpus(world)) > 1 else []
+    plan += [("ddp", "ddp", world.threads)] if world.size > 1 else []
+    plan = world.broadcast(plan)
+
+    def make_side(strategy: Any) -> Callable[[], Tensor]:
+        """Of a model of its own: the trained one stays as it is."""
+        own = replace(cfg, strategy=strategy)
+        model = wrap(own, build(own, run), world)
+        shard = run.shard if strategy == "ddp" else (0, 1)
+        return single_process_baseline.make_stepper(run, choose_forward(own, model, world), model, shard)
+
+    sides = {name: make_side(strategy) for name, strategy, _ in plan if strategy == "ddp" or world.is_main}
+    rates: dict[str, list[float]] = {name: [] for name, _, _ in plan}
+    for number in range(ROUNDS):
+        for name, _, count in plan:
+            torch.set_num_threads(count)
+            if name in sides:
+                rates[name].append(cfg.batch / single_process_baseline.time_steps(sides[name], run.device, STEPS))
+            world.named_barrier(f"compare/{number}/{name}")
+    torch.set_num_threads(world.threads)
+    return rates
+
+
+# ---- the report
+
+
+def summarise(cfg: Config, run: Run, devices: int) -> list[Any]:
+    """Memory, shards, BatchNorm and speed of the devices. All ranks call it."""
+    world, count = run.world, len(run.train_set)
+    own = [torch.device("cuda", index) for index in visible_gpus(world)] if cfg.strategy == "data_parallel" else []
+    used = [read_peak(device) for device in own or [run.device]]
+    held = [value for values in world.gather(used) for value in values]
+    sides, full = cfg.compare and devices > 1, count >= cfg.batch
+    rates = compare(cfg, run) if sides and full else {}
+    rate = {name: mean(values) for name, values in rates.items()}
     one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
     step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
-    hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
-    scaled = step_timing.ScalingReport(found.ranks, hosts, None, single, step)
+    scaling = ScalingReport.of(world, run.times, step, alone=single)
+    if cfg.strategy != "ddp":
+        scaling = replace(scaling, hosts=world.hosts * devices)
+    if not world.is_main:
+        return []
+    partial_batch = cfg.last_batch == "keep" and run.total >= -(-count // cfg.batch)  # else no epoch came to its end
+    rest = shards(cfg, count % cfg.batch, devices) if partial_batch and count % cfg.batch else None
     imbalance = {
-        "memory": step_timing.imbalance(found.memory),
-        "before_backward": step_timing.imbalance([rank.before_backward for rank in found.ranks]),
+        "memory": step_timing.imbalance(held),
+        "before_backward": step_timing.imbalance([rank.before_backward for rank in scaling.ranks]),
     }
-    run.finish(
-        **scores,
-        samples_per_second=run.samples_per_second(),
-        step_seconds=seconds,
-        data=run.prepared.name,
-        strategy=cfg.strategy,
-        devices=devices,
-        memory_megabytes=found.memory,
-        imbalance=imbalance,
-        last_batch=shares(cfg, found.rest, devices) if found.rest else None,
-        compare=found.rates,
-        **{name: value for name, value in scaled.result().items() if value is not None},
-    )
+    outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": rest}
+    measured = {"imbalance": imbalance, "compare": rates}
+    shown = describe_devices(cfg, devices, held, imbalance, rest) | compare_rows(rates, run)
+    if sides and not full:
+        shown["comparison"] = TOO_FEW.format(count, cfg.batch)
+    name = "device" if own else "rank"
+    memory = {f"{name} {number}": most for number, most in enumerate(held)}
+    return [Facts(shown, outcome, measured, memory), scaling]
+
+
+def describe_devices(
+    cfg: Config, devices: int, held: list[int], imbalance: dict[str, float | None], rest: list[int] | None
+) -> dict[str, str]:
+    """MetricsWriter of the table on shards, memory and BatchNorm; `held` are bytes by device."""
     seen = "synchronised" if cfg.sync_batchnorm and devices > 1 else cfg.strategy if devices > 1 else "single"
-    rows = loop.rows(run, world, scores) | {
-        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {words(shares(cfg, cfg.batch, devices))}",
-        "memory": f"{', '.join(f'{value:,.0f}' for value in found.memory)} MB at most, by device",
-        "BatchNorm": BUFFERS[seen].format(shares(cfg, cfg.batch, devices)[0]),
+    own = shards(cfg, cfg.batch, devices)
+    rows = {
+        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {join_sizes(own)}",
+        "memory": f"{', '.join(f'{value / 1e6:,.0f}' for value in held)} MB at most, by device",
+        "BatchNorm": BUFFERS[seen].format(own[0]),
         "checkpoints": "the model's own names, without module., whatever the strategy",
     }
-    if found.rest:
-        rows["last batch"] = f"{found.rest} = {words(shares(cfg, found.rest, devices))}"
+    if rest:
+        rows["last batch"] = f"{sum(rest)} = {join_sizes(rest)}"
     uneven = [f"{name.replace('_', ' ')} {value:.0%}" for name, value in imbalance.items() if value is not None]
     if uneven:
         rows["imbalance"] = f"{', '.join(uneven)} (the largest above the mean)"
-    for name, values in found.rates.items():
-        average, deviation = spread(values)
-        rows[name] = f"{average:,.0f} samples/s +- {deviation:.0f}, {average / one:.2f} x the first"
-    if found.rates and "data_parallel" not in rate:
-        rows["data_parallel"] = ONE_DEVICE.format(len(gpus(world)))
-    if found.rates:
-        plot = run.folder.path / "compare.png"
-        plots.bars(plot, {name: spread(values) for name, values in found.rates.items()}, **AXIS)
-        rows["plot"] = str(plot)
-    run.say(tables.table(rows | found.notes | scaled.rows() | run.places()))
+    return rows
 
 
-def spread(values: list[float]) -> tuple[float, float]:
-    return mean(values), stdev(values) if len(values) > 1 else 0.0
+def compare_rows(rates: dict[str, list[float]], run: Run) -> dict[str, str]:
+    """MetricsWriter of the table on the sides of the comparison; draws them."""
+    if not rates:
+        return {}
+    heights = {name: (mean(values), stdev(values)) for name, values in rates.items()}
+    one = next(iter(heights.values()))[0]
+    rows = {
+        name: f"{rate:,.0f} samples/s +- {off:.0f}, {rate / one:.2f} x the first"
+        for name, (rate, off) in heights.items()
+    }
+    if "data_parallel" not in rates:
+        rows["data_parallel"] = ONE_DEVICE.format(len(visible_gpus(run.world)))
+    plots.bars(run.folder.path / "compare.png", heights, **AXIS)
+    return rows | {"plot": str(run.folder.path / "compare.png")}
+
+
+def join_sizes(sizes: list[int]) -> str:
+    return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
@@ -313,10 +280,6 @@ def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
     if "data_parallel" not in table:
         table["data_parallel"] = ONE_DEVICE.format(torch.cuda.device_count())
     return table | {"plot": str(folder / "strategies.png")}
-
-
-def words(sizes: list[int]) -> str:
-    return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"
 
 
 if __name__ == "__main__":

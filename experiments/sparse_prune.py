@@ -8,22 +8,32 @@
     python experiments/sparse_prune.py sweep=true repeats=5                     accuracy against sparsity, with a plot
     make exp NAME=sparse_prune NODES=2                                          on a cluster
 
-Takes about half a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST with 8 % of the weights (without
-MNIST: on the built-in digits).
+Takes about half a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST with 8 % of the weights (without MNIST: on
+the built-in digits).
 
-How it works. Every weight gets a score, and the mask of a layer is false where the score is among the lowest. The
-schedule says after which steps masks change, and to which sparsity. In between, training goes on as if nothing had
-happened, and after every step weights are multiplied by their masks: gradients and momentum move a pruned weight, and
-the mask puts it back to zero. What is pruned stays pruned, but for rigl.
+Every weight gets a score, such as its magnitude (Han et al. 2015, arXiv 1506.02626) or |weight x gradient| (Taylor:
+Molchanov et al. 2016, arXiv 1611.06440), and the mask of a layer is false where the score is among the lowest. The
+schedule says after which steps masks change, and to which sparsity (cubic: Zhu & Gupta 2017, arXiv 1710.01878; RigL:
+Evci et al. 2019, arXiv 1911.11134). In between, training goes on as if nothing had happened, and after every step
+weights are multiplied by their masks: gradients and momentum move a pruned weight, and the mask puts it back to zero.
+What is pruned stays pruned, but for RigL.
 
-Under ddp every process computes the masks itself, from weights that are equal and gradients that ddp has averaged, and
+Under DDP every rank computes the masks itself, from weights that are equal and gradients that DDP has averaged, and
 all compare a hash of them. The file of a pruned model is as large as before, for zeros are numbers, too; but it can be
 compressed. Dense kernels multiply the zeros: what sparse ones gain, or lose, is measured at the end.
 """
 
 from __future__ import annotations
 
-import common  # isort: skip  # noqa: F401 (first: it answers Ctrl-C while torch is imported)
+from common.api import Facts, Run, TrainState, build_optimizer, classify_replicated, ddp, networks, start
+from common.core import seeds
+from common.data import loader as data
+from common.measure import plots
+from common.models import pruning_masks, pruning_savings
+from common.models.pruning_masks import Masks
+from common.training import sweep
+from common.training.evaluate import accuracy_alone
+from configs.sparse_prune import Config
 
 import math
 from collections.abc import Iterator, Sequence
@@ -36,110 +46,108 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import TrainState
-from common.core import seeds
-from common.data import loader as data
-from common.distributed import ddp
-from common.distributed.rendezvous import World
-from common.measure import plots, step_timing, tables
-from common.models import networks, pruning_masks, pruning_savings
-from common.models.pruning_masks import Masks
-from common.training import loop, optimizers, sweep
-from common.training.entry_point import start
-from common.training.evaluate import accuracy_alone, classify_shared
-from common.training.run import Run
-from configs.sparse_prune import Config
-
 TIMED = 256  # samples of one forward, to measure what is saved
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What pruning and training work on. `model` averages gradients over all processes, if there are several."""
-
-    cfg: Config
-    world: World
-    run: Run
-    model: nn.Module
-    masks: Masks
-    optimizer: Optimizer
-    loader: data.Loader
-    times: step_timing.StepTimes
+# ---- scores: what each weight is worth
 
 
-# ---- scores
-
-
-def chance(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Random scores, the same in every process."""
+def random_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
+    """Random scores, the same on every rank."""
     source = torch.Generator().manual_seed(seeds.derive_seed(cfg.seed, "scores", step))
     return [torch.rand(weight.shape, generator=source).to(weight) for weight in weights]
 
 
-def gradients(it: Parts, step: int) -> Iterator[list[Tensor]]:
-    """The weights' gradients for several batches, each averaged over all processes by ddp; use each at once.
+@dataclass(frozen=True)
+class Pruner:
+    """Chooses the masks of a model's weights. `model` averages gradients over all ranks, if there are several."""
 
-    Which samples, follows from the seed and the step. In eval mode, so that BatchNorm learns nothing here.
-    """
-    cfg, images, device = it.cfg, it.loader.data, it.world.device
-    it.model.eval()
-    order = torch.from_numpy(data.draw_order(len(images), seeds.derive_seed(cfg.seed, "scores", step), 0))
-    for batch in order[: len(order) // cfg.batch * cfg.batch].view(-1, cfg.batch)[: cfg.score_batches]:
-        mine = batch.view(it.world.size, -1)[it.world.rank]
-        it.model.zero_grad()
-        with torch.enable_grad():
-            logits = it.model(images.load_inputs(mine, device, getattr(torch, cfg.dtype)))
-            F.cross_entropy(logits, images.load_targets(mine, device)).backward()
-        yield [weight.grad for weight in it.masks.weights if weight.grad is not None]
-    it.model.train()
+    cfg: Config
+    run: Run
+    model: nn.Module
+    masks: Masks
+    optimizer: Optimizer
+
+    def gradients(self, step: int) -> Iterator[list[Tensor]]:
+        """The weights' gradients for several batches, each averaged over all ranks by DDP; use each at once.
+
+        Which samples, follows from the seed and the step. In eval mode, so that BatchNorm learns nothing here.
+        """
+        cfg, run, images = self.cfg, self.run, self.run.train_set
+        self.model.eval()
+        order = torch.from_numpy(data.draw_order(len(images), seeds.derive_seed(cfg.seed, "scores", step), 0))
+        for batch in order[: len(order) // cfg.batch * cfg.batch].view(-1, cfg.batch)[: cfg.score_batches]:
+            mine = batch.view(run.world.size, -1)[run.world.rank]
+            self.model.zero_grad()
+            with torch.enable_grad():
+                logits = self.model(images.load_inputs(mine, run.device, run.dtype))
+                F.cross_entropy(logits, images.load_targets(mine, run.device)).backward()
+            yield [weight.grad for weight in self.masks.weights if weight.grad is not None]
+        self.model.train()
+
+    @torch.no_grad()
+    def scores(self, step: int) -> list[Tensor]:
+        """What each weight is worth, a tensor a layer of its shape; -1 for those that are pruned already."""
+        weights = self.masks.weights
+        match self.cfg.criterion:
+            case "magnitude":
+                scores = [weight.abs() for weight in weights]
+            case "random":
+                scores = random_scores(self.cfg, weights, step)
+            case "gradient" | "taylor" as criterion:
+                scores = [torch.zeros_like(weight) for weight in weights]
+                for found in self.gradients(step):
+                    for total, weight, gradient in zip(scores, weights, found, strict=True):
+                        total.add_((weight * gradient if criterion == "taylor" else gradient).abs())
+        if self.cfg.normalize == "layer":
+            scores = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
+        return [
+            score.masked_fill(~kept, pruning_masks.GONE) for score, kept in zip(scores, self.masks.kept, strict=True)
+        ]
+
+    def prune(self, step: int) -> None:
+        """Change the masks, if it is time after so many steps, and check that all ranks have the same."""
+        cfg, masks, total = self.cfg, self.masks, self.run.total
+        sparsity = sparsity_after(cfg, step, total)
+        if sparsity is None:
+            return
+        if cfg.schedule != "rigl":
+            chosen = choose_masks(cfg, self.scores(step), sparsity)
+            masks.set([old & new for old, new in zip(masks.kept, chosen, strict=True)])  # even if an attempt asks less
+        elif step:
+            drop_and_grow(cfg, masks, self.optimizer, step / (cfg.end * total))
+        else:
+            masks.set(random_masks(cfg, masks))
+        masks.agree()
 
 
-@torch.no_grad()
-def scores_of(it: Parts, step: int) -> list[Tensor]:
-    """What each weight is worth, a tensor a layer; -1 for those that are pruned already."""
-    weights = it.masks.weights
-    match it.cfg.criterion:
-        case "magnitude":
-            scores = [weight.abs() for weight in weights]
-        case "random":
-            scores = chance(it.cfg, weights, step)
-        case "gradient" | "taylor" as criterion:
-            scores = [torch.zeros_like(weight) for weight in weights]
-            for found in gradients(it, step):
-                for total, weight, gradient in zip(scores, weights, found, strict=True):
-                    total.add_((weight * gradient if criterion == "taylor" else gradient).abs())
-    if it.cfg.normalize == "layer":
-        scores = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
-    return [score.masked_fill(~kept, pruning_masks.GONE) for score, kept in zip(scores, it.masks.kept, strict=True)]
+# ---- masks: which weights stay
 
 
-# ---- masks
-
-
-def choose(cfg: Config, scores: list[Tensor], share: float) -> list[Tensor]:
-    """The masks that leave the highest scores, at a sparsity of `share`."""
+def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Tensor]:
+    """The masks that leave the highest scores."""
     match cfg.scope:
         case "global":
-            return pruning_masks.globally(scores, share)
+            return pruning_masks.globally(scores, sparsity)
         case "layer":
-            return pruning_masks.by_layer(scores, [share] * len(scores))
+            return pruning_masks.by_layer(scores, [sparsity] * len(scores))
         case "structured":
-            return pruning_masks.by_channel(scores, share)
+            return pruning_masks.by_channel(scores, sparsity)
         case _:
-            return pruning_masks.by_group(scores, share, cfg.group()[1])
+            return pruning_masks.by_group(scores, sparsity, cfg.group()[1])
 
 
-def scattered(cfg: Config, masks: Masks) -> list[Tensor]:
-    """RigL's first masks: by chance, each layer as sparse as ERK says, or all alike with scope=layer."""
+def random_masks(cfg: Config, masks: Masks) -> list[Tensor]:
+    """RigL's first masks, random: each layer as sparse as ERK says (arXiv 1911.11134), or all alike (scope=layer)."""
     shapes = [weight.shape for weight in masks.weights]
-    shares = [cfg.sparsity] * len(shapes)
+    sparsities = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
-        shares = pruning_masks.erdos_renyi(shapes, cfg.sparsity)
-    return pruning_masks.by_layer(chance(cfg, masks.weights, 0), shares)
+        sparsities = pruning_masks.erdos_renyi(shapes, cfg.sparsity)
+    return pruning_masks.by_layer(random_scores(cfg, masks.weights, 0), sparsities)
 
 
 @torch.no_grad()
-def exchange(cfg: Config, masks: Masks, optimizer: Optimizer, done: float) -> None:
+def drop_and_grow(cfg: Config, masks: Masks, optimizer: Optimizer, done: float) -> None:
     """RigL: in each layer the smallest weights go, and as many come, zero at first: those with the largest gradients.
 
     `done` is the share of the time until masks stay.
@@ -159,7 +167,7 @@ def exchange(cfg: Config, masks: Masks, optimizer: Optimizer, done: float) -> No
     masks.set(grown)
 
 
-# ---- schedule
+# ---- schedule: when masks change
 
 
 def sparsity_after(cfg: Config, step: int, total: int) -> float | None:
@@ -181,111 +189,70 @@ def sparsity_after(cfg: Config, step: int, total: int) -> float | None:
     return None
 
 
-def prune(it: Parts, step: int) -> None:
-    """Change the masks, if it is time, and see that all processes have the same."""
-    cfg, masks = it.cfg, it.masks
-    share = sparsity_after(cfg, step, it.run.total)
-    if share is None:
-        return
-    if cfg.schedule != "rigl":
-        chosen = choose(cfg, scores_of(it, step), share)
-        masks.set([old & new for old, new in zip(masks.kept, chosen, strict=True)])  # even if a start asks for less
-    elif step:
-        exchange(cfg, masks, it.optimizer, step / (cfg.end * it.run.total))
-    else:
-        masks.set(scattered(cfg, masks))
-    masks.agree()
-
-
-# ---- training
-
-
 @torch.no_grad()
-def shrink(weights: Sequence[Tensor], length: float) -> None:
-    """L1's own step: every weight moves towards zero by `length`, and those that are nearer become exactly zero."""
+def soft_threshold(weights: Sequence[Tensor], length: float) -> None:
+    """The proximal step of L1 (Beck & Teboulle 2009, ISTA): every weight moves towards zero by `length`.
+
+    Those that are nearer become exactly zero.
+    """
     for weight in weights:
         weight.copy_(F.softshrink(weight, length))
 
 
-def train_epoch(it: Parts, step: int) -> int:
-    """Train on the rest of the loader's epoch, or up to the run's last step; returns the steps done since the start."""
-    cfg, run, masks = it.cfg, it.run, it.masks
-    it.model.train()
-    for x, y in it.times.batches(it.loader):
-        it.optimizer.zero_grad()
-        loss = F.cross_entropy(it.model(x), y)
-        it.times.mark("backward")
-        loss.backward()
-        rate = optimizers.rate(cfg.optim, step, run.total, cfg.batch)
-        optimizers.set_rate(it.optimizer, rate)
-        it.optimizer.step()
-        step += 1
-        if cfg.l1:
-            shrink(masks.weights, rate * cfg.l1)
-        prune(it, step)
-        if masks.sparsity:
-            masks.apply()  # the step has moved pruned weights, too
-        run.log(step, loss=loss.detach(), sparsity=masks.sparsity)
-        run.checkpoint_or_stop(step)  # saves now and then, and leaves if it was told to
-        if step == run.total:
-            break
-    return step
-
-
-def main(cfg: Config, world: World, run: Run) -> None:
-    train, test = data.load_train_test(run.prepared, cfg.data)
-    dtype = getattr(torch, cfg.dtype)
-    loader = data.Loader.from_config(train, cfg, world.device, shard=(world.rank, world.size))
-    inner = networks.for_images(cfg.model, train.shape, train.classes).to(world.device, dtype)
+def main(cfg: Config, run: Run) -> None:
+    inner = networks.for_images(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
     masks = Masks(inner)
-    model = ddp.wrap_ddp(inner, world.device, gradient_as_bucket_view=True) if world.size > 1 else inner
-    times = step_timing.StepTimes(model, world.device)
-    it = Parts(cfg, world, run, model, masks, optimizers.make(model.parameters(), cfg.optim), loader, times)
-    run.before_backward = times.recent  # the heartbeats tell who is slow
-    run.total = loop.total_steps(cfg, loader)
-    run.averaged = True  # the loss of a step is the mean over the processes
+    model = ddp.wrap_ddp(inner, run.device, gradient_as_bucket_view=True) if run.world.size > 1 else inner
+    optimizer = build_optimizer(model.parameters(), cfg.optim)
+    pruner = Pruner(cfg, run, model, masks, optimizer)
+    batches = run.batches(shard=run.shard)
+    ddp.warm_up_buckets(model, run.example(cfg.plan.shard))
+    state = TrainState([inner], optimizer, batches, run.world, replicated=True)
 
-    ddp.warm_up_buckets(model, train.load_inputs(slice(0, cfg.batch // world.size), world.device, dtype))
-    step = run.resume(TrainState([inner], it.optimizer, loader, world, replicated=True))
+    done = run.resume(state)
     masks.refresh()  # a checkpoint may have brought other masks
     masks.agree()
-    if step == 0:
-        prune(it, 0)
+    if done == 0:
+        pruner.prune(0)
         masks.apply()
-    scores = loop.train(
-        run,
-        loader,
-        step,
-        lambda done: train_epoch(it, done),
-        lambda: classify_shared(inner, test, world, batch=cfg.eval_batch, dtype=dtype, look=run.look),
-    )
-    digest = masks.agree()
-    if world.is_main:
-        conclude(it, inner, test, scores, digest)
+    for step in run.steps(state, lambda: classify_replicated(inner, run)):
+        with step:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(step.x), step.y)
+            step.mark("backward")
+            loss.backward()
+            optimizer.step()
+            if cfg.l1:
+                soft_threshold(masks.weights, step.rate * cfg.l1)
+            pruner.prune(step.number)
+            if masks.sparsity:
+                masks.apply()  # the step has moved pruned weights, too
+            step.log(loss=loss.detach(), sparsity=masks.sparsity)
+    run.report(*summarise(cfg, run, inner, masks))
 
 
-# ---- what it saves
-
-
-def conclude(it: Parts, inner: nn.Module, test: data.Images, scores: dict[str, float], digest: str) -> None:
-    """The result file and the table, on rank 0."""
-    cfg, world, run, masks = it.cfg, it.world, it.run, it.masks
+def summarise(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Facts]:
+    """What pruning has left, and what it saves. All ranks call it; rank 0 measures."""
+    digest, test = masks.agree(), run.test_set
+    if not run.world.is_main:
+        return []
 
     def accuracy(model: nn.Module) -> float:
-        return accuracy_alone(model, test, world.device, batch=cfg.eval_batch, dtype=torch.float32)
+        return accuracy_alone(model, test, run.device, batch=cfg.eval_batch, dtype=torch.float32)
 
-    x = test.load_inputs(slice(0, min(cfg.eval_batch, TIMED)), world.device, torch.float32)
-    facts = pruning_savings.savings(inner, x, accuracy if cfg.int8 else None, run.folder.path / "model.pt2", cfg.export)
+    x = test.load_inputs(slice(0, min(cfg.eval_batch, TIMED)), run.device, torch.float32)
+    path = run.folder.path / "model.pt2"
+    saved = pruning_savings.savings(model, x, accuracy if cfg.int8 else None, path, cfg.export)
     nonzero = sum(map(pruning_masks.count, masks.weights))
-    found = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
-    pace = {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
-    run.finish(**scores, **pace, **found, **facts, data=run.prepared.name)
-    rows = loop.rows(run, world, scores) | {
+    outcome = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
+    outcome |= {name: value for name, value in saved.items() if name not in pruning_savings.MEASURED}
+    shown = {
         "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
         "weights": f"{nonzero:,} of {masks.total:,} are not zero; {masks.sparsity:.2%} are masked",
-        "masks": f"{digest[:16]}, the same in {world.size} processes",
+        "masks": f"{digest[:16]}, the same on {run.world.size} ranks",
     }
-    run.say(tables.table(rows | pruning_savings.rows(facts, len(x), cfg.int8) | run.places()))
+    measured = {name: value for name, value in saved.items() if name in pruning_savings.MEASURED}
+    return [Facts(shown | pruning_savings.rows(saved, len(x), cfg.int8), outcome, measured)]
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:

@@ -40,7 +40,7 @@ class TrainState:
         scaler: GradScaler | None = None,
         compression: PowerSGDState | None = None,
     ) -> None:
-        self.optimizer, self.loader = optimizer, loader
+        self.parts, self.optimizer, self.loader = list(parts), optimizer, loader
         self.peers = world if replicated else peers
         self.scaler, self.compression = scaler, compression
         self.parameters = [pair for part in parts for pair in part.named_parameters()]

@@ -6,20 +6,23 @@ until backward begins can, as long as nothing is exchanged before.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.distributed.rendezvous import World
 from common.distributed.sync_batchnorm import take_waiting_seconds
 from common.measure.device_clock import Clock, Stamp
 from common.measure.straggler import find_straggler
 from common.measure.timing import time_calls
+from common.runs.result import Added
 
 T = TypeVar("T")
 HISTORY = 1000  # steps whose time stamps are kept
@@ -38,6 +41,38 @@ class Rank:
     steps: int
     exposed: tuple[float, ...] = ()
     """From the last gradient to the end of backward, step by step: communication that nothing hid."""
+
+
+class Pace:
+    """Durations of the steps of this attempt, by the host's clock; what comes between two steps is left out."""
+
+    def __init__(self) -> None:
+        self.durations: list[float] = []  # seconds
+        self.mark: float | None = None
+
+    def step(self, now: float) -> None:
+        """A step has ended; `now` by time.perf_counter()."""
+        if self.mark is not None:
+            self.durations.append(now - self.mark)
+        self.mark = now
+
+    def interrupt(self) -> None:
+        """The time since the last step was no training."""
+        self.mark = time.perf_counter()
+
+    def steady_begins(self, left: int) -> bool:
+        """Whether the steady steps begin with the next one, where `left` steps are to come after it."""
+        done = len(self.durations) + (self.mark is not None)
+        return done == min(WARM_UP, (done + left) // 3)
+
+    def steady(self) -> list[float]:
+        """Seconds of the newest steps, the first ones left out: WARM_UP, of a short run a third."""
+        return self.durations[min(WARM_UP, len(self.durations) // 3) :]
+
+    def mean(self) -> float:
+        """The mean of the steady steps in seconds; 0 before there is one."""
+        steady = self.steady()
+        return sum(steady) / len(steady) if steady else 0.0
 
 
 class StepTimes:
@@ -79,6 +114,8 @@ class StepTimes:
 
     def _keep(self) -> None:
         self.marks["in norms"] = take_waiting_seconds(self.model)
+        if "backward" not in self.marks:  # nobody says where it begins
+            return
         if self.skip:
             self.skip -= 1
         else:
@@ -130,8 +167,13 @@ def straggler(ranks: Sequence[Rank]) -> int | None:
     return find_straggler([rank.before_backward for rank in ranks])
 
 
-def communication_seconds(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float:
-    """Seconds to all-reduce what one step sends, with nothing beside it; numbers of `size` bytes. All call it."""
+def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:
+    """Seconds to all-reduce what one step sends, with nothing beside it; None with one rank. All ranks call it.
+
+    Gradients travel in buckets of so many MB, as numbers of `size` bytes.
+    """
+    if dist.get_world_size() == 1:
+        return None
     parameters = list(model.parameters())
     dtype = {2: torch.float16, 4: torch.float32, 8: torch.float64}[size]
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
@@ -162,7 +204,20 @@ class ScalingReport:
     """Seconds of the same step in one process; 0 where it was not measured."""
     step: float
     """Seconds of a step."""
-    """Whether processes exchange nothing before backward (fsdp does)."""
+
+    @classmethod
+    def of(
+        cls,
+        world: World,
+        times: StepTimes | None,
+        step: float,
+        *,
+        communication: float | None = None,
+        alone: float = 0.0,
+    ) -> ScalingReport:
+        """From the time stamps of all ranks, which call it together."""
+        ranks = world.gather(times.summary() if times else None)
+        return cls([rank for rank in ranks if rank], world.hosts, communication, alone, step)
 
     @property
     def exposed(self) -> float | None:
@@ -210,14 +265,15 @@ class ScalingReport:
             )
         return rows
 
-    def result(self) -> dict[str, Any]:
-        """For result.json; times in seconds."""
-        ranks = [{k: v for k, v in asdict(rank).items() if k != "exposed"} for rank in self.ranks]
-        return {
-            "ranks": ranks,
-            "straggler": self.straggler,
-            "communication_seconds": self.communication,
-            "communication_exposed": self.exposed,
-            "alone_step_seconds": self.alone or None,
-            "efficiency": self.efficiency,
-        }
+    def result(self) -> Added:
+        """For result.json; times in seconds, null for what was not measured."""
+        return Added(
+            measured={
+                "ranks": [{k: v for k, v in asdict(rank).items() if k != "exposed"} for rank in self.ranks],
+                "straggler": self.straggler,
+                "communication_seconds": self.communication,
+                "communication_exposed": self.exposed,
+                "single_rank_step_seconds": self.alone or None,
+                "efficiency": self.efficiency,
+            }
+        )

@@ -137,6 +137,11 @@ def inference(model: nn.Module, x: Tensor) -> dict[str, float]:
 
 # ---- all of it, as numbers and in words
 
+MEASURED = {  # which of the numbers each run measures anew
+    *(f"{name}_seconds" for name in ("fp32", "bf16", "csr", "fp16", "two_of_four")),
+    *("export", "export_bytes", "export_difference", "export_problem"),
+}
+
 
 def savings(
     model: nn.Module, x: Tensor, accuracy: Callable[[nn.Module], float] | None, path: Path, exports: bool

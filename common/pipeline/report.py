@@ -1,18 +1,25 @@
-"""What the ranks of a pipeline did when: its idle share, the memory that it took, and a step of it as a picture."""
+"""What the ranks of a pipeline did when: their idle shares, and a step as a picture."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common.distributed.rendezvous import World
 from common.measure import plots
 from common.pipeline import schedules
+from common.pipeline.executor import Pipeline
 from common.pipeline.schedules import Schedule, Span
+from common.runs.result import Added
+from configs.pipeline import Pipeline as PipelineConfig
 
+Steps = Sequence[Sequence[Span]]  # the kept steps of one rank
+
+FEW = 4  # layers of a stage that are named one by one
 WORK = {  # what a kind of action is called, and its colours for even and odd microbatches
     "F": ("forward", ("#4878a8", "#7ba4cc")),
     "B": ("backward", ("#d1783a", "#e8a878")),
@@ -44,12 +51,12 @@ def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = 
 
 
 def idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
-    """The share of a step that each process waits, the median over steps; `steps[i][p]` are the spans of process p."""
+    """The share of a step that each rank waits, the median over steps; `steps[i][p]` are the spans of rank p."""
     shares: list[list[float]] = [[] for _ in steps[0]]
     for step in steps:
         wall = schedules.length(step)
-        for process, mine in enumerate(step):
-            shares[process].append(1 - sum(s.end - s.start for s in mine) / wall)
+        for rank, mine in enumerate(step):
+            shares[rank].append(1 - sum(s.end - s.start for s in mine) / wall)
     return [median(values) for values in shares]
 
 
@@ -60,33 +67,39 @@ def typical(steps: Sequence[Sequence[Sequence[Span]]]) -> Sequence[Sequence[Span
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What a pipeline's processes did, out of the time stamps of all of them."""
+    """What a pipeline's ranks did, out of the time stamps of all of them."""
 
     ideal: float
     """The idle share of the schedule itself: equal stages, messages that take no time."""
     idle: list[float]
-    """The idle share of each process."""
+    """The idle share of each rank."""
     step: Sequence[Sequence[Span]]
-    """The spans of each process in the step of median length."""
-    memory: Mapping[str, int] = field(default_factory=dict)
-    """The most bytes that each process or device held."""
-    place: str = "process"
-    """What works on its own: a process, or with several devices in one process each of them."""
+    """The spans of each rank in the step of median length."""
+    layers: Sequence[Sequence[str]] = ()
+    """The names of each stage's layers."""
+    schedule: str = ""
+    """What was played, in words."""
+    lane: str = "rank"
+    """What works on its own: a rank, or with several devices in one process the stage on each of them."""
+    picture: tuple[Path, str] | None = None
+    """Where to draw one step, and its title."""
 
     @classmethod
-    def of(
-        cls,
-        gathered: Sequence[Sequence[Sequence[Span]]],
-        plan: Schedule,
-        stages: int,
-        memory: Mapping[str, int] | None = None,
-        place: str = "process",
-    ) -> PipelineReport:
-        """From every process's kept steps: `gathered[p][i]` are the spans of process p in step i."""
+    def of(cls, gathered: Sequence[Steps], plan: Schedule, stages: int, **more: Any) -> PipelineReport:
+        """From the kept steps of every rank: `gathered[p][i]` are the spans of rank p in step i."""
         steps = list(zip(*gathered, strict=True))
         ideal = schedules.idle_share(schedules.play(plan, stages))
         idle, step = (idle_shares(steps), typical(steps)) if steps else ([], [])  # resumed at its end: no steps
-        return cls(ideal, idle, step, memory or {}, place)
+        return cls(ideal, idle, step, **more)
+
+    @classmethod
+    def gather(
+        cls, pipe: Pipeline, group: World, cfg: PipelineConfig, picture: tuple[Path, str] | None = None
+    ) -> PipelineReport:
+        """Of a pipeline on the ranks of a group, which call it together; complete on its rank 0."""
+        told = f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches"
+        own: Any = {"layers": pipe.layers, "schedule": told, "picture": picture}
+        return cls.of(group.gather(pipe.spans()), pipe.plan, cfg.stages, **own)
 
     @property
     def by_stage(self) -> dict[int, list[Span]]:
@@ -94,40 +107,47 @@ class PipelineReport:
         spans = [span for mine in self.step for span in mine]
         return {n: [s for s in spans if s.action.stage == n] for n in sorted({s.action.stage for s in spans})}
 
-    def plot(self, folder: Path, title: str) -> dict[str, str]:
-        """Draw the step of median length as timeline.png; the table's row for it, none where it cannot be drawn."""
-        if not self.step or importlib.util.find_spec("matplotlib") is None:
+    def plot(self) -> dict[str, str]:
+        """Draw the step of median length; the table's row for it, none where it cannot be drawn."""
+        if self.picture is None or not self.step or importlib.util.find_spec("matplotlib") is None:
             return {}
-        path = folder / "timeline.png"
+        path, title = self.picture
         draw_timeline(path, {f"stage {n}": spans for n, spans in self.by_stage.items()}, title)
         return {"timeline": str(path)}
 
     def rows(self) -> dict[str, str]:
-        """For the table."""
+        """For the table; draws the picture."""
+        rows = {"schedule": self.schedule, "stages": "\n".join(map(describe_layers, self.layers))}
+        names = {name: words for name, words in rows.items() if words}
         if not self.step:
-            return {}
+            return names
         lines = schedules.draw(list(self.by_stage.values()))
         lines = [f"stage {stage} |{line}|" for stage, line in zip(self.by_stage, lines, strict=True)]
         seconds = schedules.length(self.step)
-        amounts = [f"{name}: {held / 2**20:,.0f} MiB" for name, held in self.memory.items()]
         split = any(span.action.kind == "W" for mine in self.step for span in mine)
         capitals = " (capital: of the weights)" if split else ""
         words = f"{seconds * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward{capitals}, dot: waiting"
         return {
+            **names,
             "ideal bubble": f"{self.ideal:.1%}  (equal stages, messages that take no time)",
-            "idle share": "  ".join(f"{self.place} {number}: {share:.1%}" for number, share in enumerate(self.idle)),
-            **({"peak memory": "  ".join(amounts)} if amounts else {}),
+            "idle share": "  ".join(f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle)),
             "one step": "\n".join([words, *lines]),
+            **self.plot(),
         }
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Added:
         """For result.json; times in seconds from the start of the step."""
         start = min((span.start for mine in self.step for span in mine), default=0.0)
         timeline = [
-            {"process": p, "kind": s.action.kind, "stage": s.action.stage, "microbatch": s.action.microbatch}
+            {"rank": p, "kind": s.action.kind, "stage": s.action.stage, "microbatch": s.action.microbatch}
             | {"start": round(s.start - start, 7), "end": round(s.end - start, 7)}
             for p, mine in enumerate(self.step)
             for s in mine
         ]
-        memory = {"peak_memory": dict(self.memory)} if self.memory else {}
-        return {"ideal_bubble": self.ideal, "idle_share": self.idle, **memory, "timeline": timeline}
+        measured = {"idle_share": self.idle, "timeline": timeline, "stages": [list(names) for names in self.layers]}
+        return Added({"ideal_bubble": self.ideal}, measured)
+
+
+def describe_layers(names: Sequence[str]) -> str:
+    """The layers of a stage in few words."""
+    return " ".join(names) if len(names) <= FEW else f"{names[0]} to {names[-1]}"

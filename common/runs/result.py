@@ -1,40 +1,202 @@
-"""What a result says in single numbers, for tables and for the W&B summary."""
+"""The result of a run as result.json holds it: one set of names for all experiments. Imports no torch.
+
+format         2; files without it are of format 1, which had names of its own in each experiment
+state          finished, failed, cancelled or preempted; with exit_status and, unless finished, reason and last_step
+data           the data set that was really used
+scores         of the last evaluation: test_loss (mean over samples), test_accuracy (0 to 1), test_samples
+timings        samples_per_second and step_seconds (mean), first steps and evaluations left out
+memory         bytes at most, by rank, or by device where one process uses several
+outcome        what the technique adds and only the training decides: a repetition gives the same to the bit
+measured       what the technique adds and each run measures anew: times, shares of time, memory, places
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.runs.folder import read_json, write_json
+from common.runs.metrics_writer import replace_nonfinite
+
+FORMAT = 2
+Values = Mapping[str, Any]
 
 
-def number(value: Any) -> float | None:
+class Report(Protocol):
+    """What a technique tells at the end of a run: rows of the table, and values of the result."""
+
+    def rows(self) -> Mapping[str, str]: ...
+
+    def result(self) -> Added: ...
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a report adds to the result: see `outcome`, `measured` and `memory` there."""
+
+    outcome: Values = field(default_factory=dict)
+    measured: Values = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A report of what an experiment itself knows."""
+
+    shown: Mapping[str, str]
+    outcome: Values = field(default_factory=dict)
+    measured: Values = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+    def rows(self) -> Mapping[str, str]:
+        return self.shown
+
+    def result(self) -> Added:
+        return Added(self.outcome, self.measured, self.memory)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended, and its final numbers; empty groups where it has none."""
+
+    state: str = ""
+    exit_status: int | None = None
+    reason: str = ""
+    last_step: int | None = None
+    data: str = ""
+    scores: Values = field(default_factory=dict)
+    timings: Values = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    outcome: Values = field(default_factory=dict)
+    measured: Values = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return self.state == "finished"
+
+    def with_reports(self, reports: Iterable[Added]) -> Result:
+        """This result and what reports add; the memory of a report replaces that of the ranks."""
+        outcome, measured, memory = dict(self.outcome), dict(self.measured), dict(self.memory)
+        for added in reports:
+            outcome |= added.outcome
+            measured |= added.measured
+            memory = dict(added.memory) or memory
+        groups = {"outcome": outcome, "measured": measured, "memory": memory}
+        return Result(**(vars(self) | groups))
+
+    def values(self) -> dict[str, Any]:
+        """Every value under its own name, whatever group it belongs to; memory as a group."""
+        own: dict[str, Any] = {
+            "state": self.state,
+            "exit_status": self.exit_status,
+            "reason": self.reason,
+            "last_step": self.last_step,
+        }
+        own |= {"data": self.data, "memory": dict(self.memory)}
+        known = {name: value for name, value in own.items() if value not in (None, "", {})}
+        return known | dict(self.scores) | dict(self.timings) | dict(self.outcome) | dict(self.measured)
+
+    def repeated(self) -> dict[str, Any]:
+        """What a repetition of the run gives again to the bit."""
+        return dict(self.scores) | dict(self.outcome) | {"data": self.data}
+
+    def number(self, name: str) -> float | None:
+        """A value by its name, if it is a finite number."""
+        return to_number(self.values().get(name))
+
+    def waiting(self) -> float | None:
+        """The share of the time (0 to 1) that ranks wait for each other: idle in a pipeline, or in communication.
+
+        None where a run measured neither.
+        """
+        each = self.measured.get("idle_share")
+        if isinstance(each, list) and each and None not in [to_number(one) for one in each]:
+            return float(sum(each) / len(each))
+        sent, exposed, step = map(self.number, ("communication_seconds", "communication_exposed", "step_seconds"))
+        return None if sent is None or exposed is None or not step else sent * exposed / step
+
+    def memory_mb(self) -> float | None:
+        """MB that the rank or device with most held at its peak."""
+        found = [one / 1e6 for one in map(to_number, self.memory.values()) if one is not None]
+        return max(found, default=None)
+
+    def columns(self) -> dict[str, Any]:
+        """The single numbers and words, for tables and for the W&B summary; of a list one column for each item."""
+        found = {name: value for name, value in self.values().items() if isinstance(value, int | float | str)}
+        for name, value in (self.values() | {"peak_memory": list(self.memory.values())}).items():
+            if isinstance(value, list) and all(isinstance(one, int | float) for one in value):
+                found |= {f"{name}_{number}": one for number, one in enumerate(value)}
+        more = {"waiting": self.waiting(), "memory_mb": self.memory_mb()}
+        return found | {name: value for name, value in more.items() if value is not None}
+
+    def write(self, file: Path) -> None:
+        """Write result.json, with null for what is no finite number. Raises UserError, as `write_json`."""
+        content: dict[str, Any] = {"format": FORMAT}
+        for name, value in vars(self).items():
+            if value not in (None, "", {}):
+                content[name] = replace_nonfinite(dict(value)) if isinstance(value, Mapping) else value
+        write_json(file, content)
+
+
+def to_number(value: Any) -> float | None:
     """A finite number, or None."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def waiting(result: dict[str, Any]) -> float | None:
-    """The share of the time that processes wait for each other: idle in a pipeline, or in communication.
-
-    None where a run measured neither.
-    """
-    each = result.get("idle_share")
-    if isinstance(each, list) and each and None not in [number(one) for one in each]:
-        return float(sum(each) / len(each))
-    names = ("communication_seconds", "communication_exposed", "step_seconds")
-    sent, exposed, step = (number(result.get(name)) for name in names)
-    return None if sent is None or exposed is None or not step else sent * exposed / step
+def read(file: Path) -> Result:
+    """The result in a file of any format, empty where there is none or a damaged one."""
+    return parse(read_json(file))
 
 
-def memory(result: dict[str, Any]) -> float | None:
-    """MB that the process or device with most took at its peak, as its experiment measures that."""
-    bytes_of, megabytes = result.get("peak_memory"), result.get("memory_megabytes")
-    each = list(bytes_of.values()) if isinstance(bytes_of, dict) else [bytes_of]
-    found = [one / 1e6 for one in map(number, each) if one is not None]
-    found += [one for one in map(number, megabytes if isinstance(megabytes, list) else []) if one is not None]
-    return max(found, default=None)
+def parse(content: Values) -> Result:
+    """The result that a file of any format holds."""
+    if content.get("format") != FORMAT:
+        return from_format_1(content)
+    groups = ("scores", "timings", "memory", "outcome", "measured")
+    sound = {name: value for name, value in content.items() if name in vars(Result())}
+    return Result(**{k: v for k, v in sound.items() if k not in groups or isinstance(v, Mapping)})
 
 
-def flat(result: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and words of a result, with the share of waiting and the memory among them."""
-    found = {name: value for name, value in result.items() if isinstance(value, int | float | str)}
-    more = {"waiting": waiting(result), "memory_mb": memory(result)}
-    return found | {name: value for name, value in more.items() if value is not None}
+# ---- format 1: everything under one level, under names that experiments chose
+
+SCORES = ("test_loss", "test_accuracy", "test_samples")
+TIMINGS = ("samples_per_second", "step_seconds")
+GENERAL = ("state", "exit_status", "reason", "last_step", "data")
+RENAMED = {"alone_step_seconds": "single_rank_step_seconds", "training_memory": "training_bytes"}
+MEASURED_1 = {
+    *("idle_share", "timeline", "stages"),
+    *("ranks", "straggler", "communication_seconds", "communication_exposed", "alone_step_seconds", "efficiency"),
+    *("imbalance", "compare", "training_memory"),
+    *("fp32_seconds", "bf16_seconds", "csr_seconds", "fp16_seconds", "two_of_four_seconds"),
+    *("export", "export_bytes", "export_difference", "export_problem"),
+}
+
+
+def from_format_1(content: Values) -> Result:
+    """The result of a run that was made before format 2."""
+    general = {name: content[name] for name in GENERAL if name in content}
+    if not isinstance(general.get("reason", ""), str):
+        del general["reason"]
+    peaks, megabytes = content.get("peak_memory"), content.get("memory_megabytes")
+    memory: dict[str, int] = {}
+    if isinstance(peaks, Mapping):
+        memory = {str(name).replace("process ", "rank "): held for name, held in peaks.items()}
+    elif to_number(peaks) is not None:
+        memory = {"rank 0": int(peaks)}  # type: ignore[arg-type]
+    if isinstance(megabytes, list):
+        memory = {f"rank {number}": int(held * 1e6) for number, held in enumerate(megabytes) if to_number(held)}
+    known = {*GENERAL, *SCORES, *TIMINGS, "peak_memory", "memory_megabytes", "format"}
+    columns = {f"{name}_{number}" for name in ("idle_share", "peak_memory") for number in range(64)}
+    rest = {name: value for name, value in content.items() if name not in known | columns}
+    measured = {RENAMED.get(name, name): value for name, value in rest.items() if name in MEASURED_1}
+    return Result(
+        **general,
+        scores={name: content[name] for name in SCORES if name in content},
+        timings={name: content[name] for name in TIMINGS if name in content},
+        memory=memory,
+        outcome={name: value for name, value in rest.items() if name not in MEASURED_1},
+        measured=measured,
+    )

@@ -249,7 +249,7 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     pictures.pass_on(run)
     result = folder.result
     log_model_artifact(run, folder)
-    run.summary.update(summary.flat(result) | {"restarts": len(folder.attempts()) - 1})
+    run.summary.update(summary.parse(result).columns() | {"restarts": len(folder.attempts()) - 1})
     run.finish(exit_code=int(result.get("exit_status", 1)))
     shut_down_wandb()
 

@@ -1,7 +1,7 @@
 """From a command line to processes that train: settings, data and run folder first, then the processes.
 
 `start` is the last line of every experiment. Each process then calls the experiment's
-`main(settings, world, run)`.
+`main(cfg, run)`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from common.training.run import Run
 from configs.shared import Experiment
 
 T = TypeVar("T", bound=Experiment)
-Main = Callable[[T, World, Run], None]
+Main = Callable[[T, Run], None]
 
 
 def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) -> None:
@@ -138,9 +138,9 @@ def train(main: Main[T], settings: T, world: World, folder: Folder, prepared: Pr
     run = Run(settings, folder, world, prepared, notice)
     try:
         notice.all_saved = True
-        main(settings, world, run)
+        main(settings, run)
         if world.is_main and not run.finished:
-            raise RuntimeError("main() returned without run.finish(...): call it on rank 0 with the final numbers")
+            raise RuntimeError("main() returned without run.report(...): call it on all ranks when training is over")
     except (RuntimeError, TimeoutError) as error:
         if notice.all_saved and notice.comes():  # others have left before
             raise StopRequested(together=False) from error

@@ -1,4 +1,4 @@
-"""Exact evaluation: every test sample once, whatever the batch size and the number of processes."""
+"""Exact evaluation: every test sample once, whatever the batch size and the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from common.data.loader import Images
 from common.distributed import sync_batchnorm
-from common.distributed.rendezvous import World
+from common.training.run_context import RunContext
+
+Predict = Callable[[Tensor | None, int], Tensor | None]
 
 
 def batches(count: int, size: int) -> Iterable[slice]:
@@ -19,53 +21,60 @@ def batches(count: int, size: int) -> Iterable[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def shares(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]:
-    """The slices of `count` samples that one of several processes takes, at most `size` long.
+def shards(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]:
+    """The slices of `count` samples that one of several ranks takes, at most `size` long.
 
-    All slices of all processes cover each sample once and differ in length by one at most. Every process
-    gets as many slices as any other, empty ones if need be: a sharded model communicates in each forward.
+    All slices of all ranks cover each sample once and differ in length by one at most. Every rank gets as many slices
+    as any other, empty ones if need be: a sharded model communicates in each forward.
     """
     pieces = ranks * -(-count // (size * ranks))
     return (slice(i * count // pieces, (i + 1) * count // pieces) for i in range(rank, pieces, ranks))
 
 
 def classify(
-    predict: Callable[[Tensor | None, int], Tensor | None],
-    test: Images,
-    world: World,
-    *,
-    batch: int,
-    dtype: torch.dtype,
-    inputs: bool = True,
-    share: tuple[int, int] = (0, 1),
-    look: Callable[[], None] = lambda: None,
+    predict: Predict, run: RunContext, *, inputs: bool = True, shard: tuple[int, int] = (0, 1)
 ) -> dict[str, float]:
-    """Mean loss and accuracy over exactly all test samples, the same numbers on every process.
+    """Mean loss and accuracy over exactly all test samples of a run, the same numbers on every rank. All ranks call it.
 
-    `predict(x, n)` gives logits [n, classes] where this process has them, else None; `x` is None unless
-    this process wants `inputs`. With `share` = (r, n) it takes the r-th of n shares of the samples, else all.
-    Sums, not means, are added up: batches of unequal size weigh by their samples. `look` is called after each batch.
+    `predict(x, n)` gives logits [n, classes] where this rank has them, else None; `x` is None unless this rank wants
+    `inputs`. With `shard` (r, n) it takes the r-th of n shards of the samples, else all. Sums, not means, are added up:
+    batches of unequal size weigh by their samples. A stop request is answered between two batches.
     """
-    sums = add_up(predict, test, world.device, batch=batch, dtype=dtype, inputs=inputs, share=share, look=look)
-    dist.all_reduce(sums)
-    return scores_of(sums)
+    size, dtype = run.cfg.eval_batch, run.dtype
+    own = sum_scores(
+        predict, run.test_set, run.device, batch=size, dtype=dtype, inputs=inputs, shard=shard, look=run.look
+    )
+    dist.all_reduce(own)
+    return scores_of(own)
+
+
+def classify_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
+    """The same of a model that every rank holds: each takes its shard of the samples.
+
+    BatchNorm's running statistics are averaged before: each rank's has seen other samples.
+    """
+    sync_batchnorm.average_buffers(model)
+    return classify(lambda x, _: model(x), run, shard=run.shard)
 
 
 @torch.no_grad()
-def add_up(
-    predict: Callable[[Tensor | None, int], Tensor | None],
+def sum_scores(
+    predict: Predict,
     test: Images,
     device: torch.device,
     *,
     batch: int,
     dtype: torch.dtype,
     inputs: bool = True,
-    share: tuple[int, int] = (0, 1),
+    shard: tuple[int, int] = (0, 1),
     look: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """The part of one process in `classify`, without any message: float64 [sum of losses, right answers, samples]."""
+    """One rank's part of `classify`, without messages: float64 [3], the sum of losses, right answers, samples.
+
+    `look` is called after each batch.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    pieces = shares(len(test), batch, *share) if share[1] > 1 else batches(len(test), batch)
+    pieces = shards(len(test), batch, *shard) if shard[1] > 1 else batches(len(test), batch)
     for piece in pieces:
         x = test.load_inputs(piece, device, dtype) if inputs else None
         logits = predict(x, piece.stop - piece.start)
@@ -83,22 +92,6 @@ def scores_of(sums: Tensor) -> dict[str, float]:
     """The scores out of the sums over all test samples."""
     loss, correct, count = sums.tolist()
     return {"test_loss": loss / count, "test_accuracy": correct / count, "test_samples": int(count)}
-
-
-def classify_shared(
-    model: nn.Module,
-    test: Images,
-    world: World,
-    *,
-    batch: int,
-    dtype: torch.dtype,
-    look: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """The same of a model that every process holds: each takes its share of the samples. Leaves it in eval mode."""
-    sync_batchnorm.average_buffers(model)  # each process's BatchNorm has seen other samples
-    model.eval()
-    share = (world.rank, world.size)
-    return classify(lambda x, _: model(x), test, world, batch=batch, dtype=dtype, share=share, look=look)
 
 
 @torch.no_grad()

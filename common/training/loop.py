@@ -1,52 +1,169 @@
-"""What the mains of experiments have in common: epochs with an evaluation after each, and the words about them."""
+"""The training loop as an iterator over optimizer steps, with all that happens between two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
 
-from common.data.loader import AccumulationLoader, Loader
-from common.distributed.rendezvous import World
+import torch
+from torch import Tensor
+
+from common.checkpoint.train_state import TrainState
 from common.measure.memory import read_peak
-from common.training.run import Run
-from configs.shared import Experiment
+from common.measure.metrics_log import MEAN
+from common.measure.step_timing import StepTimes
+from common.training import optimizers
+from common.training.run_context import RunContext
 
 
-def total_steps(cfg: Experiment, loader: Loader | AccumulationLoader) -> int:
-    """The optimizer steps of the whole run."""
-    return cfg.total_steps(loader.steps)
+class Step:
+    """One optimizer step: `with step:` around forward, backward and update.
 
-
-def train(
-    run: Run,
-    loader: Loader | AccumulationLoader,
-    step: int,
-    epoch: Callable[[int], int],
-    evaluate: Callable[[], dict[str, float]],
-) -> dict[str, float]:
-    """Epochs from `step` to `run.total`, with an evaluation after each; returns the last one's scores.
-
-    `epoch` trains on the rest of the loader's epoch: it gets the steps done and returns the steps then done.
+    It counts when that block ends without an error, also where the optimizer has left it out (fp16). The block holds
+    what would have to be done again if the step failed; running sums change behind it.
     """
+
+    def __init__(self, run: RunContext, batch: Any, number: int, epoch: int, rate: float) -> None:
+        self.run, self.batch = run, batch
+        self.number = number
+        """Counted from 1."""
+        self.epoch = epoch
+        """Counted from 0."""
+        self.rate = rate
+        """The learning rate, which the optimizer has got already."""
+        self.values: dict[str, Tensor | float | None] = {}
+        self.done = False
+
+    @property
+    def x(self) -> Any:
+        """Inputs [samples of this rank, ...]; None where this rank needs none."""
+        return self.batch[0]
+
+    @property
+    def y(self) -> Any:
+        """Targets [samples of this rank]; None where this rank needs none."""
+        return self.batch[1]
+
+    def mark(self, name: str) -> None:
+        """Note the time: "backward" where it begins, "end of backward" behind it."""
+        if self.run.times is not None:
+            self.run.times.mark(name)
+
+    def log(self, **values: Tensor | float | None) -> None:
+        """Values for metrics.jsonl; tensors stay unsynchronised. Where only one rank knows them, None elsewhere."""
+        self.values |= values
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.done = True
+            finish_step(self.run, self)
+
+
+def steps(run: RunContext, state: TrainState, evaluate: Callable[[], dict[str, float]], source: int) -> Iterator[Step]:
+    """Yield the optimizer steps that are left of a run, and evaluate after each epoch and after the last step.
+
+    Before a step the learning rate is set. Between two steps come heartbeat and, about twice a second, the agreed
+    decision of all ranks to save or to stop. Before an evaluation all parts of the model are in eval mode. `source` is
+    the rank that knows the values of `Step.log`, or MEAN.
+
+    Raises StopRequested after a checkpoint, when any rank was asked to stop, and UserError for a loss that is NaN or
+    infinite.
+    """
+    if run.state is not state:
+        run.resume(state)
+    run.open_metrics(state, source)
+    if source == MEAN:
+        sharded = (layer for layer in state.parts[0].children() if hasattr(layer, "unshard"))  # by fully_shard
+        run.times = StepTimes(state.parts[0], run.device, sharded)
     while True:
-        if step < run.total and not run.unevaluated:  # not where an evaluation is missing
-            step = epoch(step)
-        scores = run.evaluate(step, evaluate)
+        if run.step < run.total and not run.saver.unevaluated:
+            yield from steps_of_epoch(run, state)
+        scores = evaluate_epoch(run, state, evaluate)
         words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.say(f"epoch {step / loader.steps:.3g}  step {step}  {words}")
-        if step >= run.total:
-            held = run.world.gather(read_peak(run.world.device))
-            run.memory = {f"process {rank}": most for rank, most in enumerate(held)}
-            return scores
+        run.say(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
+        if run.step >= run.total:
+            held = run.world.gather(read_peak(run.device))
+            run.memory = {f"rank {rank}": most for rank, most in enumerate(held)}
+            run.scores = scores
+            return
 
 
-def rows(run: Run, world: World, scores: dict[str, float]) -> dict[str, str]:
-    """The first rows of the final table."""
-    seconds, rate = run.step_seconds(), run.samples_per_second()
-    return {
-        "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
-        "test accuracy": f"{scores['test_accuracy']:.2%}",
-        "test loss": f"{scores['test_loss']:.4f}",
-        "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
-        "processes": f"{world.size} with {world.threads} threads each on {world.device.type} of "
-        + ", ".join(sorted(set(world.hosts))),
-    }
+def steps_of_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
+    """Yield the rest of the loader's epoch, up to the run's last step."""
+    cfg, per_epoch = run.cfg, state.loader.steps
+    for part in state.parts:
+        part.train()
+    for batch in run.times.batches(state.loader) if run.times else state.loader:
+        rate = optimizers.learning_rate(cfg.optim, run.step, run.total, cfg.batch)
+        optimizers.set_learning_rate(state.optimizer, rate)
+        step = Step(run, batch, run.step + 1, run.step // per_epoch, rate)
+        yield step
+        if not step.done:
+            raise RuntimeError(f"step {step.number} was not taken: the body of the loop is `with step:`")
+        if run.saver.checkpoint_or_stop(step.number):
+            run.pace.interrupt()
+        if step.number == run.total:
+            return
+
+
+def finish_step(run: RunContext, step: Step) -> None:
+    """Count a step: its time, its values, a sign of life."""
+    assert run.state is not None and run.metrics is not None
+    wait_for_gpus(run, run.state, step.number)
+    now = time.perf_counter()
+    run.pace.step(now)
+    run.step = step.number
+    run.saver.stop.all_saved = False
+    run.metrics.add(step.number, now, step.values)
+    if run.metrics.due:
+        run.metrics.flush()
+    run.show_life(now)
+    if run.profiler is not None:
+        run.profiler.step()
+
+
+def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
+    """Wait for the GPUs where the steady steps begin and where something else follows a step.
+
+    A step only gives them work: without it short runs would take as long as giving, and what is left of it would count
+    as an evaluation's or a checkpoint's.
+    """
+    if not state.gpus:
+        return
+    steady = run.pace.steady_begins(run.total - number)
+    ends = number == run.total or number % state.loader.steps == 0
+    if steady or ends or run.saver.points.reached(number):
+        for gpu in state.gpus:
+            torch.cuda.synchronize(gpu)
+
+
+def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Measure the model after the newest step and record the scores. All ranks call it.
+
+    `evaluate` calls `Run.look` between two batches: a stop request saves the state before the evaluation, which is
+    done again after a resume. That after the last step is saved in any case.
+    """
+    saver, metrics, last = run.saver, run.metrics, run.step >= run.total
+    assert metrics is not None
+    metrics.flush()
+    saver.end_if_diverged()
+    saver.unevaluated = True
+    state.hold_buffers()
+    for part in state.parts:
+        part.eval()
+    scores = evaluate()
+    if last:
+        saver.save_last(run.step)
+    state.release_buffers()
+    saver.unevaluated = False
+    metrics.write(run.step, scores)
+    saver.save_best(run.step, scores)
+    saver.checkpoint_or_stop(run.step, now=True)
+    run.pace.interrupt()
+    saver.stop.all_saved = last
+    return scores

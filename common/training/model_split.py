@@ -1,4 +1,4 @@
-"""A model as stages: where it is cut, decided once in the life of a run, and what trains it."""
+"""A model as pipeline stages: where it is partitioned, decided once in the life of a run, and what trains it."""
 
 from __future__ import annotations
 
@@ -19,51 +19,52 @@ from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.measure.memory import reset_peak
 from common.models import partition
-from common.pipeline.executor import Pipeline
+from common.pipeline.executor import Loss, Pipeline
 from common.runs import provenance
 from common.runs.folder import read_json, write_atomic, write_json
-from common.training.run import Run
-from configs.pipeline import Pipeline as Settings
+from common.training.run_context import RunContext
+from configs.pipeline import Pipeline as PipelineConfig
 
 
-def choose(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -> list[nn.Sequential]:
-    """The stages of a model, cut as set or so that they cost about the same. All processes call it.
+def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> list[nn.Sequential]:
+    """The stages of a model, partitioned as set or so that they cost about the same. All ranks call it.
 
-    `sample` is a microbatch, to measure with. A measured cut goes into config.yaml.
+    A partition that was measured goes into config.yaml. Raises UserError where the model cannot be split so.
     """
+    sample = torch.randn(run.cfg.plan.microbatch, *run.sample_shape)  # to measure with
     try:
-        parts = partition.cut(model, where(settings, model, sample, run))
+        parts = partition.cut(model, partition_points(cfg, model, sample, run))
     except ValueError as error:
         raise UserError(str(error)) from None
     empty = [part for part in parts if not any(True for _ in part.parameters())]
     if empty:
         name = next(name for name, _ in empty[0].named_children())
         raise UserError(f"split: the stage from {name} on has no parameters to train; set split, or fewer stages")
-    run.recipe = getattr(model, "recipe", None)
+    setattr(parts[0], "recipe", getattr(model, "recipe", None))  # noqa: B010 (how to build the whole model again)
     return parts
 
 
-def where(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -> list[str]:
+def partition_points(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
     """The layers that begin a new stage."""
-    if settings.split or settings.stages == 1:
-        return settings.split
-    if settings.balance == "parameters":
-        return partition.balance(partition.parameter_costs(model), settings.stages)
-    return settled(run, "split", lambda: known_cut(settings, model, sample, run))
+    if cfg.split or cfg.stages == 1:
+        return cfg.split
+    if cfg.balance == "parameters":
+        return partition.balance(partition.parameter_costs(model), cfg.stages)
+    return measure_once(run, "split", lambda: cached_partition(cfg, model, sample, run))
 
 
-def known_cut(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run) -> list[str]:
-    """The cut that was measured on machines like these for such stages before, or else now. All processes call it.
+def cached_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
+    """The partition that was measured on machines like these for such stages before, or else now. All ranks call it.
 
     Each measurement comes out a little otherwise: runs that are compared must not differ in that. The file lies in
     data.cache, and removing it lets the next run measure again.
     """
-    world, chosen = run.world, run.settings
+    world, chosen = run.world, run.cfg
     key = {
         "model": getattr(model, "recipe", None),
         "layers": [name for name, _ in model.named_children()],
         "sample": list(sample.shape),
-        "stages": settings.stages,
+        "stages": cfg.stages,
         "dtype": chosen.dtype,
         "channels_last": getattr(chosen, "channels_last", False),
         "machines": sorted(
@@ -83,7 +84,7 @@ def known_cut(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run
         sound = known.get("key") == json.loads(json.dumps(key)) and isinstance(cut, list)
         cut = world.broadcast(cut if sound else None)
         if cut is None:
-            cut = measured_cut(settings, model, sample, world)
+            cut = measure_partition(cfg, model, sample, world)
             if world.is_main:
                 with contextlib.suppress(OSError, UserError):
                     write_json(file, {"split": cut, "key": key})
@@ -91,7 +92,7 @@ def known_cut(settings: Settings, model: nn.Sequential, sample: Tensor, run: Run
 
 
 def wait_for_lock(file: IO[str], seconds: float) -> None:
-    """Wait for a run that measures the same just now, but not until the other ranks of this one lose patience."""
+    """Wait for a run that measures the same just now, but not until the other ranks of this one time out."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(BlockingIOError):
@@ -99,39 +100,39 @@ def wait_for_lock(file: IO[str], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def measured_cut(settings: Settings, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
-    """Where to cut so that the slowest stage is as quick as can be.
+def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
+    """The partition whose slowest stage is as quick as can be.
 
-    All processes measure at the same time, as they will work: they share the memory's bandwidth, which layers with
+    All ranks measure at the same time, as they will work: they share the memory's bandwidth, which layers with
     large activations need more of.
     """
     world.named_barrier("measure the cut")
     found = world.gather(partition.time_costs(model, sample.to(world.device), repeats=3))
     reset_peak(world.device)  # what follows is the training's
     sums = {name: sum(costs[name] for costs in found) for name, _ in model.named_children()}
-    return partition.balance(sums, settings.stages)
+    return partition.balance(sums, cfg.stages)
 
 
-def settled(run: Run, name: str, find: Callable[[], list[str]]) -> list[str]:
-    """What a run finds out for itself, once: it then stands in config.yaml. All processes call it, and then `find`.
+def measure_once(run: RunContext, name: str, find: Callable[[], list[str]]) -> list[str]:
+    """Measure a setting once per run and store it in config.yaml. All ranks call it, and `find` together.
 
-    A start with other settings than those in config.yaml finds its own value, and leaves the file alone.
+    An attempt with other settings than those in config.yaml finds its own value, and leaves the file alone.
     """
     file, value, same = run.folder.path / "config.yaml", [], False
     if run.world.is_main:
         value = config.read_config_file(file)[name]
-        setattr(run.settings, name, value)
-        same = config.to_yaml(run.settings) == file.read_text()
+        setattr(run.cfg, name, value)
+        same = config.to_yaml(run.cfg) == file.read_text()
     value = run.world.broadcast(value if same else [])
     value = value or run.world.broadcast(find())
-    setattr(run.settings, name, value)
+    setattr(run.cfg, name, value)
     if same:
-        write_atomic(file, config.to_yaml(run.settings))
+        write_atomic(file, config.to_yaml(run.cfg))
     return value
 
 
-def checked_devices(names: Sequence[str]) -> Sequence[str]:
-    """The devices, which are all there. Raises UserError."""
+def check_devices(names: Sequence[str]) -> Sequence[str]:
+    """The names, if all these devices are there. Raises UserError."""
     count = torch.cuda.device_count()
     absent = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]
     if absent:
@@ -139,10 +140,21 @@ def checked_devices(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def engine(settings: Settings) -> type[Pipeline]:
-    """The class that trains stages in processes of their own."""
-    if settings.engine == "own":
+def engine_class(cfg: PipelineConfig) -> type[Pipeline]:
+    """The class that trains stages on ranks of their own."""
+    if cfg.engine == "own":
         return Pipeline
     from common.pipeline.torch_engine import TorchPipeline  # a second to import, so only when asked for
 
     return TorchPipeline
+
+
+def build_pipeline(
+    cfg: PipelineConfig, stages: list[nn.Sequential], loss: Loss, run: RunContext, group: World | None = None
+) -> Pipeline:
+    """The engine that trains `stages` on the ranks of a group, or on all; each rank keeps and moves its own stages.
+
+    `loss` is a mean over samples.
+    """
+    kind, shard = engine_class(cfg), run.cfg.plan.shard
+    return kind(cfg, stages, loss, group or run.world, batch=shard, sample=run.sample_shape, dtype=run.dtype)

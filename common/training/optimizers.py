@@ -44,24 +44,24 @@ class AdamW(_Eager, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-def make(parameters: Iterable[nn.Parameter], settings: Optim, *, scaled: bool = False) -> Optimizer:
-    """The optimizer that the settings name, in its fused form: one kernel for all parameters.
+def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: bool = False) -> Optimizer:
+    """The optimizer that the configuration names, in its fused form: one kernel for all parameters.
 
     `scaled` says that a GradScaler may leave steps out.
     """
-    if settings.name != "sgd":
-        kind = AdamW if settings.name == "adamw" else Adam
-        return kind(parameters, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    if cfg.name != "sgd":
+        kind = AdamW if cfg.name == "adamw" else Adam
+        return kind(parameters, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
     parameters = list(parameters)
     optimizer = SGD(
         parameters,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        nesterov=settings.momentum > 0,
-        weight_decay=settings.weight_decay,
+        lr=cfg.lr,
+        momentum=cfg.momentum,
+        nesterov=cfg.momentum > 0,
+        weight_decay=cfg.weight_decay,
         fused=all(type(parameter) is nn.Parameter for parameter in parameters),  # not written for sharded ones
     )
-    if scaled and settings.momentum:
+    if scaled and cfg.momentum:
         # where the very first step is left out, the fused kernel leaves the momentum as memory happened to be;
         # 0.9 * 0 + gradient is what a first step makes of it, to the bit
         for parameter in parameters:
@@ -69,17 +69,17 @@ def make(parameters: Iterable[nn.Parameter], settings: Optim, *, scaled: bool = 
     return optimizer
 
 
-def rate(settings: Optim, step: int, total: int, batch: int = 0) -> float:
+def learning_rate(cfg: Optim, step: int, total: int, batch: int = 0) -> float:
     """The learning rate of a step, counted from 0, in a run of `total` steps with `batch` samples each."""
-    peak = settings.lr * batch / settings.base_batch if settings.base_batch and batch else settings.lr
-    if step < settings.warmup:
-        return peak * (step + 1) / settings.warmup
-    done = (step - settings.warmup) / max(1, total - settings.warmup)
-    if settings.decay == "cosine":
+    peak = cfg.lr * batch / cfg.base_batch if cfg.base_batch and batch else cfg.lr
+    if step < cfg.warmup:
+        return peak * (step + 1) / cfg.warmup
+    done = (step - cfg.warmup) / max(1, total - cfg.warmup)
+    if cfg.decay == "cosine":
         return peak * (1 + math.cos(math.pi * done)) / 2
-    return peak * (1 - done) if settings.decay == "linear" else peak
+    return peak * (1 - done) if cfg.decay == "linear" else peak
 
 
-def set_rate(optimizer: Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr

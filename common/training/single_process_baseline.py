@@ -1,4 +1,4 @@
-"""One process's training as it would be without the others, to measure against."""
+"""Single-process baseline: the same training by one rank, to measure the scaling efficiency against."""
 
 from __future__ import annotations
 
@@ -11,23 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.data.loader import Images, Loader
+from common.data.loader import Loader
 from common.measure.timing import time_calls
 from common.training import optimizers
-from configs.shared import Experiment
+from common.training.run_context import RunContext
 
 
-def trainer(
-    cfg: Experiment,
-    model: Callable[[Tensor], Tensor],
-    parameters: nn.Module,
-    train: Images,
-    device: torch.device,
-    share: tuple[int, int] = (0, 1),
+def make_stepper(
+    run: RunContext, model: Callable[[Tensor], Tensor], parameters: nn.Module, shard: tuple[int, int] = (0, 1)
 ) -> Callable[[], Tensor]:
-    """A function that takes one step with the next batch, or with a share of it, and gives the loss."""
-    optimizer = optimizers.make(parameters.train().parameters(), cfg.optim)
-    loader = Loader.from_config(train, cfg, device, shard=share)
+    """A function that takes one step with the next batch, or with a shard of it, and returns the loss."""
+    optimizer = optimizers.build_optimizer(parameters.train().parameters(), run.cfg.optim)
+    loader = Loader.from_config(run.train_set, run.cfg, run.device, shard=shard)
     batches = (batch for _ in itertools.count() for batch in loader)
 
     def step() -> Tensor:
@@ -41,6 +36,15 @@ def trainer(
     return step
 
 
-def seconds(step: Callable[[], Tensor], device: torch.device, count: int, patience: float = math.inf) -> float:
-    """Return the mean seconds of `count` steps after two to warm up, or of fewer if these take `patience` seconds."""
+def time_steps(step: Callable[[], Tensor], device: torch.device, count: int, patience: float = math.inf) -> float:
+    """Mean seconds of `count` steps after two to warm up, or of fewer if these take `patience` seconds."""
     return mean(time_calls(step, device, count, warm_up=2, budget=patience))
+
+
+def time_one_rank(run: RunContext, build: Callable[[], nn.Module], count: int = 20, patience: float = 10.0) -> float:
+    """Mean seconds of a step of rank 0 alone with the whole batch, while the others wait. All ranks call it."""
+    seconds = 0.0
+    if run.world.is_main:
+        model = build()
+        seconds = time_steps(make_stepper(run, model, model), run.device, count, patience)
+    return float(run.world.broadcast(seconds))

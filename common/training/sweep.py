@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeVar
 from common.core import config
 from common.core.errors import EXIT_RESUMABLE, UserError
 from common.core.signals import STOP_SIGNALS
+from common.runs import result as results
 from common.runs.folder import Folder, write_atomic, write_json
 from configs.shared import Experiment
 
@@ -84,7 +85,8 @@ def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[
         for other, later in planned[number:]:
             if other["cell"] == row["cell"]:
                 pass_on(sweep.measured, made, later)
-        rows.append(row | {"run": made.path.name, "exit_status": status} | made.result)
+        found = results.parse(made.result)
+        rows.append(row | {"run": made.path.name, "exit_status": status} | found.values() | found.columns())
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         keep(folder, name, rows)
         if status in (EXIT_RESUMABLE, *(128 + number for number in STOP_SIGNALS)):

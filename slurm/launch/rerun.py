@@ -13,7 +13,6 @@ import argparse
 import math
 import os
 import platform
-import re
 import shlex
 import shutil
 import signal
@@ -29,7 +28,7 @@ from common.core import config
 from common.core.errors import UserError, user_errors
 from common.data import prepare
 from common.data.prepare import Prepared
-from common.runs import provenance
+from common.runs import provenance, result
 from common.runs.folder import Folder, disk_errors, read_json
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -42,11 +41,6 @@ from slurm.scheduling.scheduler import Scheduler, choose
 
 DIFFERENT = 3  # exit status
 PLACES = ("runs", "data.root", "data.cache")  # where things lie changes no number
-# parts of the names under which a result holds times, memory, and places, which are never quite the same again
-MEASURED = re.compile(
-    r"second|memory|megabytes|idle_share|timeline|communication|efficiency|imbalance"
-    r"|^(ranks|straggler|compare|stages|export(_.*)?|state|exit_status)$"
-)
 Lines = Iterator[tuple[str, Any, Any]]
 
 
@@ -184,7 +178,7 @@ def apart(a: Any, b: Any) -> float:
 
 def outcome(folder: Folder) -> dict[str, Any]:
     """What depends on the training alone, not on its speed: losses, accuracies, counts, masks."""
-    return {key: value for key, value in folder.result.items() if not MEASURED.search(key)}
+    return result.parse(folder.result).repeated()
 
 
 def compare(old: Folder, new: Folder) -> bool:

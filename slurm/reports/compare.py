@@ -22,7 +22,7 @@ from urllib.parse import quote
 from common.core.errors import UserError, user_errors
 from common.runs import compare_page as pages
 from common.runs import metric_curves
-from common.runs import result as summary
+from common.runs import result as results
 from common.runs.compare_page import ComparedRun
 from common.runs.folder import Folder, disk_errors, read_json, write_atomic
 from slurm.arguments import parse_switch
@@ -42,7 +42,7 @@ class Compared:
     folder: Folder
     status: Status
     settings: dict[str, str]
-    result: dict[str, Any]
+    result: results.Result
     world: dict[str, Any]
     curves: metric_curves.RunCurves
     label: str = ""
@@ -53,7 +53,7 @@ class Compared:
         own = selection.settings_of(folder)
         bounds = {bound for _, bound in folder.chain() if bound is not None}
         drawn = metric_curves.read_curves(folder.rows(), bounds)
-        return cls(folder, status.status_of(folder), own, folder.result, world, drawn)
+        return cls(folder, status.status_of(folder), own, results.parse(folder.result), world, drawn)
 
     @property
     def over(self) -> bool:
@@ -61,10 +61,10 @@ class Compared:
 
     def final(self, name: str) -> float | None:
         """A number of the result; of an evaluation so far where there is none yet."""
-        value = self.result.get(name)
+        value = self.result.number(name)
         if value is None and name in self.curves.tests:
-            value = self.curves.tests[name].value[-1]
-        return summary.number(value)
+            value = results.to_number(self.curves.tests[name].value[-1])
+        return value
 
     def facts(self) -> dict[str, Any]:
         """The columns of the table, null where a run has no such number."""
@@ -82,15 +82,15 @@ class Compared:
             "test_accuracy": self.final("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,
             "efficiency": self.final("efficiency"),
-            "waiting": summary.waiting(self.result),
-            "memory_mb": summary.memory(self.result),
+            "waiting": self.result.waiting(),
+            "memory_mb": self.result.memory_mb(),
             "cut": cut_of(self.result),
         }
 
 
-def cut_of(result: dict[str, Any]) -> str | None:
+def cut_of(result: results.Result) -> str | None:
     """The layers that begin a stage; None for a run without stages, or with one."""
-    stages = result.get("stages")
+    stages = result.measured.get("stages")
     named = isinstance(stages, list) and all(isinstance(names, list) and names for names in stages)
     return ",".join(str(names[0]) for names in stages[1:]) or None if named else None  # type: ignore[index]
 

@@ -33,8 +33,8 @@ def beats(attempt: Folder) -> list[Beat]:
     for rank in sorted(numbers):
         beat = read_json(attempt.attempt / f"heartbeat-{rank}.json")
         host, early = hosts[rank] if rank < len(hosts) else "?", beat.get("before_backward")
-        step, time = (result.number(beat.get(name)) or 0.0 for name in ("step", "time"))
-        found.append(Beat(rank, host, int(step), time, result.number(early)))
+        step, time = (result.to_number(beat.get(name)) or 0.0 for name in ("step", "time"))
+        found.append(Beat(rank, host, int(step), time, result.to_number(early)))
     return found
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from common.core import config
 from common.core.errors import UserError, user_errors
 from common.runs import provenance
-from common.runs import result as summary
+from common.runs import result as results
 from common.runs.folder import Folder, read_json, write_json
 from slurm.arguments import parse_switch
 from slurm.local_cluster import cluster
@@ -115,8 +115,7 @@ def status_of(folder: Folder) -> Status:
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
     counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
-    result = folder.result
-    rate = summary.number(result.get("samples_per_second"))
+    rate = results.parse(folder.result).number("samples_per_second")
     rows = tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     signs = heartbeats.beats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
@@ -152,7 +151,7 @@ def state_of(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
 
 def ending(result: dict[str, Any]) -> tuple[str, str]:
     """What a result file says; one that does not tell how the run ended is no success."""
-    state, accuracy = str(result.get("state")).upper(), summary.number(result.get("test_accuracy"))
+    state, accuracy = str(result.get("state")).upper(), results.parse(result).number("test_accuracy")
     if state not in OVER:
         return "FAILED", "result.json does not say how it ended"
     return state, str(result.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}"
@@ -169,7 +168,7 @@ def alive(entry: dict[str, Any]) -> bool | None:
 
 def judge_by_signs(folder: Folder, start: dict[str, Any]) -> tuple[str, str]:
     """The state of a run without result whose process cannot be seen from here: by its newest sign of life."""
-    allowed = 2 * max(SILENT, summary.number(read_timeout(folder)) or 0.0)
+    allowed = 2 * max(SILENT, results.to_number(read_timeout(folder)) or 0.0)
     paths = [path for attempt in folder.attempts()[-1:] for path in attempt.attempt.rglob("*")]
     age = time.time() - max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
     if age < allowed:

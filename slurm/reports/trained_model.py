@@ -46,7 +46,7 @@ def evaluate(folder: Folder, words: list[str]) -> int:
 
     from common.data import loader
     from common.models import model_file
-    from common.training.evaluate import add_up, scores_of
+    from common.training.evaluate import scores_of, sum_scores
 
     facts, model = model_file.load(folder)
     test = loader.Images(found, "test", settings.data.test_limit)
@@ -60,7 +60,7 @@ def evaluate(folder: Folder, words: list[str]) -> int:
     dtype = getattr(torch, facts["dtype"])
     predict = predictor(model.to(device), facts, device)
     size, shares = settings.eval_batch, int(facts["shares"])
-    sums = [add_up(predict, test, device, batch=size, dtype=dtype, share=(n, shares)) for n in range(shares)]
+    sums = [sum_scores(predict, test, device, batch=size, dtype=dtype, shard=(n, shares)) for n in range(shares)]
     scores = scores_of(torch.stack(sums).sum(0))
     parameters = sum(value.numel() for value in model.parameters())
     print(f"model       {folder.path / MODEL}")

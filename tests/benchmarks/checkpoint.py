@@ -51,7 +51,7 @@ SAVE = f"ResNet-18, 2 processes: {OURS}"
 def state_of(model: nn.Module, world: World) -> CheckpointState:
     """The state of a model in training; all but the random state is rank 0's to write."""
     torch.manual_seed(0)
-    optimizer = optimizers.make(model.parameters(), Optim(momentum=0.9))
+    optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -112,7 +112,7 @@ def plainly(folder: Path, world: World, content: CheckpointState, files: int) ->
 def training(world: World) -> dict[str, Side]:
     """A step, the look at the flags after it, and the warm-up of buckets at a start."""
     model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.BUFFERS_STAY)
-    optimizer = optimizers.make(model.parameters(), Optim(momentum=0.9))
+    optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
     points = StopAgreement(world, Checkpoint(), StopRequest(60, sys.stderr))
 

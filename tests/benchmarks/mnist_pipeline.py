@@ -55,7 +55,7 @@ def run_side(scratch: Path) -> list[Task]:
         (scratch / "output").write_text(done.stdout.rstrip("\n"))
         found = re.search(r"run folder (\S+)", done.stdout)
         assert found, done.stdout
-        return {"seconds": seconds, "test_accuracy": Folder(ROOT / found[1]).result["test_accuracy"]}
+        return {"seconds": seconds, "test_accuracy": Folder(ROOT / found[1]).result["scores"]["test_accuracy"]}
 
     return [Task("command", run)]
 
@@ -183,7 +183,7 @@ def trained(batches: Callable[[], Any], cfg: Config, count: int, peer: peers.Pee
     """Seconds of a step of a peer; its first and last loss go to `found`."""
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model, stamped = SimpleNN(), Stamped(batches, count, warm=min(50, count // 3))
-    rates = [optimizers.rate(cfg.optim, step, count) for step in range(count)]
+    rates = [optimizers.learning_rate(cfg.optim, step, count) for step in range(count)]
     peer(model, cast(peers.Batches, stamped), rates, cfg.optim)
     found[:] = [total for p in model.parameters() for total in (p.sum().item(), p.abs().sum().item())]
     return stamped.seconds
@@ -308,7 +308,7 @@ def accuracy_sides(scratch: Path) -> list[Task]:
                 last = row["time"]
             else:
                 total, resumed = total + last - resumed, row["time"]
-        return {"seconds": total, "test_accuracy": folder.result["test_accuracy"]}
+        return {"seconds": total, "test_accuracy": folder.result["scores"]["test_accuracy"]}
 
     return [Task("training", run)]
 

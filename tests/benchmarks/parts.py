@@ -15,11 +15,13 @@ from typing import Any
 
 from common.core.config import ROOT
 from common.runs.folder import Folder
+from common.runs.result import parse
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.records import Table
 
 QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled", "checkpoint.every_seconds=0")
 BRIEF = ("data.test_limit=1000",)
+IN_RESULTS = {"training_memory": "training_bytes", "peak_memory": "memory"}  # what records call otherwise
 RUN_SECONDS = 1800.0  # after which a run counts as hung
 
 
@@ -58,11 +60,11 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
 
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, label, experiment, *(word.replace("{round}", str(number)) for word in settings))
-        result = folder.result
+        result = parse(folder.result).values()
         losses = [row["loss"] for row in folder.metrics() if row.get("loss") is not None]
         found = {"seconds": result["step_seconds"], "first_loss": losses[0], "last_loss": losses[-1]}
         for name in keep:
-            found |= flatten(name, result[name])
+            found |= flatten(name, result[IN_RESULTS.get(name, name)])
         if result.get("timeline"):
             (scratch / f"{label}.timeline").write_text(json.dumps(result["timeline"]))
         shutil.rmtree(folder.path.parent)

@@ -33,7 +33,7 @@ def bare(model: nn.Module, batches: Batches, rates: Sequence[float], settings: O
 
 def bare_light(model: nn.Module, batches: Batches, rates: Sequence[float], settings: Optim) -> None:
     """The bare loop with this project's optimizer, which leaves out the wrappers around torch's."""
-    bare_loop(model, batches, rates, optimizers.make(model.parameters(), settings))
+    bare_loop(model, batches, rates, optimizers.build_optimizer(model.parameters(), settings))
 
 
 def bare_loop(model: nn.Module, batches: Batches, rates: Sequence[float], optimizer: Optimizer) -> None:

@@ -47,15 +47,15 @@ MISTAKES = [
     ),
     Mistake(
         "losses-summed",  # the mean over processes without its division
-        "common/training/run.py",
+        "common/measure/metrics_log.py",
         "        for one in tables:\n            one[:count] /= ranks\n",
         "",
     ),
     Mistake(
         "evaluation-without-flush",  # its row comes before those of the steps that it is about
-        "common/training/run.py",
-        "        self.flush()\n        if self.world.is_main:\n            now = ",
-        "        if self.world.is_main:\n            now = ",
+        "common/measure/metrics_log.py",
+        "        self.flush()\n        if self.world.is_main:\n            self.writer",
+        "        if self.world.is_main:\n            self.writer",
     ),
     Mistake(
         "checkpoint-not-synced",
@@ -108,8 +108,8 @@ MISTAKES = [
     Mistake(
         "warmup-from-zero",
         "common/training/optimizers.py",
-        "return peak * (step + 1) / settings.warmup",
-        "return peak * step / settings.warmup",
+        "return peak * (step + 1) / cfg.warmup",
+        "return peak * step / cfg.warmup",
     ),
     Mistake(
         "buffers-sent-in-forwards",  # rank 0's BatchNorm statistics replace those of the others
@@ -246,19 +246,19 @@ MISTAKES = [
     Mistake(
         "gradients-not-zeroed",
         "experiments/ddp_multinode.py",
-        "        optimizer.zero_grad()\n",
+        "            optimizer.zero_grad()\n",
         "",
     ),
     Mistake(
         "rate-never-set",  # neither warm-up nor decay
-        "experiments/mnist_pipeline.py",
-        "        optimizers.set_rate(optimizer, optimizers.rate(cfg.optim, step, total, cfg.batch))\n",
+        "common/training/loop.py",
+        "        optimizers.set_learning_rate(state.optimizer, rate)\n",
         "",
     ),
     Mistake(
         "replicas-norms-differ",  # each replica evaluates with its own BatchNorm statistics
         "experiments/resnet_modelparallel.py",
-        "            sync_batchnorm.average_buffers(pipe.module, team.peers.group)  "
+        "            sync_batchnorm.average_buffers(pipe.module, dp.group)  "
         "# the replicas' BatchNorm has seen other samples\n",
         "",
     ),
@@ -271,7 +271,7 @@ MISTAKES = [
     Mistake(
         "mask-forgotten",  # gradients and momentum bring pruned weights back
         "experiments/sparse_prune.py",
-        "        if masks.sparsity:\n            masks.apply()  # the step has moved pruned weights, too\n",
+        "            if masks.sparsity:\n                masks.apply()  # the step has moved pruned weights, too\n",
         "",
     ),
     Mistake(

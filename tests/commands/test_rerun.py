@@ -133,7 +133,7 @@ MEASURED = {
 TRAINED = {
     "test_loss": 0.5, "test_accuracy": 0.9, "test_samples": 100, "final_loss": 0.25, "bytes_sent": 8.0,
     "steps_skipped": 0, "nonzero": 80, "weights": 100, "sparsity": 0.2, "masks": "ab12", "bytes_raw": 400,
-    "int8_accuracy": 0.9, "ideal_bubble": 0.2, "last_batch": [3, 2], "data": "digits", "computed_in": "fp32",
+    "int8_accuracy": 0.9, "ideal_bubble": 0.2, "last_batch": [3, 2], "computed_in": "fp32", "data": "digits",
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path:
     words = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "optim.warmup=0")
     done = run("sparse_prune", *images, *words, "processes_per_node=2", "launch.threads=1", runs=tmp_path)
     assert done.status == 0, done.err
-    result = done.folder.result
+    result = done.result
     assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"]) and result["weights"] > 11e6
     assert result["export_difference"] < 1e-3
     assert (done.folder.path / "model.pt2").stat().st_size == result["export_bytes"]

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from common.core import config
 from common.core.errors import UserError
-from common.data import loader
-from common.distributed.rendezvous import World
 from common.models import networks
 from common.training import optimizers
 from configs.amp_accum import Config
@@ -113,7 +111,7 @@ def test_a_first_step_that_is_left_out_leaves_nothing_behind(name: Any) -> None:
     def trained_on(gradients: list[float], scaled: bool) -> Tensor:
         torch.manual_seed(0)
         layer = torch.nn.Linear(784, 100)
-        optimizer = optimizers.make(layer.parameters(), Optim(name=name, lr=0.1), scaled=scaled)
+        optimizer = optimizers.build_optimizer(layer.parameters(), Optim(name=name, lr=0.1), scaled=scaled)
         scaler = torch.amp.GradScaler("cpu", enabled=scaled)
         for gradient in gradients:
             layer.weight.grad, layer.bias.grad = (torch.full_like(p, gradient) for p in layer.parameters())
@@ -149,7 +147,7 @@ def test_tf32_on_a_cpu_is_fp32_and_says_so(tmp_path: Path, digits: tuple[str, ..
     quick = (*digits, "model=mlp", "steps=10", "launch.device=cpu", "processes_per_node=1")
     done = {bits: run("amp_accum", *quick, f"precision={bits}", runs=tmp_path / bits) for bits in ("fp32", "tf32")}
     assert all(each.status == 0 for each in done.values())
-    assert done["tf32"].losses == done["fp32"].losses and done["tf32"].folder.result["computed_in"] == "fp32"
+    assert done["tf32"].losses == done["fp32"].losses and done["tf32"].result["computed_in"] == "fp32"
     assert "tf32 is a mode of NVIDIA GPUs" in done["tf32"].out and "NVIDIA" not in done["fp32"].out
 
 
@@ -157,7 +155,7 @@ def test_the_test_loss_is_summed_up_in_float32(tmp_path: Path, digits: tuple[str
     quick = (*digits, "model=mlp", "steps=10", "launch.device=cpu", "processes_per_node=1", "precision=bf16")
     done = run("amp_accum", *quick, "eval_batch=1000", runs=tmp_path)
     assert done.status == 0, done.err
-    total = 1000 * done.folder.result["test_loss"]
+    total = 1000 * done.result["test_loss"]
     assert total > 256 and abs(total - round(total)) > 1e-3, "from 256 on a sum in bf16 is a whole number"
 
 
@@ -168,13 +166,13 @@ def test_gradients_that_always_overflow_end_the_run(tmp_path: Path, digits: tupl
     assert "gradients overflow fp16 whatever the scale" in done.err and "precision=bf16" in done.err
 
 
-def test_channels_last_lays_images_and_filters_so(cache: Path) -> None:
-    world = World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
+def test_channels_last_lays_images_and_filters_so() -> None:
+    cpu = torch.device("cpu")
     for wanted in (True, False):
         cfg = Config(model="resnet18", channels_last=wanted)
-        images = cast(loader.Images, SimpleNamespace(shape=(3, 8, 8), classes=2))
-        filters = cast(torch.nn.Conv2d, amp_accum.build(cfg, images, world).get_submodule("layer1_0.conv1"))
-        for tensor in (filters.weight, amp_accum.laid_out(cfg, torch.zeros(2, 3, 8, 8))):
+        run = cast(Any, SimpleNamespace(sample_shape=(3, 8, 8), classes=2, device=cpu, dtype=torch.float32))
+        filters = cast(torch.nn.Conv2d, amp_accum.build(cfg, run).get_submodule("layer1_0.conv1"))
+        for tensor in (filters.weight, amp_accum.lay_out(cfg, torch.zeros(2, 3, 8, 8))):
             assert tensor.is_contiguous(memory_format=torch.channels_last) == wanted
 
 
@@ -189,7 +187,7 @@ def test_the_sweep_of_precisions_sets_costs_and_distances_side_by_side(tmp_path:
     assert list(found) == [(bits, *window) for bits in ("fp32", "bf16", "fp16") for window in windows]
     sent = {key: float(row["bytes_sent"]) for key, row in found.items()}
     assert sent[("fp32", "2", "False")] == 2 * sent[("fp32", "2", "True")] == 2 * sent[("bf16", "1", "True")] > 0
-    assert all(float(row["samples_per_second"]) > 0 and float(row["training_memory"]) > 0 for row in found.values())
+    assert all(float(row["samples_per_second"]) > 0 and float(row["training_bytes"]) > 0 for row in found.values())
     assert "loss, less fp32" in done.out and len(list(folder.glob("*.png"))) == 2
 
 

@@ -47,7 +47,7 @@ def test_run_folder_holds_everything(entry: Entry, finished: Make) -> None:
     assert done.status == 0, done.err
     folder = done.folder
     assert folder.path.name.startswith(entry.name + "-")
-    result = folder.result
+    result = done.result
     assert result["state"] == "finished" and result["exit_status"] == 0
     assert set(entry.produces) <= result.keys()
     assert result["data"] == "digits" and result["test_samples"] == 333
@@ -87,7 +87,7 @@ def test_the_screen_tells_the_essentials(entry: Entry, finished: Make) -> None:
 def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: Make, repeated: Make) -> None:
     first, second = finished(entry), repeated(entry)
     assert len(first.losses) == 40 and first.losses == second.losses
-    assert first.folder.result["test_loss"] == second.folder.result["test_loss"]
+    assert first.result["test_loss"] == second.result["test_loss"]
 
 
 @archetype
@@ -147,12 +147,13 @@ def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) 
 
 @every
 def test_every_script_begins_and_ends_alike(entry: Entry) -> None:
-    """So what is asked of one script holds for all: common comes first, and start() is all that runs."""
+    """So what is asked of one script holds for all: common comes before torch, and start() is all that runs."""
     script = ast.parse((ROOT / "experiments" / f"{entry.name}.py").read_text())
     opening, future, first = script.body[:3]
     assert isinstance(opening, ast.Expr) and isinstance(opening.value, ast.Constant)
-    assert ast.unparse(future) == "from __future__ import annotations" and ast.unparse(first) == "import common"
-    assert "from common.training.entry_point import start" in [ast.unparse(node) for node in script.body]
+    assert ast.unparse(future) == "from __future__ import annotations"
+    assert isinstance(first, ast.ImportFrom) and first.module == "common.api"
+    assert any(alias.name == "start" for alias in first.names)
     last = script.body[-1]
     assert isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'" and not last.orelse
     assert re.fullmatch(r"start\(main, Config(, \S.*)?\)", "\n".join(map(ast.unparse, last.body)))
@@ -172,3 +173,19 @@ def test_answers_need_no_torch() -> None:
     program = f"import sys, {modules}\nprint('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_common_import_loads_nothing_that_only_some_runs_need() -> None:
+    heavy: tuple[str, ...] = (
+        "matplotlib",
+        "torchvision",
+        "torchao",
+        "wandb",
+        "rich",
+        "torch._dynamo",
+        "torch.distributed.pipelining",
+    )
+    heavy += ("torch.distributed.fsdp", "torch.distributed.tensor", "safetensors")
+    program = f"import sys, common.api\nprint([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -7,6 +7,7 @@ import csv
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,12 +20,12 @@ from common.measure import plots
 from common.models import networks, partition
 from common.pipeline import report, schedules
 from common.pipeline.schedules import Action, Span
+from common.pipeline.single_process import SingleProcessPipeline
 from common.runs import provenance
 from common.runs.folder import Folder
 from common.training import model_split, sweep
 from configs.resnet_modelparallel import Config
 from experiments import resnet_modelparallel
-from experiments.resnet_modelparallel import OnDevices
 from tests.harness.processes import Done, run
 
 NAME = "resnet_modelparallel"
@@ -153,24 +154,25 @@ def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["own", "torch"])
 def test_a_stage_without_weights_is_refused(engine: str) -> None:
-    model, unused = networks.ResNet("resnet18", (3, 8, 8), 3, width=2), cast(Any, None)
-    cfg = settings("stages=3", "split=[pool,fc]", f"engine={engine}").pipeline()
+    model = networks.ResNet("resnet18", (3, 8, 8), 3, width=2)
+    cfg = settings("stages=3", "split=[pool,fc]", f"engine={engine}")
+    run = cast(Any, SimpleNamespace(cfg=cfg, sample_shape=(3, 8, 8)))
     with pytest.raises(UserError, match="the stage from pool on has no parameters to train"):
-        model_split.choose(cfg, model, torch.zeros(1), unused)
+        model_split.split_model(cfg.pipeline(), model, run)
 
 
 def test_the_cut_is_measured_once_and_stands_in_the_configuration(tmp_path: Path) -> None:
     done = train(tmp_path, "stages=3")
     file = done.folder.path / "config.yaml"
     cut = config.read_config_file(file)["split"]
-    assert cut == [names[0] for names in done.folder.result["stages"][1:]] and len(cut) == 2
+    assert cut == [names[0] for names in done.result["stages"][1:]] and len(cut) == 2
     lines, other = ("".join(f"- {name}\n" for name in names) for names in (cut, ["relu", "pool"]))
     text = file.read_text()
     assert lines in text
     file.write_text(text.replace(lines, other))  # where nobody would cut who measures
     again = run(NAME, "--config", str(file), runs=tmp_path / "again")
     assert again.status == 0, again.err
-    assert [names[0] for names in again.folder.result["stages"]] == ["conv1", "relu", "pool"]
+    assert [names[0] for names in again.result["stages"]] == ["conv1", "relu", "pool"]
     assert again.losses == done.losses, "the same arithmetic wherever the cut is"
 
 
@@ -183,7 +185,7 @@ def test_runs_of_equal_microbatches_have_the_same_measured_cut(tmp_path: Path) -
     assert content["split"] == config.read_config_file(first.folder.path / "config.yaml")["split"]
     known.write_text(json.dumps(content | {"split": ["relu", "pool"]}))  # where nobody would cut who measures
     second = train(tmp_path / "second", *sets, "optim.lr=0.01")
-    assert [names[0] for names in second.folder.result["stages"]] == ["conv1", "relu", "pool"]
+    assert [names[0] for names in second.result["stages"]] == ["conv1", "relu", "pool"]
     other = train(tmp_path / "other", *sets, "split_size=8")
     assert other.status == 0, other.err
     assert len(list((tmp_path / "sets" / "cuts").glob("*.json"))) == 2
@@ -199,24 +201,33 @@ def test_a_start_with_other_settings_leaves_the_configuration_alone(tmp_path: Pa
     (done.folder.path / "result.json").unlink()
     again = run(NAME, "--resume", str(done.folder.path), "stages=3", "split=[]", runs=tmp_path / "runs")
     assert again.status == 0, again.err
-    assert len(Folder(done.folder.path).result["stages"]) == 3 and file.read_text() == text
+    assert len(done.result["stages"]) == 3 and file.read_text() == text
 
 
 # ---- one process with several devices
+
+
+def in_one_process(
+    stages: list[nn.Sequential], cfg: Config, devices: list[str] | None = None, dtype: torch.dtype = torch.float32
+) -> SingleProcessPipeline:
+    plan, schedule = cfg.plan, cfg.pipeline().schedule
+    sizes: Any = {"size": plan.microbatch, "microbatches": plan.microbatches, "dtype": dtype}
+    how: Any = {"schedule": schedule, "pipelined": cfg.mode == "pipelined"}
+    return SingleProcessPipeline(stages, nn.functional.cross_entropy, devices or cfg.devices, **sizes, **how)
 
 
 def test_stages_sit_on_their_devices() -> None:
     """The meta device knows shapes and places without computing."""
     parts = partition.cut(networks.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
     cfg = settings("stages=3", "batch=8", "split_size=2", "devices=[cpu,cpu,cpu]")
-    placed = OnDevices(parts, ["cpu", "meta", "meta"], cfg, torch.float32)
+    placed = in_one_process(parts, cfg, ["cpu", "meta", "meta"])
     kinds = [{value.device.type for value in part.state_dict().values()} for part in placed.stages]
     assert kinds == [{"cpu"}, {"meta"}, {"meta"}]
     seen: list[tuple[int, str]] = []
     for number, part in enumerate(placed.stages):
         part.register_forward_pre_hook(lambda _, given, number=number: seen.append((number, given[0].device.type)))
-    for forward in (placed.naive, placed.pipelined):
-        placed.watch.begin()
+    for forward in (placed.forward_naive, placed.forward_pipelined):
+        placed.tracer.begin()
         seen.clear()
         out = forward(torch.zeros(8, 3, 16, 16))
         assert out.shape == (8, 10) and out.device.type == "meta"
@@ -229,7 +240,7 @@ def test_both_devices_cpu_equal_the_model_in_one_piece() -> None:
     model = networks.Toy((10,), 5).double()
     twin = copy.deepcopy(model)
     cfg = settings("model=toy", "batch=20", "split_size=5", "devices=[cpu,cpu]")
-    pipe = OnDevices(partition.cut(model, ["net2"]), cfg.devices, cfg, torch.float64)
+    pipe = in_one_process(partition.cut(model, ["net2"]), cfg, dtype=torch.float64)
     x, y = torch.randn(20, 10).double(), torch.randint(5, (20,))
     loss = pipe.step(x, y)
     expected = nn.functional.cross_entropy(twin(x), y)
@@ -243,11 +254,11 @@ def test_both_devices_cpu_equal_the_model_in_one_piece() -> None:
 def test_every_action_of_one_process_is_stamped_once_and_in_order(mode: str) -> None:
     parts = partition.cut(networks.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
     cfg = settings("stages=3", "batch=8", "split_size=2", "devices=[cpu,cpu,cpu]", f"mode={mode}")
-    pipe = OnDevices(parts, cfg.devices, cfg, torch.float32)
+    pipe = in_one_process(parts, cfg)
     for _ in range(2):
         pipe.step(torch.randn(8, 3, 16, 16), torch.randint(10, (8,)))
     pipe.predict(torch.randn(8, 3, 16, 16), 8)
-    by_stage = pipe.watch.spans()
+    by_stage = pipe.spans()
     assert [len(steps) for steps in by_stage] == [2, 2, 2]
     spans = {span.action: span for steps in by_stage for span in steps[1]}
     assert set(spans) == {Action(kind, s, m) for kind in "FB" for s in range(3) for m in range(4)}
@@ -264,20 +275,20 @@ def test_every_action_of_one_process_is_stamped_once_and_in_order(mode: str) -> 
 
 def test_the_report_tells_of_time_idleness_and_memory_and_draws_a_step(tmp_path: Path) -> None:
     done = train(tmp_path, "split_size=4")
-    result, plot = done.folder.result, done.folder.path / "timeline.png"
+    result, plot = done.result, done.folder.path / "timeline.png"
     assert result["ideal_bubble"] == pytest.approx(1 / 5), "(p - 1) / (m + p - 1) with p = 2, m = 4"
     assert len(result["idle_share"]) == 2 and all(0 < share < 1 for share in result["idle_share"])
-    assert all(held > 50 * 2**20 for held in result["peak_memory"].values()) and len(result["peak_memory"]) == 2
+    assert all(held > 50 * 2**20 for held in result["memory"].values()) and len(result["memory"]) == 2
     assert plot.read_bytes()[:4] == b"\x89PNG" and f"timeline       {plot}" in done.out
     single = train(tmp_path / "single", "mode=single", "plot=false")
-    assert single.folder.result["ideal_bubble"] == 0 and not (single.folder.path / "timeline.png").exists()
+    assert single.result["ideal_bubble"] == 0 and not (single.folder.path / "timeline.png").exists()
 
 
 def test_a_timeline_of_every_kind_of_work_is_drawn(tmp_path: Path) -> None:
     spans = [Span(Action(kind, 0, m), m + i / 4, m + i / 4 + 0.2) for m in range(12) for i, kind in enumerate("FBIW")]
     report.draw_timeline(tmp_path / "timeline.png", {"stage 0": spans, "stage 1": spans[:4]}, "title")
     assert (tmp_path / "timeline.png").stat().st_size > 5000
-    assert report.PipelineReport(0.0, [], []).plot(tmp_path, "") == {}
+    assert report.PipelineReport(0.0, [], [], picture=(tmp_path / "none.png", "")).plot() == {}
 
 
 def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
@@ -338,4 +349,4 @@ def test_a_sweep_runs_on_one_kind_of_device(
 def test_the_toy_learns_its_vectors(tmp_path: Path) -> None:
     words = ("model=toy", "data.name=vectors", "data.samples=2000", "steps=200", "epochs=10", "optim.lr=0.1")
     done = train(tmp_path, *words, "plot=false")
-    assert done.folder.result["test_accuracy"] > 0.7 and done.folder.result["stages"] == [["net1"], ["net2"]]
+    assert done.result["test_accuracy"] > 0.7 and done.result["stages"] == [["net1"], ["net2"]]

@@ -20,28 +20,26 @@ from common.core import config
 from common.core.errors import UserError
 from common.data import loader as data
 from common.data import prepare
+from common.distributed.mesh import split_world
 from common.distributed.rendezvous import World
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
-from experiments.resnet_modelparallel import Team
 from tests.harness.processes import run
 
 
 def test_stages_share_a_host_and_replicas_have_one_each() -> None:
-    cfg = config.load_config(Config, ["replicas=2", "stages=3", "launch.nodes=2"], {})
-
     class Somewhere(SimpleNamespace):
         """A process of six, with the host of each."""
 
-        def part(self, members: Sequence[int]) -> Any:
-            return SimpleNamespace(members=[*members], hosts=[self.hosts[member] for member in members])
+        def subgroup(self, members: Sequence[int]) -> Any:
+            return SimpleNamespace(global_ranks=[*members], hosts=[self.hosts[member] for member in members])
 
-    blocks = [Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb"))) for rank in range(6)]
-    assert [cast(Any, team.pipeline).global_ranks for team in blocks] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
-    assert [cast(Any, team.peers).global_ranks for team in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
+    blocks = [split_world(cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb")), 2) for rank in range(6)]
+    assert [cast(Any, pp).global_ranks for pp, _ in blocks] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+    assert [cast(Any, dp).global_ranks for _, dp in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
     for rank, hosts in itertools.product(range(6), ("ababab", "aaaabb")):  # all say it: none waits for the others
         with pytest.raises(UserError, match="replicas=2: a replica's stages are on a and b; start a multiple of 3"):
-            Team.of(cfg, cast(Any, Somewhere(rank=rank, size=6, hosts=hosts)))
+            split_world(cast(Any, Somewhere(rank=rank, size=6, hosts=hosts)), 2)
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,11 @@ def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_
     _, expected = train_run(cache, tmp_path / "single", 10, "model=convnet", "strategy=single")
     ddp, shared = train_run(cache, tmp_path / "ddp", 10, "model=convnet", "compare=false")
     assert differences(shared, expected) == []
-    assert ddp.folder.result["last_batch"] == [1, 0] and ddp.folder.result["devices"] == 2
+    assert ddp.result["last_batch"] == [1, 0] and ddp.result["devices"] == 2
     for functional in ("true", "false"):
         words = ("model=convnet", "strategy=data_parallel", f"functional={functional}", "compare=true")
         done, found = train_run(cache, tmp_path / functional, 10, *words)
-        result = done.folder.result
+        result = done.result
         if torch.cuda.device_count() < 2:
             assert "only calls the model, as single does" in done.out and "use strategy=ddp" in done.out
             assert result["devices"] == 1 and "efficiency" not in result and not result["compare"]
@@ -78,17 +78,17 @@ def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]
 def test_shares_are_those_of_the_strategies() -> None:
     chunks, slices = Config(strategy="data_parallel"), Config(strategy="ddp")
     for count, devices, expected in ((5, 4, [2, 2, 1, 0]), (1, 4, [1, 0, 0, 0]), (64, 2, [32, 32]), (5, 2, [3, 2])):
-        assert resnet_dataparallel.shares(chunks, count, devices) == expected
-    assert resnet_dataparallel.shares(slices, 5, 4) == [2, 1, 1, 1]
+        assert resnet_dataparallel.shards(chunks, count, devices) == expected
+    assert resnet_dataparallel.shards(slices, 5, 4) == [2, 1, 1, 1]
 
 
 def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resnet_dataparallel, "gpus", lambda world: [0, 1])
+    monkeypatch.setattr(resnet_dataparallel, "visible_gpus", lambda world: [0, 1])
     cfg, model, world = Config(strategy="data_parallel", functional=True), nn.Linear(1, 1), cast(World, None)
-    called = resnet_dataparallel.forward_of(cfg, model, world)
+    called = resnet_dataparallel.choose_forward(cfg, model, world)
     assert isinstance(called, partial) and called.keywords == {"device_ids": [0, 1]}
     for other in ("single", "ddp"):  # the sides that a run of data_parallel compares itself with
-        assert resnet_dataparallel.forward_of(replace(cfg, strategy=other), model, world) is model
+        assert resnet_dataparallel.choose_forward(replace(cfg, strategy=other), model, world) is model
 
 
 def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
@@ -109,14 +109,14 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
 def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
     done = run("resnet_dataparallel", *digits, *FEW, "launch.device=cpu", "steps=15", runs=tmp_path)
     assert done.status == 0, done.err
-    result = done.folder.result
+    result = done.result
     assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
     assert all(len(values) == resnet_dataparallel.ROUNDS and min(values) > 0 for values in result["compare"].values())
     one, *_, both = (fmean(values) for values in result["compare"].values())
     assert result["efficiency"] == pytest.approx(both / one / 2)
     assert "0 GPUs here: DataParallel only calls the model" in done.out
     assert (done.folder.path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert len(result["memory_megabytes"]) == 2 and min(result["memory_megabytes"]) > 50
+    assert len(result["memory"]) == 2 and min(result["memory"].values()) > 50e6
     assert result["imbalance"]["memory"] >= 0 and result["imbalance"]["before_backward"] >= 0
 
 
@@ -131,8 +131,8 @@ def test_fewer_images_than_a_batch_are_trained_on_and_not_compared(tmp_path: Pat
         "resnet_dataparallel", *images, *FEW, "launch.device=cpu", "batch=64", "epochs=2", runs=tmp_path / "runs"
     )
     assert done.status == 0, done.err
-    assert done.folder.result["state"] == "finished" and done.folder.result["compare"] == {}
-    assert len(done.losses) == 2 and done.folder.result["last_batch"] == [10, 10]
+    assert done.result["state"] == "finished" and done.result["compare"] == {}
+    assert len(done.losses) == 2 and done.result["last_batch"] == [10, 10]
     assert re.search(r"comparison +left out: 20 training samples hold no full batch of 64", done.out)
 
 

@@ -80,20 +80,21 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     cfg = Config()
     model = networks.for_images("lenet300", (28, 28), 10)
     masks = Masks(model)
-    it: Any = sparse_prune.Parts(cfg, None, None, model, masks, None, None, None)  # type: ignore[arg-type]
+    nothing: Any = None
+    pruner = sparse_prune.Pruner(cfg, nothing, model, masks, nothing)
     with torch.no_grad():
         masks.weights[0].mul_(100)
-    masks.set(pruning_masks.globally(sparse_prune.scores_of(it, 0), 0.1))
+    masks.set(pruning_masks.globally(pruner.scores(0), 0.1))
     shares = [float(mask.float().mean()) for mask in masks.kept]
     assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
     cfg.criterion = "random"
     before = [mask.clone() for mask in masks.kept]
-    masks.set(pruning_masks.globally(sparse_prune.scores_of(it, 1), 0.8))
+    masks.set(pruning_masks.globally(pruner.scores(1), 0.8))
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.total)
     assert not any((now & ~then).any() for now, then in zip(masks.kept, before, strict=True)), "none comes back"
     cfg.criterion, cfg.normalize = "magnitude", "layer"
     masks.set([torch.ones_like(mask) for mask in masks.kept])
-    masks.set(pruning_masks.globally(sparse_prune.scores_of(it, 0), 0.5))
+    masks.set(pruning_masks.globally(pruner.scores(0), 0.5))
     assert [float(mask.float().mean()) for mask in masks.kept] == pytest.approx([0.5] * 3, abs=0.04)
 
 
@@ -145,7 +146,7 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
     optimizer.step()
     masks.apply()
     before, values, then = masks.kept[0].clone(), weight.detach().clone(), weight.grad
-    sparse_prune.exchange(Config(drop=0.3), masks, optimizer, 0.0)
+    sparse_prune.drop_and_grow(Config(drop=0.3), masks, optimizer, 0.0)
     masks.apply()
     after = masks.kept[0]
     assert int(after.sum()) == int(before.sum()) == 100
@@ -234,7 +235,7 @@ def test_pruned_weights_stay_zero_to_the_bit(words: tuple[str, ...], digits: tup
     assert len(shares) == 12 and shares[-1] == round(0.92 * TOTAL) / TOTAL and shares[0] == 0
     assert shares == sorted(shares) and shares[6:] == shares[-1:] * 6, "after `end` masks stay"
     assert len(set(shares)) == 4, "it was pruned three times"
-    assert done.folder.result["sparsity"] == pytest.approx(shares[-1])
+    assert done.result["sparsity"] == pytest.approx(shares[-1])
     assert [row["sparsity"] for row in done.folder.metrics() if "loss" in row] == pytest.approx(shares)
 
 
@@ -295,7 +296,7 @@ def test_l1_makes_zeros_without_masks_and_more_of_them_the_stronger_it_is(
 ) -> None:
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     before = weight.clone()
-    sparse_prune.shrink([weight], 0.3)
+    sparse_prune.soft_threshold([weight], 0.3)
     assert torch.equal(weight != 0, before.abs() > 0.3), "exactly those that are nearer to zero than the step"
     assert torch.allclose(weight[weight != 0].abs(), before.abs()[weight != 0] - 0.3)
     counts = []
@@ -303,8 +304,8 @@ def test_l1_makes_zeros_without_masks_and_more_of_them_the_stronger_it_is(
         words = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=20")
         done = run("sparse_prune", *words, runs=tmp_path / str(l1))
         assert done.status == 0, done.err
-        counts.append(done.folder.result["nonzero"])
-        assert done.folder.result["sparsity"] == pytest.approx(1 - counts[-1] / TOTAL)
+        counts.append(done.result["nonzero"])
+        assert done.result["sparsity"] == pytest.approx(1 - counts[-1] / TOTAL)
     assert counts[0] == TOTAL and counts[0] > 1.005 * counts[1] > 1.1 * counts[2]
 
 
@@ -313,7 +314,7 @@ def test_colour_images_are_pruned_as_well(cache: Path, tmp_path: Path) -> None:
     words = ("model=lenet5", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "processes_per_node=2")
     done = run("sparse_prune", *QUIET, *images, *words, runs=tmp_path)
     assert done.status == 0, done.err
-    result = done.folder.result
+    result = done.result
     assert result["weights"] == 20 * 3 * 25 + 50 * 20 * 25 + 500 * 50 + 10 * 500
     assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])
 
@@ -383,7 +384,7 @@ def test_two_of_four_is_known_by_its_groups() -> None:
 def test_a_run_measures_its_other_forms(digits: tuple[str, ...], tmp_path: Path) -> None:
     done = run("sparse_prune", *digits, *SMALL, "steps=30", "export=false", runs=tmp_path)
     assert done.status == 0, done.err
-    result = done.folder.result
+    result = done.result
     assert abs(result["int8_accuracy"] - result["test_accuracy"]) < 0.05
     assert result["bytes_csr"] < result["bytes_raw"] > result["int8_bytes_raw"]
     assert "than fp32" in done.out and not (done.folder.path / "model.pt2").exists()

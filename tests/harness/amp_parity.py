@@ -28,22 +28,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.data import loader
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
-from common.measure import step_timing
-from common.measure.memory import Footprint
 from common.models import networks
 from common.runs.folder import Folder
-from common.training import optimizers
 from common.training.run import Run
 from configs.amp_accum import Config
 from experiments import amp_accum
 from tests.harness import reference
-from tests.harness.cases import prepare_for, save_cases
-from tests.harness.ddp_parity import whole
+from tests.harness.cases import prepare_for, save_cases, sums_of_ranks, train_script
 
 CASE = {
     "data.name": "digits",
@@ -63,6 +58,9 @@ CASE = {
     "epochs": "2",
     "steps": "30",
     "seed": "7",
+    "data.block": "3",
+    "processes_per_node": "1",
+    "checkpoint.every_seconds": "0",
 }
 QUICK = CASE | {"dtype": "float32", "data.train_limit": "2000", "batch": "32", "optim.base_batch": "32"}
 QUICK |= {"optim.lr": "0.1", "clip": "0.5"}
@@ -84,23 +82,28 @@ def losses_times(factor: float) -> Iterator[None]:
         yield
 
 
-def add_up_the_sum(right: Any, cfg: Config, model: nn.Module, scaler: Any, window: Any, *rest: Any) -> Any:
-    """Not the mean over the window's microbatches."""
-    with losses_times(len(window)):
-        return right(cfg, model, scaler, window, *rest)
+def add_up_the_sum(right: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *rest: Any) -> Any:
+    """Not the mean over a step's microbatches."""
+    with losses_times(len(step.batch)):
+        return right(cfg, model, scaler, step, *rest)
 
 
-def add_up_with_one_divisor(right: Any, cfg: Config, model: nn.Module, scaler: Any, window: Any, *rest: Any) -> Any:
-    """An epoch's last window may be shorter, and is divided as a full one."""
-    with losses_times(len(window) / cfg.accumulate):
-        return right(cfg, model, scaler, window, *rest)
+def add_up_with_one_divisor(right: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *rest: Any) -> Any:
+    """An epoch's last step may have fewer microbatches, and is divided as a full one."""
+    with losses_times(len(step.batch) / cfg.accumulate):
+        return right(cfg, model, scaler, step, *rest)
 
 
-def train_on_full_windows(
-    right: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: Any, windows: Any, *rest: Any
-) -> Any:
-    full = (window for window in windows if len(window) == cfg.accumulate)
-    return right(cfg, model, optimizer, scaler, full, *rest)
+class FullWindows(loader.AccumulationLoader):
+    """Leaves out what an epoch has beyond its full windows."""
+
+    def __iter__(self) -> Iterator[list[tuple[Any, Any]]]:
+        return (window for window in super().__iter__() if len(window) == self.count)
+
+
+class FullWindowsRun(Run):
+    def windows(self, count: int, **options: Any) -> loader.AccumulationLoader:
+        return FullWindows(super().windows(count, **options).loader, count)
 
 
 class Reluctant:
@@ -153,9 +156,8 @@ def make_scaler_of_old(right: Any, cfg: Config, device: torch.device) -> Any:
 
 # the name of the experiment's function, and what stands in for it
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "no_divisor": ("add_up", add_up_the_sum),
-    "same_divisor": ("add_up", add_up_with_one_divisor),
-    "last_window_dropped": ("train_epoch", train_on_full_windows),
+    "no_divisor": ("accumulate_gradients", add_up_the_sum),
+    "same_divisor": ("accumulate_gradients", add_up_with_one_divisor),
     "clip_before_unscale": ("update", update_clipping_first),
     "forward_outside": ("wrap", wrap_with_forwards_outside),
     "scaler_for_bf16": ("make_scaler", make_scaler_for_bf16),
@@ -181,7 +183,7 @@ def settings(text: str) -> tuple[Config, str]:
     """The settings of a case, and what is special about it, if anything."""
     words = text.split(",")
     special = words.pop(0) if "=" not in words[0] else ""
-    assert special in ("", "count", *MISTAKES, *PLANTS)
+    assert special in ("", "count", "last_window_dropped", *MISTAKES, *PLANTS)
     chosen = dict(word.split("=") for word in words)
     return config.build_config(Config, [(QUICK if "precision" in chosen else CASE) | chosen]), special
 
@@ -194,7 +196,7 @@ def expected(cache: Path, case: str) -> dict[str, Any]:
     prepared = prepare_for(cfg, str(cache))
     torch.manual_seed(1234)
     model = networks.SimpleNN() if cfg.model == "mlp" else networks.ConvNet((28, 28), 10)
-    return reference.trained(cfg, model.double(), prepared, grain=cfg.microbatch)
+    return reference.trained(cfg, model.double(), prepared, grain=cfg.batch // cfg.accumulate)
 
 
 def plant(special: str, model: nn.Module, world: World) -> None:
@@ -226,53 +228,55 @@ def counted(model: nn.Module, sent: list[int]) -> None:
 
 
 def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
-    """One case on this process; on rank 0 its columns, full state and scores."""
+    """One case on this rank; on rank 0 its columns, full state and scores."""
     with made(special):
         return train_as_made(cfg, special, world, prepared, folder)
 
 
 def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
-    torch.manual_seed(1234)
-    train_set, test_set = loader.load_train_test(prepared, cfg.data)
-    model = amp_accum.wrap(cfg, amp_accum.build(cfg, train_set, world), world)
-    optimizer = optimizers.make(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
-    scaler = amp_accum.make_scaler(cfg, world.device)
-    dtype = getattr(torch, cfg.dtype)
-    share = (world.rank, world.size)
-    windows = loader.AccumulationLoader(
-        loader.Loader(train_set, cfg.microbatch, cfg.seed, world.device, dtype, block=3, shard=share), cfg.accumulate
-    )
-    run = Run(cfg, folder, world, prepared)
-    run.averaged, run.total = True, cfg.steps
-    run.training = TrainState([model], optimizer, windows, world, replicated=True, scaler=scaler)
-    sent, states = [0], []
-    if special in PLANTS:
-        plant(special, model, world)
-    if special in ("count", "forward_outside"):
-        counted(model, sent)
-    step, stop, footprint, times = 0, cfg.steps, Footprint(world.device), step_timing.StepTimes(model, world.device)
-    while step < cfg.steps:
-        stop = step + 1 if special in PLANTS else cfg.steps  # step by step, to see what each changes
-        step = amp_accum.train_epoch(cfg, model, optimizer, scaler, windows, run, footprint, times, step, stop)
+    wrap, make_scaler, update = amp_accum.wrap, amp_accum.make_scaler, amp_accum.update
+    sent, states, scalers = [0], list[Tensor](), list[GradScaler]()
+
+    def wrap_otherwise(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
+        model = wrap(cfg, model, run)
+        if special in ("count", "forward_outside"):
+            counted(model, sent)
+        return model
+
+    def keep_scaler(*given: Any) -> GradScaler:
+        scalers.append(make_scaler(*given))
+        return scalers[-1]
+
+    def look_behind(cfg: Config, model: nn.Module, *given: Any) -> bool:
+        skipped = update(cfg, model, *given)
         states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    run.flush()
-    scores = amp_accum.evaluate(cfg, model, test_set, world)
-    state = whole(model)
-    equal = torch.tensor([float(sum(v.double().sum() for v in state.values()))], dtype=torch.float64)
-    sums = [torch.zeros_like(equal) for _ in range(world.size)]
-    dist.all_gather(sums, equal)
+        return skipped
+
+    class Planted(FullWindowsRun if special == "last_window_dropped" else Run):  # type: ignore[misc]
+        def resume(self, state: Any) -> int:
+            sent[0] = 0  # what came before was no step
+            if special in PLANTS:
+                plant(special, state.parts[0], world)
+            return int(super().resume(state))
+
+    run = Planted(cfg, folder, world, prepared)
+    changes = {"wrap": wrap_otherwise, "make_scaler": keep_scaler, "update": look_behind}
+    found = train_script(amp_accum, run, *((amp_accum, name, value) for name, value in changes.items()))
+    sums = sums_of_ranks(found["state"])
     if not world.is_main:
         return {}
     rows = [row for row in folder.metrics() if "loss" in row]
-    return {name: [row[name] for row in rows] for name in ("skipped", "bytes_sent", "samples")} | {
-        "losses": [float("nan") if row["loss"] is None else row["loss"] for row in rows],
-        "state": state,
-        "scores": scores,
-        "sums": [float(s) for s in sums],
-        "exchanged": sent[0],
-        "moved": [bool((b != a).any()) for a, b in itertools.pairwise(states)],
-        "scale": scaler.get_scale(),
-    }
+    return (
+        found
+        | {name: [row[name] for row in rows] for name in ("skipped", "bytes_sent", "samples")}
+        | {
+            "losses": [float("nan") if row["loss"] is None else row["loss"] for row in rows],
+            "sums": sums,
+            "exchanged": sent[0],
+            "moved": [bool((b != a).any()) for a, b in itertools.pairwise(states)],
+            "scale": scalers[-1].get_scale(),
+        }
+    )
 
 
 if __name__ == "__main__":

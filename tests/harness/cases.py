@@ -7,13 +7,17 @@ A module of this package whose `train` trains a case is executed by `train_cases
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from common.core.config import to_yaml
 from common.data import prepare
@@ -21,6 +25,7 @@ from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import Folder
+from common.training.run import Run
 from tests.harness import warm
 from tests.harness.processes import environment
 
@@ -57,6 +62,41 @@ def save_cases(
                 torch.save(results, out)
 
     return local_launcher.run_ranks(body, int(count), 1, lambda: None)
+
+
+@contextlib.contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put other objects in place of attributes: (of what, name, object)."""
+    with contextlib.ExitStack() as stack:
+        for of, name, value in changes:
+            stack.enter_context(unittest.mock.patch.object(of, name, value))
+        yield
+
+
+def train_script(script: Any, run: Run, *changes: tuple[Any, str, Any]) -> dict[str, Any]:
+    """Run an experiment's own main, with some of its parts replaced; losses, full state and scores on rank 0."""
+    torch.manual_seed(1234)
+    with replaced(changes):
+        script.main(run.cfg, run)
+    assert run.state is not None
+    state = full_state(run.state.parts)
+    run.close()
+    losses = [row["loss"] for row in run.folder.metrics() if "loss" in row] if run.world.is_main else []
+    return {"losses": losses, "state": state, "scores": run.scores}
+
+
+def full_state(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers of this rank's parts of a model, sharded ones gathered. All ranks call it."""
+    state = {name: value for part in parts for name, value in part.state_dict().items()}
+    return {name: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for name, v in state.items()}
+
+
+def sums_of_ranks(state: dict[str, Tensor]) -> list[float]:
+    """The sum over a state, of each rank: equal where all hold the same. All ranks call it."""
+    own = torch.tensor([float(sum(v.double().sum() for v in state.values()))], dtype=torch.float64)
+    sums = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(sums, own)
+    return [float(value) for value in sums]
 
 
 def train_cases(module: str, folder: Path, cache: Path, count: int, cases: list[str], *before: str) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def sharded(case: Case) -> Any:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
         fully_shard(model, mesh=init_device_mesh("cpu", (case.world.size,)))
-        return model, optimizers.make(model.parameters(), Optim(name="adam", lr=0.1))
+        return model, optimizers.build_optimizer(model.parameters(), Optim(name="adam", lr=0.1))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()

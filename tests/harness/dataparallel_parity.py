@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from common.checkpoint.train_state import TrainState
 from common.core import config
-from common.data import loader as data
 from common.data.prepare import Prepared
-from common.distributed import ddp
 from common.distributed.rendezvous import World
-from common.measure import step_timing
 from common.models.networks import ResNet
 from common.runs.folder import Folder
-from common.training import loop, optimizers
 from common.training.run import Run
 from configs.resnet_dataparallel import Config
 from experiments import resnet_dataparallel
 from tests.harness import processes
-from tests.harness.cases import save_cases
+from tests.harness.cases import save_cases, train_script
 from tests.harness.processes import Done
 
 CASE = {
@@ -62,25 +58,14 @@ def settings(text: str) -> tuple[Config, str]:
 
 
 def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
-    """One case on this process; on rank 0 its losses, full state and scores."""
-    torch.manual_seed(1234)
-    train_set, test_set = data.load_train_test(prepared, cfg.data)
-    inner = ResNet("resnet18", train_set.shape, train_set.classes, width=8).to(world.device, getattr(torch, cfg.dtype))
-    model = resnet_dataparallel.wrap(cfg, inner, world)
-    optimizer = optimizers.make(model.parameters(), cfg.optim)
-    loader = data.Loader.from_config(train_set, cfg, world.device, shard=(world.rank, world.size), drop_last=False)
-    run, times = Run(cfg, folder, world, prepared), step_timing.StepTimes(model, world.device)
-    run.averaged, run.total = True, loop.total_steps(cfg, loader)
-    run.training = TrainState([ddp.unwrap(model)], optimizer, loader, world, replicated=True)
-    step = 0
-    while step < run.total:
-        step = resnet_dataparallel.train_epoch(cfg, model, optimizer, loader, world, run, times, step)
-        scores = resnet_dataparallel.evaluate(cfg, model, test_set, world)
-    run.flush()
-    if not world.is_main:
-        return {}
-    losses = [row["loss"] for row in folder.metrics() if "loss" in row]
-    return {"losses": losses, "state": ddp.unwrap(model).state_dict(), "scores": scores}
+    """One case on this rank; on rank 0 its losses, full state and scores."""
+
+    def build(cfg: Config, run: Run) -> nn.Module:
+        return ResNet("resnet18", run.sample_shape, run.classes, width=8).to(run.device, run.dtype)
+
+    run = Run(cfg, folder, world, prepared)
+    found = train_script(resnet_dataparallel, run, (resnet_dataparallel, "build", build))
+    return found if world.is_main else {}
 
 
 def train_run(cache: Path, runs: Path, steps: int, *words: str, **env: Any) -> tuple[Done, dict[str, Any]]:
@@ -90,7 +75,7 @@ def train_run(cache: Path, runs: Path, steps: int, *words: str, **env: Any) -> t
     assert done.status == 0, done.err + done.out
     file = done.folder.attempts()[0].attempt / "checkpoints" / f"step-{steps:08d}" / "rank-0.pt"
     state = torch.load(file, weights_only=True)["model"]
-    scores = {name: done.folder.result[name] for name in ("test_loss", "test_accuracy", "test_samples")}
+    scores = done.folder.result["scores"]
     return done, {"losses": done.losses, "state": state, "scores": scores}
 
 

@@ -14,23 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.core import config
-from common.data import loader as data
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.measure import step_timing
 from common.models import networks
 from common.runs.folder import Folder
-from common.training import optimizers
 from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.harness import reference
-from tests.harness.cases import prepare_for, save_cases
+from tests.harness.cases import full_state, prepare_for, save_cases, sums_of_ranks, train_script
 from tests.harness.reference import differences
 
 CONVNET = {
@@ -52,6 +49,8 @@ CONVNET = {
     "epochs": "8",
     "steps": "30",
     "seed": "7",
+    "data.block": "3",
+    "checkpoint.every_seconds": "0",
 }
 RESNET = CONVNET | {
     "model": "resnet18",
@@ -86,23 +85,15 @@ def unsplit(cfg: Config) -> nn.Module:
     return networks.ConvNet(shape, 10).double()
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    """The full state of a wrapped model. All processes call it."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    state = inner.state_dict()
-    return {name: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for name, v in state.items()}
+class OneShard(Run):
+    """Every rank trains on the first shard."""
+
+    def batches(self, **options: Any) -> Any:
+        return super().batches(**options | {"shard": (0, self.world.size)})
 
 
-def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
-    """One case on this process; on rank 0 its losses, full state and scores."""
-    torch.manual_seed(1234)
-    train_set, test_set = data.load_train_test(prepared, cfg.data)
-    model = ddp_multinode.wrap(cfg, unsplit(cfg), world)
-    optimizer = optimizers.make(model.parameters(), cfg.optim)
-    share = (0 if mistake == "same_share" else world.rank, world.size)
-    loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, shard=share)
-    run = Run(cfg, folder, world, prepared)
-    run.averaged, run.total = True, cfg.steps
+def make_mistake(model: nn.Module, mistake: str, world: World) -> nn.Module:
+    """The wrapped model, which makes a mistake."""
     if mistake == "sums_losses":
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient * world.size)
@@ -111,24 +102,33 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
         model.require_backward_grad_sync = False
     if mistake == "slow_rank" and world.rank == 1:
         model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
-    times = step_timing.StepTimes(model, world.device)
-    step = 0
-    while step < cfg.steps:
-        step = ddp_multinode.train_epoch(cfg, model, optimizer, loader, run, times, step, cfg.steps)
-        before = whole(model)
-        scores = ddp_multinode.evaluate(cfg, model, test_set, world)
-    run.flush()
-    ranks = world.gather(times.summary())
-    state = whole(model)
-    equal = torch.tensor([float(sum(v.double().sum() for v in state.values()))], dtype=torch.float64)
-    sums = [torch.zeros_like(equal) for _ in range(world.size)]
-    dist.all_gather(sums, equal)
-    if not world.is_main:
-        return {}
-    losses = [row["loss"] for row in folder.metrics() if "loss" in row]
-    return {"losses": losses, "state": state, "scores": scores, "sums": [float(s) for s in sums], "before": before} | {
-        "straggler": step_timing.straggler(ranks) if mistake == "slow_rank" else None
-    }
+    return model
+
+
+def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
+    """One case on this rank; on rank 0 its losses, full state and scores."""
+    run = (OneShard if mistake == "same_share" else Run)(cfg, folder, world, prepared)
+    before: dict[str, Tensor] = {}
+    wrap, classify = ddp_multinode.wrap, ddp_multinode.classify_replicated
+
+    def wrap_wrongly(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
+        return make_mistake(wrap(cfg, model, run), mistake, world)
+
+    def look_before(model: nn.Module, run: Run) -> dict[str, float]:
+        before.update(full_state([model]))
+        return classify(model, run)
+
+    found = train_script(
+        ddp_multinode,
+        run,
+        (ddp_multinode, "build", lambda cfg, run: unsplit(cfg)),
+        (ddp_multinode, "wrap", wrap_wrongly),
+        (ddp_multinode, "classify_replicated", look_before),
+    )
+    assert run.times is not None
+    ranks, sums = world.gather(run.times.summary()), sums_of_ranks(found["state"])
+    slow = step_timing.straggler(ranks) if mistake == "slow_rank" and world.is_main else None
+    return found | {"sums": sums, "before": before, "straggler": slow} if world.is_main else {}
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ def attempt(work: Callable[[], Any]) -> Any:
         return work()
     except Exception as error:
         return {"error": str(error), "seconds": time.monotonic() - start}
+
+
+def on_world(world: World) -> Any:
+    """What the experiment asks a run for when it wraps a model."""
+    return SimpleNamespace(world=world, device=world.device)
 
 
 def in_two(work: Callable[[World], Any]) -> list[Any]:
@@ -99,7 +105,7 @@ def barrier_on_one_rank() -> Any:
 def several_devices() -> Any:
     def work(world: World) -> Any:
         wrong = attempt(lambda: DistributedDataParallel(SimpleNN(), device_ids=[0, 1]))
-        right = ddp_multinode.wrap(Config(), SimpleNN(), world)
+        right = ddp_multinode.wrap(Config(), SimpleNN(), on_world(world))
         return [wrong, type(right).__name__]
 
     return in_two(work)
@@ -109,7 +115,7 @@ def model_parallelism() -> Any:
     """How many parameters a process holds."""
 
     def held(world: World, strategy: Any) -> int:
-        model = ddp_multinode.wrap(Config(strategy=strategy), SimpleNN(), world)
+        model = ddp_multinode.wrap(Config(strategy=strategy), SimpleNN(), on_world(world))
         locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         return sum(p.numel() for p in locals_)
 

@@ -8,45 +8,50 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from pathlib import Path
 
 import torch
 
-from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
+from common.measure.metrics_log import MEAN, MetricsLog
 from common.runs.folder import Folder
-from common.training.run import Run
-from configs.mnist_pipeline import Config
+from common.runs.metrics_writer import MetricsWriter
 from configs.shared import Launch
 
 STEPS = 24
 
 
+class Counted:
+    """Steps of one sample each."""
+
+    steps = STEPS
+
+    def count_samples(self, steps: int) -> int:
+        return steps
+
+
 def main(path: str, mode: str) -> int:
     folder = Folder.create(Path(path), "mnist_pipeline", "").claim()
-    cfg = Config()
-    cfg.log.progress = "none"
 
     def body(place: RankInfo) -> None:
         with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
-            run = Run(cfg, folder, world, Prepared("digits", folder.path, {}))
-            run.averaged, run.total = mode == "averaged", STEPS
-            run.source = 0 if run.averaged else int(mode)
+            source = MEAN if mode == "averaged" else int(mode)
+            log = MetricsLog(world, MetricsWriter(folder.metrics_file, print), Counted(), source=source)
             for step in range(1, STEPS + 1):
                 values: dict[str, torch.Tensor | float | None] = {"loss": torch.tensor(float(step + world.rank))}
                 if step % 10 == 1:
                     values["rare"] = 2.0 * step
                 if step % 7 == 0:
                     values["other"] = torch.tensor(math.inf)
-                if run.averaged and world.rank == 1 and step == 5:
+                if log.averaged and world.rank == 1 and step == 5:
                     values["of_rank_1"] = 7.0
-                given = values if run.averaged or world.rank == run.source else dict.fromkeys(values)
-                run.log(step, **given)
-                if step in (4, 16):
-                    run.flush()
-            run.flush()
-            run.close()
+                given = values if log.averaged or world.rank == log.source else dict.fromkeys(values)
+                log.add(step, time.perf_counter(), given)
+                if log.due or step in (4, 16):
+                    log.flush()
+            log.flush()
 
     return local_launcher.run_ranks(body, 2, 1, lambda: None)
 

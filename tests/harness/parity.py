@@ -21,20 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from common.core import config
-from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
 from common.models.networks import ResNet, SimpleNN
 from common.pipeline.executor import Pipeline
 from common.runs.folder import Folder
-from common.training import optimizers
-from common.training.evaluate import classify
+from common.training import model_split
 from common.training.run import Run
 from configs import mnist_pipeline as mnist
 from configs import resnet_modelparallel as resnet
 from experiments import mnist_pipeline, resnet_modelparallel
 from tests.harness import reference
-from tests.harness.cases import prepare_for, save_cases
+from tests.harness.cases import prepare_for, save_cases, train_script
 
 PIPELINE = {
     "data.name": "digits",
@@ -50,6 +48,8 @@ PIPELINE = {
     "epochs": "5",
     "steps": "14",
     "seed": "7",
+    "data.block": "3",
+    "checkpoint.every_seconds": "0",
 }
 
 RESNET = {
@@ -68,6 +68,8 @@ RESNET = {
     "seed": "7",
     "launch.threads": "1",
     "plot": "false",
+    "data.block": "3",
+    "checkpoint.every_seconds": "0",
 }
 
 
@@ -78,10 +80,10 @@ class Trained:
     schema: type[Any]
     settings: dict[str, str]
     unsplit: Callable[[Any], nn.Module]
-    """The model that the stages are cut from, in float64."""
-    build: Callable[..., Any]
-    """From settings, the training set, world and run to the stages."""
+    """The model that the stages are partitioned from, in float64."""
     script: Any
+    widened: bool = False
+    """Whether `widen` is to be called on the model."""
 
 
 def unsplit_pipeline(cfg: Any) -> nn.Module:
@@ -92,16 +94,6 @@ def unsplit_pipeline(cfg: Any) -> nn.Module:
 
 def unsplit_resnet(cfg: Any) -> nn.Module:
     return ResNet(cfg.model, (3, cfg.data.image_size, cfg.data.image_size), 10, width=cfg.width).double()
-
-
-def build_pipeline(cfg: Any, train: data.Images, world: World, run: Run) -> Pipeline:
-    pipe = mnist_pipeline.build(cfg, world, run, torch.float64)
-    widen(pipe.module.parameters())
-    return pipe
-
-
-def build_resnet(cfg: Any, train: data.Images, world: World, run: Run) -> Any:
-    return resnet_modelparallel.build(cfg, train.shape, train.classes, world, run)
 
 
 @torch.no_grad()
@@ -135,8 +127,8 @@ def lose_microbatch(pipe: Pipeline) -> None:
 
 MISTAKES: dict[str, Callable[[Pipeline], None]] = {"lose_relu": lose_relu, "lose_microbatch": lose_microbatch}
 EXPERIMENTS = {
-    "mnist_pipeline": Trained(mnist.Config, PIPELINE, unsplit_pipeline, build_pipeline, mnist_pipeline),
-    "resnet_modelparallel": Trained(resnet.Config, RESNET, unsplit_resnet, build_resnet, resnet_modelparallel),
+    "mnist_pipeline": Trained(mnist.Config, PIPELINE, unsplit_pipeline, mnist_pipeline, widened=True),
+    "resnet_modelparallel": Trained(resnet.Config, RESNET, unsplit_resnet, resnet_modelparallel),
 }
 
 
@@ -152,31 +144,22 @@ def settings(name: str, text: str) -> tuple[Any, str]:
 def train(
     kind: Trained, cfg: Any, mistake: str, world: World, prepared: prepare.Prepared, folder: Folder
 ) -> dict[str, Any]:
-    """One case on this process; on rank 0 its losses, joined parameters and scores."""
-    torch.manual_seed(1234)
-    train_set, test_set = data.load_train_test(prepared, cfg.data)
+    """One case on this rank; on rank 0 its losses, joined parameters and scores."""
+    build = model_split.build_pipeline
+
+    def build_otherwise(*given: Any) -> Pipeline:
+        pipe = build(*given)
+        if kind.widened:
+            widen(pipe.module.parameters())
+        if mistake:
+            MISTAKES[mistake](pipe)
+        return pipe
+
     run = Run(cfg, folder, world, prepared)
-    pipe = kind.build(cfg, train_set, world, run)
-    if mistake:
-        MISTAKES[mistake](pipe)
-    optimizer = optimizers.make(pipe.module.parameters(), cfg.optim)
-    ends: Any = {"inputs": pipe.has_first, "targets": pipe.has_last}
-    loader = data.Loader(train_set, cfg.batch, cfg.seed, world.device, torch.float64, block=3, **ends)
-    run.source, run.total = pipe.last_rank, cfg.steps
-    step = 0
-    while step < cfg.steps:
-        step = kind.script.train_epoch(cfg, pipe, optimizer, loader, run, step, cfg.steps)
-        pipe.train(False)
-        parts: Any = {"batch": cfg.eval_batch, "dtype": torch.float64, "inputs": pipe.has_first}
-        scores = classify(pipe.predict, test_set, world, **parts)
-    run.flush()
-    states = world.gather({name: value for part in pipe.local.values() for name, value in part.state_dict().items()})
-    run.close()
-    if not world.is_main:
-        return {}
-    losses = [row["loss"] for row in folder.metrics()]
+    found = train_script(kind.script, run, (model_split, "build_pipeline", build_otherwise))
+    states = world.gather(found["state"])
     joined = {name: value for state in states for name, value in state.items()}
-    return {"losses": losses, "state": joined, "scores": scores}
+    return found | {"state": joined} if world.is_main else {}
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.folder import Folder
+from common.runs.result import parse
 from tests.harness import warm, warm_server
 from tests.harness.warm import ROOT
 
@@ -50,6 +51,11 @@ class Done:
         """The one run folder it made."""
         (path,) = self.runs.iterdir()
         return Folder(path)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Every value of its result, by name."""
+        return parse(self.folder.result).values()
 
     @property
     def losses(self) -> list[float]:

@@ -53,7 +53,7 @@ EXPERIMENTS = [
         produces=(
             "test_accuracy",
             "samples_per_second",
-            "training_memory",
+            "training_bytes",
             "bytes_sent",
             "steps_skipped",
             "final_loss",
@@ -69,14 +69,14 @@ EXPERIMENTS = [
         name="resnet_dataparallel",
         smallest=SMALLEST["resnet_dataparallel"],
         processes=2,
-        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "devices", "memory_megabytes"),
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "devices", "memory"),
         spread=lambda count: ("model=convnet", "compare=false", f"processes_per_node={count}"),
     ),
     Entry(
         name="resnet_modelparallel",
         smallest=SMALLEST["resnet_modelparallel"],
         processes=2,
-        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "peak_memory"),
+        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "memory"),
         spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
         others=(
             ("width=8", "replicas=2", "split_size=6", "plot=false"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from common.distributed.rendezvous import World
 from common.training.entry_point import start
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 
 
-def main(cfg: Config, world: World, run: Run) -> None:
+def main(cfg: Config, run: Run) -> None:
+    world = run.world
     print("waiting", flush=True)
     if world.rank == 1:
         time.sleep(100)

@@ -57,7 +57,7 @@ def found(done: Done) -> dict[str, Any]:
     for file in sorted(folder.glob("rank-*.pt")):
         state |= torch.load(file, weights_only=True)["model"]
     names = ("test_loss", "test_accuracy", "test_samples")
-    return {"losses": done.losses, "state": state, "scores": {name: done.folder.result[name] for name in names}}
+    return {"losses": done.losses, "state": state, "scores": {name: done.result[name] for name in names}}
 
 
 @pytest.mark.parametrize(

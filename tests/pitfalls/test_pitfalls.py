@@ -64,7 +64,7 @@ def test_halves_of_two_models_are_neither_of_them() -> None:
 
 def overlap(timeline: list[dict[str, Any]]) -> float:
     """Seconds of one step in which both processes compute."""
-    spans = [[(s["start"], s["end"]) for s in timeline if s["process"] == p] for p in (0, 1)]
+    spans = [[(s["start"], s["end"]) for s in timeline if s["rank"] == p] for p in (0, 1)]
     return sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans[0] for c, d in spans[1])
 
 
@@ -75,7 +75,7 @@ def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digit
         wide = (*digits, "width=1536", "batch=512", "steps=4", f"schedule={schedule}")
         done = run("mnist_pipeline", *wide, runs=tmp_path / f"{schedule}-{attempt}")
         assert done.status == 0, done.err
-        timeline = done.folder.result["timeline"]
+        timeline = done.result["timeline"]
         return overlap(timeline) / sum(span["end"] - span["start"] for span in timeline)
 
     assert measured("naive", 0) < 0.01

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from torch import nn
 
 from common.data import loader
 from common.data.prepare import prepare_digits
-from common.measure import step_timing
 from common.measure.memory import Footprint
 from common.models.networks import SimpleNN
 from common.training import optimizers
@@ -36,7 +36,8 @@ def gradients(cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None)
     off = amp_accum.make_scaler(AmpConfig(precision="fp32"), torch.device("cpu"))
     model.zero_grad()
     cpu = torch.device("cpu")
-    amp_accum.add_up(cfg, model, scaler or off, window, Footprint(cpu), step_timing.StepTimes(model, cpu))
+    step: Any = SimpleNamespace(batch=window, mark=lambda name: None)
+    amp_accum.accumulate_gradients(cfg, model, scaler or off, step, Footprint(cpu))
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -145,4 +146,6 @@ def test_fused_sgd_makes_momentum_of_what_lies_in_memory_where_its_first_step_is
 
     torchs = [momentum(torch.optim.SGD(la.parameters(), lr=1, momentum=0.9, fused=True), la) for la in layers()]
     assert max(torchs) > 0
-    assert [momentum(optimizers.make(la.parameters(), Optim(), scaled=True), la) for la in layers()] == [0] * 10
+    assert [momentum(optimizers.build_optimizer(la.parameters(), Optim(), scaled=True), la) for la in layers()] == [
+        0
+    ] * 10

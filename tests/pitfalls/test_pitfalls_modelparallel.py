@@ -71,7 +71,7 @@ def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
     def shares(mode: str) -> list[float]:
         done = run("resnet_modelparallel", *words, f"mode={mode}", "plot=false", runs=tmp_path / mode)
         assert done.status == 0, done.err
-        return [1 - idle for idle in done.folder.result["idle_share"]]
+        return [1 - idle for idle in done.result["idle_share"]]
 
     assert sum(shares("naive")) <= 1, "two processes do no more than one, and wait for messages besides"
     assert sum(shares("single")) == pytest.approx(1, abs=0.05)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.models import pruning_masks, pruning_savings
 from common.models.networks import SimpleNN
 from common.models.pruning_masks import Masks
-from experiments.sparse_prune import shrink
+from experiments.sparse_prune import soft_threshold
 from tests.harness.ddp_pitfalls import made
 
 
@@ -65,7 +65,7 @@ def test_the_sign_of_a_magnitude_moves_all_weights_the_same_way() -> None:
     mistake, right = weight.clone(), weight.clone()
     for _ in range(50):
         mistake -= 0.01 * mistake.abs().sign()
-        shrink([right], 0.01)
+        soft_threshold([right], 0.01)
     assert mistake.count_nonzero() == 10_000, "nothing is pruned"
     assert torch.allclose(mistake, weight - 0.5, atol=1e-4), "negative weights have even grown"
     near = weight.abs() < 0.49

@@ -146,7 +146,7 @@ def test_an_optimizer_goes_on_to_the_bit(disk: Disk, name: Any) -> None:
     def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
-        return model, optimizers.make(model.parameters(), settings)
+        return model, optimizers.build_optimizer(model.parameters(), settings)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for _ in range(3):
@@ -177,7 +177,7 @@ def test_an_optimizer_goes_on_to_the_bit(disk: Disk, name: Any) -> None:
 
 def test_a_stage_takes_its_part_of_the_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = optimizers.make(model.parameters(), Optim())
+    optimizer = optimizers.build_optimizer(model.parameters(), Optim())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     saved, memory = (
@@ -186,7 +186,7 @@ def test_a_stage_takes_its_part_of_the_whole() -> None:
     )
     stage = nn.Linear(2, 2)
     named = [(f"1.{name}", parameter) for name, parameter in stage.named_parameters()]
-    resumed = optimizers.make(stage.parameters(), Optim())
+    resumed = optimizers.build_optimizer(stage.parameters(), Optim())
     state_dicts.load_tensors(named, saved)
     state_dicts.load_optimizer_state(resumed, named, memory)
     last = model.get_parameter("1.weight")

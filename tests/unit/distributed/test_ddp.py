@@ -25,7 +25,7 @@ from common.distributed import sync_batchnorm
 from common.measure import step_timing
 from common.measure.step_timing import Rank, ScalingReport
 from common.models import networks
-from common.training.evaluate import shares
+from common.training.evaluate import shards
 from configs.ddp_multinode import Config
 from configs.mnist_pipeline import Config as Pipelined
 from configs.shared import Data
@@ -35,7 +35,7 @@ from tests.harness.processes import run
 
 @pytest.mark.parametrize(("count", "size", "ranks"), [(101, 16, 2), (101, 16, 4), (9, 4, 2), (1, 10, 3), (64, 64, 1)])
 def test_shares_cover_every_sample_once_in_equally_many_slices(count: int, size: int, ranks: int) -> None:
-    slices = [list(shares(count, size, rank, ranks)) for rank in range(ranks)]
+    slices = [list(shards(count, size, rank, ranks)) for rank in range(ranks)]
     assert len({len(mine) for mine in slices}) == 1
     assert sorted(i for mine in slices for s in mine for i in range(s.start, s.stop)) == list(range(count))
     lengths = [s.stop - s.start for mine in slices for s in mine]
@@ -135,7 +135,7 @@ def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
 def test_ddp_multinode_reports_its_efficiency_if_asked(tmp_path: Path, digits: tuple[str, ...]) -> None:
     done = run("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
     assert done.status == 0, done.err
-    result = done.folder.result
+    result = done.result
     assert 0 < result["efficiency"] < 4 and 0 < result["communication_exposed"] <= 1
     assert "efficiency" in done.out and len(result["ranks"]) == 2
 

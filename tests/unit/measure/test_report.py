@@ -31,9 +31,9 @@ def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
     assert sum(found.idle) / 2 == pytest.approx(found.ideal)
     lines = found.rows()["one step"].splitlines()[1:]
     assert [line.split(" |")[0] for line in lines] == ["stage 0", "stage 1", "stage 2", "stage 3"]
-    timeline = found.result()["timeline"]
+    timeline = found.result().measured["timeline"]
     assert len(timeline) == 32 and timeline[0] == {
-        "process": 0, "kind": "F", "stage": 0, "microbatch": 0, "start": 0.0, "end": 1.0,
+        "rank": 0, "kind": "F", "stage": 0, "microbatch": 0, "start": 0.0, "end": 1.0,
     }  # fmt: skip
 
 

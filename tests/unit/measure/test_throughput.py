@@ -17,7 +17,7 @@ from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
-from common.training import run as running
+from common.training import loop
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from configs.shared import Checkpoint, Data
@@ -55,7 +55,7 @@ class Saved(TrainState):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played()
     monkeypatch.setattr(torch.cuda, "synchronize", played.synchronize)
-    monkeypatch.setattr(running.time, "perf_counter", lambda: played.now)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: played.now)
     return played
 
 
@@ -69,7 +69,12 @@ def world() -> Iterator[World]:
 
 def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every: int, total: int, cuda: bool) -> Run:
     """A run whose epochs have so many steps, that saves every so many, and has nothing to compute."""
-    cfg = Config(data=Data(name="digits", cache=str(cache)), checkpoint=Checkpoint(every_steps=every, every_seconds=0))
+    cfg = Config(
+        steps=total,
+        epochs=-(-total // epoch),
+        data=Data(name="digits", cache=str(cache)),
+        checkpoint=Checkpoint(every_steps=every, every_seconds=0),
+    )
     prepared = prepare.prepare(cfg.data)
     images, _ = data.load_train_test(prepared, cfg.data)
     room.mkdir()
@@ -81,16 +86,16 @@ def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every:
         training = Saved([model], torch.optim.SGD(model.parameters()), loader, world)
         training.gpu = gpu
         training.gpus = {torch.device("cuda", 0)} if cuda else set()
-        run.total = total
-        run.resume(training)
-        for step in range(1, total + 1):
-            gpu.step()
-            run.log(step, loss=1.0)
-            run.checkpoint_or_stop(step)
-            if step % epoch == 0 or step == total:
-                gpu.synchronize(torch.device("cuda", 0))  # as who reads a result
-                gpu.now += 5
-                run.record(step, test_loss=1.0)
+
+        def evaluate() -> dict[str, float]:
+            gpu.synchronize(torch.device("cuda", 0))  # as who reads a result
+            gpu.now += 5
+            return {"test_loss": 1.0, "test_accuracy": 1.0, "test_samples": 1}
+
+        for step in run.steps(training, evaluate, loss=0):
+            with step:
+                gpu.step()
+                step.log(loss=1.0)
         run.close()
     return run
 
@@ -105,4 +110,4 @@ def test_steady_steps_are_those_of_the_gpu(
 
 def test_nothing_waits_without_a_gpu(gpu: Played, world: World, cache: Path, tmp_path: Path) -> None:
     run = train(gpu, world, cache, tmp_path / "run", epoch=100, every=0, total=12, cuda=False)
-    assert run.step_seconds() == pytest.approx(GIVE) and gpu.waits == 1, "the evaluation's own"
+    assert run.step_seconds() == pytest.approx(GIVE) and gpu.waits == 2, "the evaluation's own, and the checkpoint's"

@@ -16,7 +16,7 @@ from tests.harness.processes import ROOT
 
 def train(parameters: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for step in range(5):
-        optimizers.set_rate(optimizer, optimizers.rate(Optim(lr=0.1), step, 5))
+        optimizers.set_learning_rate(optimizer, optimizers.learning_rate(Optim(lr=0.1), step, 5))
         optimizer.zero_grad()
         parameters(torch.ones(2, 3)).pow(2).sum().backward()
         optimizer.step()
@@ -29,7 +29,10 @@ def test_arithmetic_is_that_of_torch(name: str) -> None:
     theirs = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     extra = {"momentum": 0.9, "nesterov": True} if name == "sgd" else {}
     results, states = [], []
-    for make in (lambda p: optimizers.make(p, settings), lambda p: theirs(p, lr=0.1, weight_decay=0.01, **extra)):
+    for make in (
+        lambda p: optimizers.build_optimizer(p, settings),
+        lambda p: theirs(p, lr=0.1, weight_decay=0.01, **extra),
+    ):
         torch.manual_seed(0)
         model = nn.Linear(3, 4)
         optimizer = make(model.parameters())
@@ -39,7 +42,7 @@ def test_arithmetic_is_that_of_torch(name: str) -> None:
         assert torch.allclose(ours, other, atol=1e-6)
     assert states[0]["state"].keys() == states[1]["state"].keys()
     model = nn.Linear(3, 4)
-    restored = optimizers.make(model.parameters(), settings)
+    restored = optimizers.build_optimizer(model.parameters(), settings)
     restored.load_state_dict(states[1])
     assert restored.state_dict()["param_groups"][0]["lr"] == states[1]["param_groups"][0]["lr"]
 
@@ -51,7 +54,7 @@ from common.training import optimizers
 from configs.shared import Optim
 for name in ("sgd", "adam", "adamw"):
     model = torch.nn.Linear(3, 4)
-    optimizer = optimizers.make(model.parameters(), Optim(name=name))
+    optimizer = optimizers.build_optimizer(model.parameters(), Optim(name=name))
     optimizer.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
@@ -64,12 +67,14 @@ print("torch._dynamo" in sys.modules)
 
 def test_warm_up_cosine_and_the_linear_scaling_rule() -> None:
     settings = Optim(lr=0.1, warmup=2, decay="cosine", base_batch=32)
-    rates = [optimizers.rate(settings, step, 6, batch=64) for step in range(7)]
+    rates = [optimizers.learning_rate(settings, step, 6, batch=64) for step in range(7)]
     assert rates == pytest.approx([0.1, 0.2, 0.2, 0.2 * (2 + 2**0.5) / 4, 0.1, 0.2 * (2 - 2**0.5) / 4, 0])
-    assert optimizers.rate(Optim(lr=0.1, warmup=10), 4, 3) == pytest.approx(0.05), "a run may end before its warm-up"
+    assert optimizers.learning_rate(Optim(lr=0.1, warmup=10), 4, 3) == pytest.approx(0.05), (
+        "a run may end before its warm-up"
+    )
 
 
 def test_linear_decay_ends_at_zero() -> None:
-    rates = [optimizers.rate(Optim(lr=0.1), step, 4) for step in range(5)]
+    rates = [optimizers.learning_rate(Optim(lr=0.1), step, 4) for step in range(5)]
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025, 0])
-    assert optimizers.rate(Optim(lr=0.1, decay="constant"), 3, 4) == 0.1
+    assert optimizers.learning_rate(Optim(lr=0.1, decay="constant"), 3, 4) == 0.1

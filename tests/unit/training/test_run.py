@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch.distributed import HashStore
 
+from common.checkpoint.train_state import TrainState
 from common.core import config
-from common.data.prepare import Prepared
+from common.data.prepare import Prepared, prepare_digits
 from common.distributed.rendezvous import World
+from common.measure.metrics_log import MetricsLog
+from common.models import networks
 from common.runs.folder import Folder
+from common.runs.metrics_writer import MetricsWriter
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from tests.harness import warm
-from tests.harness.logging_ranks import STEPS
+from tests.harness.logging_ranks import STEPS, Counted
 from tests.harness.processes import environment, wait_until
 
 
@@ -40,10 +46,10 @@ def test_values_that_only_some_steps_have_are_all_written(mode: str, tmp_path: P
 
 
 def test_an_evaluation_stands_behind_the_steps_that_it_is_about(run: Run) -> None:
-    run.total = 9
+    log = MetricsLog(run.world, MetricsWriter(run.folder.metrics_file, print), Counted(), source=0)
     for step in (1, 2, 3):
-        run.log(step, loss=torch.tensor(float(step)))
-    run.record(3, test_loss=0.5)
+        log.add(step, 0.0, {"loss": torch.tensor(float(step))})
+    log.write(3, {"test_loss": 0.5})
     rows = run.folder.attempts()[0].own_metrics()
     assert [(row["global_step"], "test_loss" in row) for row in rows] == [(1, False), (2, False), (3, False), (3, True)]
 
@@ -75,9 +81,11 @@ def test_media_of_a_bad_name_or_shape_are_refused(name: str, shape: tuple[int, .
     assert not (run.folder.attempt / "media.jsonl").exists()
 
 
-def test_a_run_without_its_number_of_steps_does_not_finish(run: Run) -> None:
-    with pytest.raises(RuntimeError, match=r"run\.total is not set: .* call run\.resume"):
-        run.finish(test_accuracy=1.0)
+def test_a_run_that_was_not_trained_does_not_finish(run: Run) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"run\.report\(\) after step 0 of 0: call it when the loop .* has come to its end"
+    ):
+        run.report()
     assert not run.folder.result
 
 
@@ -100,25 +108,55 @@ def run(tmp_path: Path) -> Run:
     return Run(Config(), folder, world, Prepared("digits", tmp_path, {}))
 
 
-def test_a_run_without_a_number_of_steps_does_not_begin(run: Run) -> None:
-    with pytest.raises(RuntimeError, match=r"run\.total is not set"):
-        run.resume(None)  # type: ignore[arg-type]
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A real group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-def test_steps_are_logged_one_by_one(run: Run) -> None:
-    run.log(1, loss=0.5)
-    for step in (1, 3):
-        with pytest.raises(RuntimeError, match=rf"run\.log\(step={step}\) follows step 1"):
-            run.log(step, loss=0.5)
+@pytest.fixture
+def state(run: Run, cache: Path, group: None) -> TrainState:
+    run.cfg.data.cache, run.cfg.data.name, run.cfg.batch, run.cfg.steps = str(cache), "digits", 16, 2
+    run.prepared = prepare_digits(cache)
+    model = networks.SimpleNN()
+    return TrainState([model], torch.optim.SGD(model.parameters()), run.batches(), run.world)
 
 
-def test_a_run_is_not_finished_before_its_last_step(run: Run) -> None:
-    run.total = 2
-    run.log(1, loss=0.5)
-    with pytest.raises(RuntimeError, match=r"run\.finish\(\) after step 1 of 2"):
-        run.finish()
+def no_scores() -> dict[str, float]:
+    return {"test_loss": 1.0, "test_accuracy": 0.5, "test_samples": 2}
 
 
-def test_saving_needs_what_is_to_be_saved(run: Run) -> None:
-    with pytest.raises(RuntimeError, match=r"run\.resume\(\.\.\.\) was not called"):
-        run._save(1)
+def test_a_step_that_fails_does_not_count(run: Run, state: TrainState) -> None:
+    with pytest.raises(ValueError, match="wrong"):
+        for step in run.steps(state, no_scores, loss=0):
+            with step:
+                step.log(loss=torch.tensor(1.0))
+                raise ValueError("wrong")
+    assert run.step == 0 and (run.total, step.number, step.epoch) == (2, 1, 0)
+
+
+def test_a_body_without_its_step_is_told(run: Run, state: TrainState) -> None:
+    with pytest.raises(RuntimeError, match="step 1 was not taken: the body of the loop is `with step:`"):
+        for _ in run.steps(state, no_scores, loss=0):
+            pass
+
+
+def test_a_run_is_not_finished_before_its_last_step(run: Run, state: TrainState) -> None:
+    for step in run.steps(state, no_scores, loss=0):
+        with step:
+            step.log(loss=torch.tensor(1.0))
+        break
+    with pytest.raises(RuntimeError, match=r"run\.report\(\) after step 1 of 2"):
+        run.report()
+
+
+def test_the_learning_rate_is_set_before_a_step(run: Run, state: TrainState) -> None:
+    rates = []
+    for step in run.steps(state, no_scores, loss=0):
+        with step:
+            rates.append((step.rate, state.optimizer.param_groups[0]["lr"], state.parts[0].training))
+        if step.number == 2:
+            break
+    assert rates == [(0.02, 0.02, True), (0.01, 0.01, True)], "it falls in a straight line"

@@ -1,0 +1,36 @@
+"""What every experiment uses, in one import; what only one technique needs is imported from its package.
+
+Nothing in common or slurm imports this module, and it loads nothing that only some runs need.
+"""
+
+from common.checkpoint.train_state import TrainState
+from common.core.errors import UserError
+from common.distributed import ddp, sync_batchnorm
+from common.measure.step_timing import ScalingReport, time_communication
+from common.models import networks
+from common.pipeline.report import PipelineReport
+from common.runs.result import Facts
+from common.training import model_split, single_process_baseline
+from common.training.entry_point import start
+from common.training.evaluate import classify, classify_replicated
+from common.training.optimizers import build_optimizer
+from common.training.run import Run
+
+__all__ = [
+    "Facts",
+    "PipelineReport",
+    "Run",
+    "ScalingReport",
+    "TrainState",
+    "UserError",
+    "build_optimizer",
+    "classify",
+    "classify_replicated",
+    "ddp",
+    "model_split",
+    "networks",
+    "single_process_baseline",
+    "start",
+    "sync_batchnorm",
+    "time_communication",
+]

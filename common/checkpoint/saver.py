@@ -1,0 +1,153 @@
+"""Checkpointer of a run as training goes on: saved when it is time, at the best evaluation, and on a stop request."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from common.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint
+from common.checkpoint.preemption import SilenceWatch, StopAgreement, StopRequest, StopRequested
+from common.checkpoint.train_state import TrainState
+from common.core.errors import UserError
+from common.distributed.rendezvous import World
+from common.measure.metrics_log import MetricsLog
+from common.runs.folder import Folder, read_json
+from configs.shared import Experiment
+
+
+class Saver:
+    """Saves the state of a run, and ends it after a checkpoint when any rank was asked to stop.
+
+    Every method is called by all ranks, after the same step.
+    """
+
+    def __init__(
+        self, cfg: Experiment, folder: Folder, world: World, stop: StopRequest | None, say: Callable[..., None]
+    ) -> None:
+        self.cfg, self.folder, self.world, self.say = cfg, folder, world, say
+        self.stop = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
+        self.points = StopAgreement(world, cfg.checkpoint, self.stop)
+        self.checkpoints = Checkpointer(folder, world, cfg.checkpoint, say)
+        self.silence: SilenceWatch | None = None
+        self.state: TrainState | None = None
+        self.metrics: MetricsLog | None = None
+        self.began = time.perf_counter()
+        """When the run began, less what earlier attempts took, by time.perf_counter()."""
+        self.best: float | None = None
+        """What `checkpoint.best` names, in the best evaluation so far."""
+        self.unevaluated = False
+        """Whether the evaluation after the newest step is still to be done."""
+
+    def load(self, state: TrainState) -> LoadedCheckpoint | None:
+        """Load the newest checkpoint of the run into `state`, if there is one."""
+        self.state = state
+        loaded = self.checkpoints.load()
+        if loaded is not None:
+            state.load(loaded)
+            self.began -= loaded.common["seconds"]
+            self.best = loaded.common["best"]
+            self.unevaluated = loaded.common.get("unevaluated", False)
+        self.points.begin(loaded.step if loaded else 0)
+        self.restart_watch()
+        return loaded
+
+    def watch_for_silence(self, tell: Callable[[str], None]) -> None:
+        """Name the ranks that do not answer before NCCL's time-out ends this process."""
+        allowed = self.cfg.launch.step_timeout
+        self.silence = SilenceWatch(self.world, 0.7 * allowed, 0.1 * allowed, tell)
+
+    def restart_watch(self) -> None:
+        """Count anew the time after which a step leaves its stacks in the log."""
+        self.stop.watch(0.9 * self.cfg.launch.step_timeout)
+        if self.silence is not None:
+            self.silence.restart()
+
+    def checkpoint_or_stop(self, step: int, *, now: bool = False) -> bool:
+        """Save if it is time; if any rank was asked to stop, save and stop. Returns whether the ranks have talked.
+
+        Raises StopRequested after saving, and UserError when the loss is no finite number any more or nothing could
+        be saved.
+        """
+        if not now and not self.points.reached(step):
+            return False
+        assert self.metrics is not None
+        self.metrics.flush()
+        wanted = self.points.agree(step, bool(self.metrics.diverged))
+        self.restart_watch()
+        if wanted.diverged:
+            self.end_if_diverged()
+        saved = wanted.save and self.save(step)
+        if wanted.leave:
+            self._stop(step, saved)
+        return True
+
+    def stop_in_evaluation(self, step: int) -> None:
+        """Between two batches of an evaluation: if any rank was asked to stop, save the state before it and stop.
+
+        Raises StopRequested after saving, and UserError if nothing could be saved.
+        """
+        self.restart_watch()
+        if self.points.asked():
+            self._stop(step, self.save(step))
+
+    def end_if_diverged(self) -> None:
+        """Raise UserError with the same words on all ranks where the loss is no finite number any more."""
+        assert self.metrics is not None
+        why = self.world.broadcast(self.metrics.diverged)
+        if why:
+            raise UserError(why)
+
+    def _stop(self, step: int, saved: bool) -> NoReturn:
+        if not saved:
+            raise UserError(f"told to stop after step {step}, and it could not be saved, as told above")
+        self.say(f"told to stop: saved after step {step}, to be continued")
+        raise StopRequested
+
+    def save(self, step: int, *, best: bool = False) -> bool:
+        """Write a checkpoint; returns whether it could be. Raises UserError where a parameter is NaN or infinite."""
+        assert self.state is not None and self.metrics is not None
+        writer = self.metrics.writer
+        if self.world.broadcast(bool(writer.waiting)):  # the next attempt would miss these rows
+            text = f"WARNING: no checkpoint of step {step}: the disk does not even take its metrics"
+            self.say(text, logging.WARNING)
+            return False
+        state = self.state.state()
+        finite = all(bool(value.isfinite().all()) for value in state.model.values())
+        if not self.world.broadcast(all(self.world.gather(finite))):
+            raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
+        wandb = read_json(self.folder.path / "wandb" / "id.json").get("id")
+        state.common |= {"rows": writer.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
+        state.common |= {"best": self.best, "unevaluated": self.unevaluated}
+        return self.checkpoints.save(step, state, best=best)
+
+    def save_best(self, step: int, scores: dict[str, float]) -> None:
+        """Keep the state of an evaluation that is the best so far."""
+        name = self.cfg.checkpoint.best
+        value = self.world.broadcast(scores.get(name)) if name != "none" else None
+        if value is None:
+            return
+        if self.best is None or (value > self.best if name == "test_accuracy" else value < self.best):
+            self.best = value
+            self.save(step, best=True)
+
+    def save_last(self, step: int) -> None:
+        """Save the trained model. Raises UserError, with the same words on all ranks, where that fails."""
+        if self.save(step):
+            return
+        why = f"the model after step {step}, the last one, cannot be kept, as told above; free space"
+        if self.world.is_main:
+            assert self.metrics is not None
+            try:
+                self.metrics.writer.flush()
+            except UserError as error:
+                why = str(error)
+        raise UserError(self.world.broadcast(why))
+
+    def close(self) -> None:
+        self.stop.close()
+        if self.silence is not None:
+            self.silence.close()
+        self.checkpoints.close()

@@ -1,0 +1,91 @@
+"""A pipeline in one process: all stages on devices of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from common.pipeline import schedules
+from common.pipeline.schedules import Span
+from common.pipeline.stage_tracer import StageTracer
+
+
+class SingleProcessPipeline:
+    """All stages in this one process, each on a device of its own.
+
+    Work on a GPU is only queued: the call returns at once. So one process keeps all its GPUs busy, if it queues a
+    microbatch's next stage before the previous stage's next microbatch (GPipe: Huang et al. 2019, arXiv 1811.06965).
+    `loss` is a mean over samples; a batch has `microbatches` of `size` samples.
+    """
+
+    has_first = has_last = True
+    last_rank = 0
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Sequential],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        devices: Sequence[str],
+        *,
+        size: int,
+        microbatches: int,
+        schedule: str,
+        pipelined: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """Unless `pipelined` one stage works at a time; `schedule` is what that is compared with."""
+        self.loss, self.size, self.pipelined = loss, size, pipelined
+        self.devices = [torch.device(name) for name in devices]
+        self.stages = [stage.to(device, dtype) for stage, device in zip(stages, self.devices, strict=True)]
+        self.local = dict(enumerate(self.stages))
+        self.layers = [[name for name, _ in stage.named_children()] for stage in stages]
+        self.plan = schedules.SCHEDULES[schedule](len(stages), len(stages), microbatches)
+        self.module = nn.ModuleList(self.stages)
+        self.tracer = StageTracer(self.stages, self.devices)
+
+    def forward_stage(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
+        return self.tracer.forward(stage, microbatch, x.to(self.devices[stage]))
+
+    def forward_naive(self, x: Tensor, microbatch: int = 0) -> Tensor:
+        """One stage after the other: while one works, the others have nothing to do."""
+        for stage in range(len(self.stages)):
+            x = self.forward_stage(stage, microbatch, x)
+        return x
+
+    def forward_pipelined(self, x: Tensor) -> Tensor:
+        """At each tick stage s works on microbatch tick - s, so all stages work at the same time."""
+        parts = list(x.split(self.size))
+        for tick in range(len(parts) + len(self.stages) - 1):
+            for stage in reversed(range(len(self.stages))):  # the last one first: its microbatch is the oldest
+                if 0 <= tick - stage < len(parts):
+                    parts[tick - stage] = self.forward_stage(stage, tick - stage, parts[tick - stage])
+        return torch.cat(parts)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Forward and backward of a batch; backward, too, visits the devices in the order of their dependencies.
+
+        Returns the mean loss [].
+        """
+        self.tracer.begin()
+        y = y.to(self.devices[-1])
+        if self.pipelined:
+            loss = self.loss(self.forward_pipelined(x), y)
+            loss.backward()
+            return loss.detach()
+        losses, count = [], len(x) // self.size
+        for number, (part, target) in enumerate(zip(x.split(self.size), y.split(self.size), strict=True)):
+            losses.append(self.loss(self.forward_naive(part, number), target) / count)
+            losses[-1].backward()  # gradients add up
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    @torch.no_grad()
+    def predict(self, x: Tensor | None, count: int) -> Tensor:
+        """The model's outputs [count, ...] on the device of the inputs."""
+        assert x is not None
+        return self.forward_naive(x).to(x.device)
+
+    def spans(self) -> list[list[list[Span]]]:
+        """The kept steps of each stage, oldest first, with times in seconds."""
+        return self.tracer.spans()

@@ -1,0 +1,103 @@
+"""The end of a run on rank 0: result.json, the trained model, and the table on the screen."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from common.checkpoint.checkpointer import read_full_model
+from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
+from common.core import config
+from common.core.errors import UserError, first_line
+from common.data.loader import STATISTICS
+from common.measure import tables
+from common.models import model_file
+from common.runs.result import Report, Result
+from common.training.run_context import RunContext
+
+
+def write(run: RunContext, reports: Sequence[Report]) -> None:
+    """Write result and model of a finished run, unless a newer attempt has taken its place, and print the table."""
+    if not run.folder.superseded:
+        assert run.metrics is not None
+        run.metrics.writer.flush()
+        result = Result(
+            state="finished",
+            exit_status=0,
+            data=run.prepared.name,
+            scores=run.scores,
+            timings={"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()},
+            memory=run.memory,
+        )
+        keep_model(run)
+        result.with_reports(report.result() for report in reports).write(run.folder.path / "result.json")
+    shown = run_rows(run)
+    for report in reports:
+        shown |= report.rows()
+    run.say(tables.table(shown | place_rows(run)))
+
+
+def run_rows(run: RunContext) -> dict[str, str]:
+    """The first rows of the table: what every run measures."""
+    seconds, rate, world, scores = run.step_seconds(), run.samples_per_second(), run.world, run.scores
+    return {
+        "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
+        "test accuracy": f"{scores['test_accuracy']:.2%}",
+        "test loss": f"{scores['test_loss']:.4f}",
+        "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
+        "ranks": f"{world.size} with {world.threads} threads each on {world.device.type} of "
+        + ", ".join(sorted(set(world.hosts))),
+    }
+
+
+def place_rows(run: RunContext) -> dict[str, str]:
+    """The last rows of the table: where everything lies, and how to see and repeat it."""
+    path, name = run.folder.path, config.experiment_name(type(run.cfg))
+    result, values = (shlex.quote(str(path / file)) for file in ("result.json", "config.yaml"))
+    try:
+        changed = config.read_all_changes(path)
+        repeat = f"not by one command: it was resumed with {config.describe_changes(changed)}" if changed else ""
+    except UserError as error:
+        repeat = f"not by one command: {error}"
+    return {
+        "run folder": str(path),
+        "metrics": str(run.folder.metrics_file),
+        "show": f"cat {result}",
+        "repeat": repeat or f"python experiments/{name}.py --config {values}",
+    }
+
+
+def keep_model(run: RunContext) -> None:
+    """Write the model of the last step beside the result, with what is needed to build and evaluate it.
+
+    Raises UserError where the disk does not take it.
+    """
+    state, cfg = run.state, run.cfg
+    if state is None or run.saver.checkpoints.saved != run.step:
+        run.say("WARNING: no model is kept: its last step was not saved", logging.WARNING)
+        return
+    mean, std = STATISTICS[run.prepared.name]
+    facts: dict[str, Any] = {
+        "run": run.folder.path.name,
+        "experiment": run.folder.experiment,
+        "step": run.step,
+        "device": run.device.type,
+        "epoch_steps": state.loader.steps,
+        "data": run.prepared.name,
+        "classes": run.prepared.classes or run.classes,
+        "shape": list(run.sample_shape),
+        "mean": mean,
+        "std": std,
+        "dtype": cfg.dtype,
+        "precision": getattr(cfg, "precision", "fp32"),
+        "channels_last": getattr(cfg, "channels_last", False),
+        "eval_batch": cfg.eval_batch,
+        "shares": state.peers.size if state.peers else 1,
+        "scores": run.scores,
+    }
+    try:
+        model_file.write(run.folder, read_full_model(CheckpointPath(run.folder, run.step)), state.recipe, facts)
+    except (OSError, InvalidCheckpoint) as error:
+        raise UserError(f"the model after step {run.step} cannot be kept: {first_line(error)}; free space") from None

@@ -1,0 +1,238 @@
+"""What a rank of a run has at hand: data, devices, log, checkpoints, numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.checkpoint.preemption import StopRequest
+from common.checkpoint.saver import Saver
+from common.checkpoint.train_state import TrainState
+from common.core.errors import UserError
+from common.data.loader import AccumulationLoader, Images, Loader
+from common.data.prepare import Prepared
+from common.distributed.rendezvous import World
+from common.measure import media, profiler
+from common.measure.metrics_log import MetricsLog
+from common.measure.step_timing import Pace, StepTimes
+from common.runs.folder import Folder, write_json
+from common.runs.metrics_writer import MetricsWriter
+from common.training.progress import Screen
+from configs.shared import Experiment
+
+HEARTBEAT = 5.0  # seconds
+
+
+class RunContext:
+    """The state of a run on one rank. `Run` adds what trains and ends it."""
+
+    def __init__(
+        self, cfg: Experiment, folder: Folder, world: World, prepared: Prepared, stop: StopRequest | None = None
+    ) -> None:
+        self.cfg, self.folder, self.world, self.prepared = cfg, folder, world, prepared
+        self.screen = Screen(cfg.log, silent=not world.is_main)
+        self.logger = self._open_log()
+        self.profiler = profiler.begin(cfg.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
+        self.saver = Saver(cfg, folder, world, stop, self.say)
+        if world.backend == "nccl" and world.size > 1:
+            self.saver.watch_for_silence(self.note)
+        self.pace = Pace()
+        self.times: StepTimes | None = None
+        """Time stamps of this rank's steps, where every rank trains the same model."""
+        self.metrics: MetricsLog | None = None
+        self.state: TrainState | None = None
+        self.step = 0
+        """The newest step that is done."""
+        self.total = 0
+        """Steps of the whole run; known with the state."""
+        self.beat = 0.0
+        self.scores: dict[str, float] = {}
+        """Of the last evaluation, once training is over."""
+        self.memory: dict[str, int] = {}
+        """On rank 0, bytes that each rank held at most, once training is over."""
+        self.finished = False
+        if world.is_main:
+            write_json(folder.attempt / "world.json", describe_world(world))
+
+    # ---- data and devices
+
+    @cached_property
+    def train_set(self) -> Images:
+        return Images(self.prepared, "train", self.cfg.data.train_limit)
+
+    @cached_property
+    def test_set(self) -> Images:
+        return Images(self.prepared, "test", self.cfg.data.test_limit)
+
+    @property
+    def sample_shape(self) -> torch.Size:
+        """Shape of one input."""
+        return self.train_set.shape
+
+    @property
+    def classes(self) -> int:
+        return self.train_set.classes
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and arithmetic."""
+        dtype: torch.dtype = getattr(torch, self.cfg.dtype)
+        return dtype
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """This rank and how many there are: which shard of every batch is its own where all train the same model."""
+        return self.world.rank, self.world.size
+
+    def batches(
+        self,
+        *,
+        shard: tuple[int, int] = (0, 1),
+        inputs: bool = True,
+        targets: bool = True,
+        keep_partial: bool = False,
+    ) -> Loader:
+        """Batches of the training set for this rank, one an optimizer step.
+
+        `shard` (r, n) takes the r-th of n equal shards of each batch; a pipeline's first rank needs only inputs, its
+        last one only targets. With `keep_partial` an epoch's last batch may be smaller. Raises UserError.
+        """
+        ends: Any = {"inputs": inputs, "targets": targets}
+        return Loader.from_config(
+            self.train_set, self.cfg, self.device, shard=shard, drop_last=not keep_partial, **ends
+        )
+
+    def windows(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
+        """Batches in `count` microbatches each, whose gradients one optimizer step adds up."""
+        size = self.cfg.batch // count
+        return AccumulationLoader(
+            Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard), count
+        )
+
+    def example(self, samples: int) -> Tensor:
+        """The first inputs [samples, ...] of the training set, on the device."""
+        return self.train_set.load_inputs(slice(0, samples), self.device, self.dtype)
+
+    # ---- training
+
+    def resume(self, state: TrainState) -> int:
+        """Load the newest checkpoint of the run, if there is one; returns the steps done. All ranks call it."""
+        self.state, self.total = state, self.cfg.total_steps(state.loader.steps)
+        loaded = self.saver.load(state)
+        parent, rows = None, 0
+        if loaded is not None:
+            self.step, parent, rows = loaded.step, loaded.attempt, int(loaded.common["rows"])
+            self.say(f"goes on after step {self.step}, saved by attempt {parent}")
+        if self.world.is_main:
+            self.folder.set_parent(parent, self.step, rows)
+        return self.step
+
+    def open_metrics(self, state: TrainState, source: int) -> MetricsLog:
+        """Begin to log the steps of `state`."""
+        writer = MetricsWriter(self.folder.metrics_file, lambda text: self.say(text, logging.WARNING))
+        own: Any = {"seconds": self.cfg.log.seconds, "began": self.saver.began, "show": self._show_progress}
+        self.metrics = self.saver.metrics = MetricsLog(self.world, writer, state.loader, source=source, **own)
+        return self.metrics
+
+    def look(self) -> None:
+        """Between two batches of an evaluation: show that this rank lives, and stop if any rank was asked to."""
+        self.show_life(time.perf_counter())
+        self.saver.stop_in_evaluation(self.step)
+
+    # ---- words and numbers
+
+    def _open_log(self) -> logging.Logger:
+        logging.raiseExceptions = False  # a log on a full disk takes no words: that is told by what matters more
+        logger = logging.getLogger("run")
+        logger.setLevel(logging.DEBUG)
+        handler: logging.Handler = logging.FileHandler(self.folder.log_file(self.world.rank))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        return logger
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Write to this rank's log file and, on rank 0 from log.level up, to the screen."""
+        self.logger.log(level, text)
+        if level >= logging.getLevelName(self.cfg.log.level.upper()):
+            self.screen.line(text)
+
+    def note(self, error: BaseException | str) -> None:
+        """Write into this rank's log when and why it failed."""
+        plain = isinstance(error, str | UserError)
+        words = str(error) if plain else f"{type(error).__name__}: {error}"
+        self.logger.error("after step %d: %s", self.step, words, exc_info=None if plain else error)  # type: ignore[arg-type]
+
+    def _show_progress(self, step: int, newest: dict[str, float]) -> None:
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in newest.items())
+        self.screen.progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
+
+    def show_life(self, now: float) -> None:
+        """Write this rank's heartbeat, at most every HEARTBEAT seconds; `now` by time.perf_counter()."""
+        if now - self.beat > HEARTBEAT:
+            self.beat = now
+            before_backward = self.times.recent() if self.times else None
+            with contextlib.suppress(UserError):  # a full disk is told by what matters more
+                self.folder.heartbeat(self.world.rank, self.step, time.time(), before_backward)
+
+    def log_image(self, step: int, name: str, pixels: Tensor) -> None:
+        """An image [H, W] or [3, H, W], uint8 or floats from 0 to 1, in the run folder and in W&B. Rank 0's counts; any
+        step may have one, and the other ranks need not call it. Raises ValueError for another shape or a bad name.
+        """
+        if self.world.is_main:
+            media.write_image(self.folder, step, name, pixels)
+
+    def log_histogram(self, step: int, name: str, values: Tensor) -> None:
+        """How often values of a tensor of any shape fall into 64 bins; otherwise as `log_image`."""
+        if self.world.is_main:
+            media.write_histogram(self.folder, step, name, values)
+
+    def step_seconds(self) -> float:
+        """The mean training step, evaluation and the first steps left out; 0 before there is one."""
+        return self.pace.mean()
+
+    def samples_per_second(self) -> float:
+        """Over the same steps."""
+        steady = self.pace.steady()
+        if not steady or self.state is None:
+            return 0.0
+        samples = self.state.loader.count_samples
+        return (samples(self.step) - samples(self.step - len(steady))) / sum(steady)
+
+    def close(self) -> None:
+        if self.step == self.total > 0:  # the last sign of life is of the last step
+            self.show_life(math.inf)
+        self.saver.close()
+        for handler in self.logger.handlers[:]:
+            self.logger.removeHandler(handler)
+            with contextlib.suppress(OSError):  # a full disk does not take the last words
+                handler.close()
+        if self.profiler is not None:
+            self.profiler.stop()
+        self.screen.close()
+
+
+def describe_world(world: World) -> dict[str, Any]:
+    """Where an attempt runs, for world.json and meta.json."""
+    cuda = world.device.type == "cuda"
+    return {
+        "processes": world.size,
+        "nodes": world.nodes,
+        "hosts": list(world.hosts),
+        "launched_by": world.launcher,
+        "backend": world.backend,
+        "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+        "threads": world.threads,
+        "rendezvous_seconds": round(world.rendezvous_seconds, 3),
+    }
