@@ -97,6 +97,15 @@ class StopRequest:
         faulthandler.cancel_dump_traceback_later()
 
 
+def leave_together() -> None:
+    """Let every rank end with its own exit status; all ranks call it.
+
+    srun and torchrun end the others as soon as one has ended, and then report a signal.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.barrier()
+
+
 class Decision(NamedTuple):
     """What all processes do after a step."""
 

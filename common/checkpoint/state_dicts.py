@@ -129,6 +129,13 @@ def clone_sharded(value: Any, parameter: Tensor) -> Any:
 # ---- random states
 
 
+def seed_global_rngs(seed: int) -> None:
+    """Seed the global random generators of torch, numpy and python, on all ranks alike."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def capture_rng_state() -> dict[str, Any]:
     """Where the global random streams of this process stand: torch, CUDA if it is used, numpy, python."""
     version, numbers, following = random.getstate()

@@ -24,6 +24,7 @@ from common.core import host_memory
 from common.core.errors import EXIT_RESUMABLE, UserError
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS, die_with_parent
 from common.distributed.rank_info import RankInfo
+from common.runs.folder import disk_errors
 
 NEW = 60.0  # seconds in which a folder may not have its lock yet
 
@@ -177,6 +178,16 @@ def run_child(body: Callable[[RankInfo], None], place: RankInfo, private: Path, 
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def redirect_output(log: Path, *, keep_stdout: bool) -> None:
+    """Send this process's stderr, and stdout unless kept, to a log file, the messages of C++ libraries included."""
+    with disk_errors(log):
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 2)
+    if not keep_stdout:
+        os.dup2(handle, 1)
+    os.close(handle)
 
 
 def is_stop_request(error: BaseException) -> bool:

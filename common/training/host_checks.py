@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.checkpoint.preemption import leave_together
 from common.core import network
 from common.core.errors import UserError
 from common.data import prepare
@@ -51,6 +52,15 @@ def collect_basic_facts(world: World, folder: Path) -> dict[str, Any]:
         "cores_asked": int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if world.launcher == "slurm" else 0,
         "disk_free_gb": measure_disk_free(folder),
     }
+
+
+def check_hosts(world: World, folder: Path) -> None:
+    """Compare the hosts before training; all ranks call it. Raises UserError, on rank 0 naming the unsound host."""
+    facts = world.gather(collect_basic_facts(world, folder))
+    wrong = world.broadcast(find_problems(facts, len(set(world.hosts))) if world.is_main else None)
+    if wrong:
+        leave_together()
+        raise UserError("; ".join(wrong) if world.is_main else "another host has a problem; rank 0 names it")
 
 
 def resolve_own_address() -> str:

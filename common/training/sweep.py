@@ -62,7 +62,7 @@ def words(cell: Cell) -> list[str]:
     return [f"{name}={text(value)}" for name, value in cell.items()]
 
 
-def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder, int]]) -> int:
+def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder | None, int]]) -> int:
     """Run all cells with `start`, which returns a run's folder and exit status; returns the sweep's exit status.
 
     Every cell's settings are checked before the first one starts. Raises UserError.
@@ -78,6 +78,7 @@ def run(sweep: Sweep[T], settings: T, arguments: Sequence[str], start: Callable[
         try:
             with silenced(), dispositions():
                 made, status = start(chosen)
+            assert made is not None
         except UserError:
             if not rows:
                 shutil.rmtree(folder)

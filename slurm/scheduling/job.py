@@ -42,21 +42,22 @@ class Job:
             name = folder.experiment
             schema = config.import_schema(name)
             settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
-            place = read_rank_info(os.environ)
-            assert place is not None, "srun starts this"
+            rank_info = read_rank_info(os.environ)
+            assert rank_info is not None, "srun starts this"
             main = importlib.import_module(f"experiments.{name}").main
             try:
-                status = entry_point.join_there(main, settings, place, folder, submitted=True)
+                rank = entry_point.LaunchedRank(rank_info, settings)
+                _, status = entry_point.run_experiment(main, settings, rank, folder, submitted=True)
             except Unreachable as error:
                 if (
                     os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
                 ):  # a host failed, and another start may get another
                     print(f"error: {error}", file=sys.stderr)
                     sys.exit(1)
-                note_refusal(folder, place.rank, str(error))
+                note_refusal(folder, rank_info.rank, str(error))
                 raise
             except UserError as error:
-                note_refusal(folder, place.rank, str(error))
+                note_refusal(folder, rank_info.rank, str(error))
                 raise
         if status:
             sys.exit(status)

@@ -23,7 +23,6 @@ from typing import Any
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World
-from common.training.entry_point import redirect
 from configs.shared import Launch
 
 NOISY = 0.1  # share of the machine used by others during a turn, above which its round is disturbed
@@ -154,7 +153,7 @@ def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples
             ours.close()
             if number != place.rank:
                 theirs.close()
-        redirect(Path(os.devnull), keep_stdout=False)
+        local_launcher.redirect_output(Path(os.devnull), keep_stdout=False)
         store = f"{place.master}-{teams.index(team)}"
         seat = RankInfo(rank, team.size, rank, team.size, master=store)
         with rendezvous.joined_world(seat, Launch(device="cpu", threads=team.threads)) as world:

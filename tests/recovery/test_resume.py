@@ -138,7 +138,7 @@ def test_make_exp_goes_on_with_the_code_of_the_run(
     assert told.returncode == 0, told.stderr
     assert "this is the code of then\n" in told.stdout
     assert "goes on after step 9" in told.stdout and "2 processes saved this, 1 go on" in told.stdout
-    assert "with other settings than the run began with: stages 2 -> 1\n" in told.stdout
+    assert "resumed with other settings than in config.yaml: stages 2 -> 1\n" in told.stdout
     changed = json.loads((folder.attempts()[-1].attempt / "changed.json").read_text())
     assert changed == {"stages": ["2", "1"]}
     assert trained_steps(folder) == list(range(1, STEPS + 1))

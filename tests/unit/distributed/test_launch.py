@@ -185,7 +185,7 @@ def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(t
     assert [rank.wait(60) for rank in ranks] == [EXIT_RESUMABLE, EXIT_RESUMABLE], ranks[0].err + ranks[1].err
     assert "Traceback" not in ranks[0].err + ranks[1].err
     (path,) = (tmp_path / "runs").iterdir()
-    assert read_json(path / "result.json")["reason"] == "told to stop, before the first step"
+    assert read_json(path / "result.json")["reason"] == "stopped on request, before the first step"
 
 
 def test_rank_that_does_not_arrive_is_named(tmp_path: Path) -> None:
@@ -304,4 +304,4 @@ def test_torchrun_with_the_wrong_number_is_refused(tmp_path: Path, digits: tuple
     }
     done = run("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **environ)
     assert done.status == 2
-    assert done.err == "error: torchrun started 1 processes, the settings need 2\n"
+    assert done.err == "error: torchrun started 1 process, the settings need 2\n"

@@ -1,0 +1,196 @@
+"""One attempt at a run: set up or resumed before its ranks train, documented while they start, concluded after them.
+
+The process that does this is rank 0 under torchrun and srun, and the parent of forked ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from common.checkpoint import extension, storage
+from common.core import config
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, UserError
+from common.data import prepare
+from common.data.prepare import Prepared
+from common.runs import provenance, wandb_tracker
+from common.runs.folder import Folder, read_json, write_json
+from configs.shared import Experiment
+
+
+@dataclass
+class Attempt:
+    """The folder of an attempt, claimed by this process, and the data it trains on."""
+
+    folder: Folder
+    prepared: Prepared
+    is_new: bool
+    """Whether this is the first attempt of its run."""
+    tracker: wandb_tracker.Tracker | None = None
+
+    @classmethod
+    def open(cls, cfg: Experiment, given: Folder | None, *, fallback: bool) -> Attempt:
+        """Resume the run `given`, or set up a new one; with `fallback` generated data may replace what is missing.
+
+        Raises UserError, and leaves no new folder behind then.
+        """
+        folder, prepared = set_up(cfg, fallback) if given is None else resume(cfg, given)
+        return cls(folder, prepared, given is None)
+
+    def document(self) -> None:
+        """Write source, versions, machine and data checksums of the run, and the start of this attempt.
+
+        Raises UserError for damaged data and for a disk that refuses.
+        """
+        if not (self.folder.path / "meta.json").exists():
+            provenance.copy_source(self.folder)
+            provenance.write_metadata(self.folder, sys.argv, self.prepared.facts())
+        provenance.record_attempt(self.folder)
+        self.prepared.verify()
+
+    @contextlib.contextmanager
+    def discarded_on(self, *errors: type[BaseException]) -> Iterator[None]:
+        """Delete the folder of a new run if one of `errors` ends the block: nothing half-made is left."""
+        try:
+            yield
+        except errors:
+            if self.is_new:
+                shutil.rmtree(self.folder.path, ignore_errors=True)
+            raise
+
+    def conclude(self, status: int, cfg: Experiment, *, submitted: bool = False, reason: str = "") -> None:
+        """Write how the attempt ended and how to resume it, and let W&B finish.
+
+        Of a `submitted` run the job writes the result, because it outlives its ranks.
+        """
+        if not self.folder.path.exists():
+            return
+        try:
+            ended = describe_ending(self.folder, status, reason)
+            if not self.folder.result and not submitted and not self.folder.superseded:
+                with contextlib.suppress(UserError):  # the full disk that ended the run has been reported
+                    write_json(self.folder.path / "result.json", ended)
+                if ended["last_step"]:
+                    print(f"metrics up to step {ended['last_step']} are in {self.folder.metrics_file}", file=sys.stderr)
+                if storage.list_candidates(self.folder):
+                    print(f"go on with: {how_to_resume(self.folder, cfg, reason)}", file=sys.stderr)
+            state = self.folder.result.get("state", ended["state"])
+            facts = {"world": read_json(self.folder.attempt / "world.json") or None}
+            if not self.folder.superseded:  # else the newest entry of the history is another attempt's
+                with contextlib.suppress(UserError):
+                    provenance.update_metadata(self.folder, state=state, end=provenance.utc_now(), **facts)
+        finally:
+            if self.tracker is not None:
+                patience = cfg.wandb.finish_timeout  # ranks that stop wait for each other, and a scheduler for them
+                print(self.tracker.finish(min(patience, 5.0) if status == EXIT_RESUMABLE else patience), flush=True)
+
+
+def is_finished(folder: Folder | None, cfg: Experiment, report: bool = True) -> bool:
+    """Check whether a run has nothing left to do, and print so. Raises UserError where a longer run cannot resume."""
+    if folder is None or folder.result.get("state") != "finished" or extension.asks_for_more_steps(folder, cfg):
+        return False
+    if report:
+        print(extension.describe_finished(folder, cfg), flush=True)
+    return True
+
+
+def set_up(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
+    """Prepare the data and make a run folder with its first attempt; the data set in use goes into the config first."""
+    prepared = prepare.prepare(cfg.data, fallback)
+    cfg.data.name = prepared.name  # type: ignore[assignment]
+    name = config.experiment_name(type(cfg))
+    folder = Folder.create(Path(cfg.runs), name, config.to_yaml(cfg))
+    try:
+        folder = folder.claim()
+    except UserError:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    if prepared.notice:
+        print(prepared.notice, flush=True)
+    print(f"{name}: {count_ranks(cfg)}, data {prepared.name}, run folder {folder.path}", flush=True)
+    return folder, prepared
+
+
+def resume(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
+    """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
+    prepared = prepare.prepare(cfg.data, fallback=False)
+    known = read_json(given.path / "meta.json").get("data") or {}
+    if known.get("sha256", prepared.facts()["sha256"]) != prepared.facts()["sha256"]:
+        raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
+    warn_of_damaged_metrics(given)
+    extended = given.result.get("state") == "finished"
+    folder = given.claim()
+    changed = config.find_changes(given.path / "config.yaml", cfg)
+    if changed:
+        write_json(folder.attempt / config.CHANGED, changed)
+        print(f"resumed with other settings than in config.yaml: {config.describe_changes(changed)}", flush=True)
+    if extended:
+        done, total = extension.count_steps(given, cfg)
+        print(f"trains on after step {done}; learning rates are now those of a run of {total} steps", flush=True)
+    folder.retire_result()
+    return folder, prepared
+
+
+def warn_of_damaged_metrics(given: Folder) -> None:
+    """Print the numbers of damaged lines in the metrics of all attempts; readers leave these lines out."""
+    for attempt in given.attempts():
+        damaged = attempt.damaged_lines()
+        if damaged:
+            lines = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
+            print(f"WARNING: {attempt.metrics_file}: damaged lines are left out: {lines}", file=sys.stderr, flush=True)
+
+
+def count_ranks(cfg: Experiment) -> str:
+    """Return the number of ranks in words, as in `2 processes`."""
+    return f"{cfg.processes} process{'es' if cfg.processes > 1 else ''}"
+
+
+def lock_run(folder: Folder) -> IO[str]:
+    """Keep other processes of this machine from resuming a run; return the file that holds the lock.
+
+    Raises UserError if another process holds it. Not used on a cluster: there a new attempt must not wait for one that
+    a network partition has left behind.
+    """
+    file = open(folder.path / "config.yaml")  # noqa: SIM115 (the lock ends with it)
+    with contextlib.suppress(OSError):  # a network disk may know no locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder.path} goes on in another process here; wait for it, or end it") from None
+    return file
+
+
+def how_to_resume(folder: Folder, cfg: Experiment, reason: str) -> str:
+    """Return the command that resumes a run, changed where the same settings would fail again for the same reason."""
+    again = f"make exp RESUME={shlex.quote(str(folder.path))}"
+    if re.search(DIVERGENCE, reason):
+        return f'{again} ARGS="optim.lr={cfg.optim.lr / 2:g}"'
+    if "ran out of memory" in reason:
+        return f"{again} where there is more memory, or begin a run with a smaller batch or model"
+    if NO_VALID_CHECKPOINT in reason:
+        return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
+    return again
+
+
+def describe_ending(folder: Folder, status: int, reason: str = "") -> dict[str, Any]:
+    """Return the result of an attempt that did not finish the run; `reason` is what is known of a failure."""
+    steps = [row["global_step"] for row in folder.metrics()]
+    ended: dict[str, Any] = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
+    if status == 128 + signal.SIGINT:
+        ended |= {"state": "cancelled", "reason": "stopped by Ctrl-C"}
+    elif status == EXIT_RESUMABLE:
+        saved = bool(storage.list_candidates(folder))
+        when = "after saving a checkpoint" if saved else "before the first step"
+        ended |= {"state": "preempted", "reason": f"stopped on request, {when}"}
+    elif reason:
+        ended["reason"] = reason
+    return ended
