@@ -293,8 +293,8 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
             )
     elif line.file and (changed := read_all_changes(line.file.parent)):
         raise UserError(
-            f"{line.file} holds the settings of the run's first attempt; then {describe_changes(changed)} was changed, "
-            "and no single run repeats that; to train with the first settings alone, copy the file elsewhere"
+            f"{line.file} holds the first settings of the run; it was resumed with {describe_changes(changed)}, and no "
+            "single run repeats that; to train with the first settings alone, copy the file elsewhere"
         )
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
     resumed = {name: now for name, (_, now) in read_last_changes(line.resume).items()} if line.resume else {}
