@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from configs.pipeline import Pipeline
+from configs.pipeline import PipelineConfig
 from configs.shared import BatchPlan, Experiment, between
 
 
 @dataclass
-class Config(Pipeline, Experiment):
+class Config(PipelineConfig, Experiment):
     width: int = between(2, 65_536, 128)
     """Units in each hidden layer but the last, which has half as many."""
     depth: int = between(1, 256, 2)

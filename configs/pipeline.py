@@ -38,13 +38,13 @@ class Stages:
         trained = getattr(host, "replicas", 1) * host.parameter_bytes * host.optim.copies
         return max(built, trained / host.launch.nodes)
 
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> PipelineConfig:
         """What the executor is told."""
         raise NotImplementedError
 
 
 @dataclass
-class Pipeline(Stages):
+class PipelineConfig(Stages):
     """What the executor is told, and what an experiment that is all about the pipeline can set."""
 
     engine: Literal["own", "torch"] = "own"
@@ -52,7 +52,7 @@ class Pipeline(Stages):
     microbatches: int = between(1, 4096, 4)
     """Equal pieces of a batch that travel through the stages one behind the other."""
 
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> PipelineConfig:
         return self
 
     @property

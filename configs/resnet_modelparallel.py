@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.pipeline import OWN, Pipeline, Stages
+from configs.pipeline import OWN, PipelineConfig, Stages
 from configs.shared import RESNETS, BatchPlan, Experiment, at_least, between, divisors
 from configs.sweep import Sweep
 
@@ -66,11 +66,11 @@ class Config(Sweep, Stages, Experiment):
     def plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.replicas, max(1, self.batch // self.replicas // self.microbatch))
 
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> PipelineConfig:
         schedule = self.schedule if self.mode == "pipelined" else "naive"
         known = schedule in OWN or ":" in schedule
         single = self.mode == "single"
-        return Pipeline(
+        return PipelineConfig(
             transport=self.transport,
             schedule=schedule,
             stages=1 if single else self.stages,

@@ -69,7 +69,7 @@ def build(cfg: Config, run: Run) -> nn.Module:
     if cfg.model in ("resnet18", "resnet50"):
         model: nn.Module = networks.ResNet(cfg.model, run.sample_shape, run.classes)
     else:
-        model = networks.for_images(cfg.model, run.sample_shape, run.classes)
+        model = networks.build_network(cfg.model, run.sample_shape, run.classes)
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(run.device, run.dtype).to(memory_format=layout)
 

@@ -68,7 +68,7 @@ def wrap(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
 
 def build(cfg: Config, run: Run) -> nn.Module:
-    return networks.for_images(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
+    return networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
 def main(cfg: Config, run: Run) -> None:

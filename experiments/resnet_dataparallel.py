@@ -69,7 +69,7 @@ BUFFERS = {  # what becomes of its running statistics
 
 def build(cfg: Config, run: Run) -> nn.Module:
     """The model, with the same weights on every rank: all draw from one seed."""
-    return networks.for_images(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
+    return networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
 def visible_gpus(world: World) -> list[int]:

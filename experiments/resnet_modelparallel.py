@@ -69,7 +69,7 @@ def build(cfg: Config, run: Run) -> nn.Sequential:
     toy, shape, classes = cfg.model == "toy", run.sample_shape, run.classes
     model = networks.Toy(shape, classes) if toy else networks.ResNet(cfg.model, shape, classes, width=cfg.width)
     if cfg.weights != "none":
-        networks.load(model, model_file.read_weights(cfg.weights, Path(cfg.runs)), cfg.weights)
+        networks.load_weights(model, model_file.read_weights(cfg.weights, Path(cfg.runs)), cfg.weights)
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 

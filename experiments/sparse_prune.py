@@ -102,7 +102,8 @@ class Pruner:
         if self.cfg.normalize == "layer":
             scores = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
         return [
-            score.masked_fill(~kept, pruning_masks.GONE) for score, kept in zip(scores, self.masks.kept, strict=True)
+            score.masked_fill(~kept, pruning_masks.PRUNED_SCORE)
+            for score, kept in zip(scores, self.masks.kept, strict=True)
         ]
 
     def prune(self, step: int) -> None:
@@ -128,13 +129,13 @@ def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Ten
     """The masks that leave the highest scores."""
     match cfg.scope:
         case "global":
-            return pruning_masks.globally(scores, sparsity)
+            return pruning_masks.prune_globally(scores, sparsity)
         case "layer":
-            return pruning_masks.by_layer(scores, [sparsity] * len(scores))
+            return pruning_masks.prune_layers(scores, [sparsity] * len(scores))
         case "structured":
-            return pruning_masks.by_channel(scores, sparsity)
+            return pruning_masks.prune_channels(scores, sparsity)
         case _:
-            return pruning_masks.by_group(scores, sparsity, cfg.group()[1])
+            return pruning_masks.prune_groups(scores, sparsity, cfg.group()[1])
 
 
 def random_masks(cfg: Config, masks: Masks) -> list[Tensor]:
@@ -142,8 +143,8 @@ def random_masks(cfg: Config, masks: Masks) -> list[Tensor]:
     shapes = [weight.shape for weight in masks.weights]
     sparsities = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
-        sparsities = pruning_masks.erdos_renyi(shapes, cfg.sparsity)
-    return pruning_masks.by_layer(random_scores(cfg, masks.weights, 0), sparsities)
+        sparsities = pruning_masks.allocate_erdos_renyi(shapes, cfg.sparsity)
+    return pruning_masks.prune_layers(random_scores(cfg, masks.weights, 0), sparsities)
 
 
 @torch.no_grad()
@@ -156,11 +157,11 @@ def drop_and_grow(cfg: Config, masks: Masks, optimizer: Optimizer, done: float) 
     staying, grown = [], []
     for weight, mask in zip(masks.weights, masks.kept, strict=True):
         assert weight.grad is not None
-        count = min(int(share * pruning_masks.count(mask)), pruning_masks.count(~mask))
-        stays = mask & ~pruning_masks.lowest([weight.abs().masked_fill(~mask, math.inf)], count)[0]
+        count = min(int(share * pruning_masks.count_nonzero(mask)), pruning_masks.count_nonzero(~mask))
+        stays = mask & ~pruning_masks.select_lowest([weight.abs().masked_fill(~mask, math.inf)], count)[0]
         staying.append(stays)
         # lowest of -|gradient| is the largest gradient; +1 keeps those that stay out of it
-        grown.append(stays | pruning_masks.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)[0])
+        grown.append(stays | pruning_masks.select_lowest([-weight.grad.abs().masked_fill(stays, -1)], count)[0])
     masks.set(staying)
     masks.apply()  # what goes, and what comes, begins at zero and without momentum
     masks.apply_to_memory(optimizer)
@@ -200,7 +201,7 @@ def soft_threshold(weights: Sequence[Tensor], length: float) -> None:
 
 
 def main(cfg: Config, run: Run) -> None:
-    inner = networks.for_images(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
+    inner = networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
     masks = Masks(inner)
     model = ddp.wrap_ddp(inner, run.device, gradient_as_bucket_view=True) if run.world.size > 1 else inner
     optimizer = build_optimizer(model.parameters(), cfg.optim)
@@ -242,8 +243,8 @@ def summarise(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Fac
 
     x = test.load_inputs(slice(0, min(cfg.eval_batch, TIMED)), run.device, torch.float32)
     path = run.folder.path / "model.pt2"
-    saved = pruning_savings.savings(model, x, accuracy if cfg.int8 else None, path, cfg.export)
-    nonzero = sum(map(pruning_masks.count, masks.weights))
+    saved = pruning_savings.measure_savings(model, x, accuracy if cfg.int8 else None, path, cfg.export)
+    nonzero = sum(map(pruning_masks.count_nonzero, masks.weights))
     outcome = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
     outcome |= {name: value for name, value in saved.items() if name not in pruning_savings.MEASURED}
     shown = {
@@ -252,7 +253,7 @@ def summarise(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Fac
         "masks": f"{digest[:16]}, the same on {run.world.size} ranks",
     }
     measured = {name: value for name, value in saved.items() if name in pruning_savings.MEASURED}
-    return [Facts(shown | pruning_savings.rows(saved, len(x), cfg.int8), outcome, measured)]
+    return [Facts(shown | pruning_savings.format_rows(saved, len(x), cfg.int8), outcome, measured)]
 
 
 def cells(cfg: Config) -> list[sweep.Cell]:
@@ -283,8 +284,8 @@ def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
     title = f"{cfg.model} on {rows[0]['data']}"
     plots.curves(folder / "sparsity.png", series, "weights left, %", "test error, %", levels, log=True, title=title)
     return {
-        "medians": pruning_savings.table(groups),
-        "CSR": pruning_savings.verdict(groups),
+        "medians": pruning_savings.format_table(groups),
+        "CSR": pruning_savings.describe_speed(groups),
         "plot": str(folder / "sparsity.png"),
     }
 

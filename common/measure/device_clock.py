@@ -12,7 +12,7 @@ HISTORY = 100  # steps whose time stamps are kept
 RENEWED = 10.0  # seconds that a clock counts from one zero: CUDA does so in a float, whose spacing is then 1 us
 
 
-class Moment(NamedTuple):
+class TimedEvent(NamedTuple):
     """A time stamp of a stream, and what it counts from."""
 
     event: torch.cuda.Event
@@ -21,10 +21,10 @@ class Moment(NamedTuple):
     """When the zero was, in seconds of the host."""
 
 
-Stamp = float | Moment
+Stamp = float | TimedEvent
 
 
-class Clock:
+class DeviceClock:
     """Time stamps in seconds, comparable between processes of a host; on CUDA, the time of the stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -49,19 +49,19 @@ class Clock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def moment(self) -> Moment:
-        return Moment(self.event(), self.zero, self.origin)
+    def moment(self) -> TimedEvent:
+        return TimedEvent(self.event(), self.zero, self.origin)
 
     def reached(self, stamp: Stamp) -> bool:
         """Whether the device has come to a stamp, without waiting for it."""
-        return not isinstance(stamp, Moment) or stamp.event.query()
+        return not isinstance(stamp, TimedEvent) or stamp.event.query()
 
     def start_now(self) -> None:
         """Count from here; processes of several hosts call it at the same moment."""
         self.start = time.perf_counter()
 
     def seconds(self, stamp: Stamp) -> float:
-        if isinstance(stamp, Moment):
+        if isinstance(stamp, TimedEvent):
             stamp.event.synchronize()
             return stamp.origin - self.start + stamp.zero.elapsed_time(stamp.event) / 1e3
         return stamp - self.start

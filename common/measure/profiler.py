@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 
-def begin(steps: int, trace: Path, say: Callable[[str], None]) -> torch.profiler.profile | None:
+def start_profiler(steps: int, trace: Path, say: Callable[[str], None]) -> torch.profiler.profile | None:
     """A running profiler that is told of each step, and after the first four profiles so many; None for 0."""
     if not steps:
         return None

@@ -19,7 +19,7 @@ from torch import nn
 
 from common.distributed.rendezvous import World
 from common.distributed.sync_batchnorm import take_waiting_seconds
-from common.measure.device_clock import Clock, Stamp
+from common.measure.device_clock import DeviceClock, Stamp
 from common.measure.straggler import find_straggler
 from common.measure.timing import time_calls
 from common.runs.result import Added
@@ -80,7 +80,7 @@ class StepTimes:
 
     def __init__(self, model: nn.Module, device: torch.device, sharded: Iterable[nn.Module] = ()) -> None:
         """`sharded` are layers that wait for their parameters in the forward: only what they compute then counts."""
-        self.model, self.clock = model, Clock(device)
+        self.model, self.clock = model, DeviceClock(device)
         self.computing: list[tuple[Stamp, Stamp]] = []
         self.began: list[Stamp] = []
         for layer in sharded:  # after fully_shard has put its own hooks around the layer

@@ -37,18 +37,18 @@ def write_program(model: nn.Module, x: Tensor, path: Path) -> Tensor:
     Raises RuntimeError if that fails.
     """
     program = torch.export.export(
-        model.cpu(), (two_like(x),), dynamic_shapes=({0: torch.export.Dim("samples", min=1)},)
+        model.cpu(), (make_two_samples(x),), dynamic_shapes=({0: torch.export.Dim("samples", min=1)},)
     )
     torch.export.save(program, path)
-    return run_elsewhere(path, x)
+    return run_in_new_process(path, x)
 
 
-def two_like(x: Tensor) -> Tensor:
+def make_two_samples(x: Tensor) -> Tensor:
     """Two samples: an example with one would fix the number at one."""
     return torch.zeros(2, *x.shape[1:], dtype=x.dtype)
 
 
-def run_elsewhere(path: Path, x: Tensor) -> Tensor:
+def run_in_new_process(path: Path, x: Tensor) -> Tensor:
     """The outputs of a written program for x, from a new process that imports torch and nothing of this project.
 
     Raises RuntimeError if that fails.
@@ -81,7 +81,12 @@ def write_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
         warnings.simplefilter("ignore")  # about the exporter itself
         shapes = ({0: torch.export.Dim("samples", min=1)},)
         made = torch.onnx.export(
-            model.cpu(), (two_like(x),), dynamo=True, dynamic_shapes=shapes, input_names=["images"], verbose=False
+            model.cpu(),
+            (make_two_samples(x),),
+            dynamo=True,
+            dynamic_shapes=shapes,
+            input_names=["images"],
+            verbose=False,
         )
     assert made is not None
     made.save(path)

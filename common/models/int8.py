@@ -10,7 +10,7 @@ from torch import nn
 MISSING = "not measured: torchao is missing or too old; pip install --upgrade torchao"
 
 
-def available() -> bool:
+def has_torchao() -> bool:
     """Whether torchao is there, with what is used of it. Importing it takes a second."""
     try:
         torchao = importlib.import_module("torchao.quantization")
@@ -19,7 +19,7 @@ def available() -> bool:
     return hasattr(torchao, "Int8DynamicActivationInt8WeightConfig") and hasattr(torchao, "quantize_")
 
 
-def to_int8(model: nn.Module) -> nn.Module:
+def quantize_to_int8(model: nn.Module) -> nn.Module:
     """A copy of a model in float32 and eval mode: weights int8, with a scale for each output; activations are rounded
     to int8 sample by sample. Convolutions, biases and norms stay as they are."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_

@@ -26,7 +26,7 @@ FORMAT = 1
 NEEDED = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}  # in model.json
 
 
-def write(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | None, facts: Mapping[str, Any]) -> None:
+def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | None, facts: Mapping[str, Any]) -> None:
     """Write both files, each whole or not at all. Raises OSError.
 
     Of a model with a recipe only what the built model has is written: no masks, no state of hooks.
@@ -35,7 +35,7 @@ def write(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | None, fa
     from safetensors.torch import save_file
 
     if recipe is not None:
-        known = build(recipe, torch.device("meta")).state_dict()
+        known = build_model(recipe, torch.device("meta")).state_dict()
         state = {name: state[name] for name in known}
     tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     draft = folder.path / f".{MODEL}.new"
@@ -54,7 +54,7 @@ def write(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | None, fa
         draft.unlink(missing_ok=True)
 
 
-def read(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_model(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The facts and the tensors of a run's model. Raises UserError."""
     file, facts = folder.path / MODEL, read_json(folder.path / MODEL_FACTS)
     if not file.is_file() and not facts:
@@ -83,7 +83,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file}: not a safetensors file ({error})") from None
 
 
-def build(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
+def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
     """The model that a recipe describes, untrained. Raises UserError for a recipe of no known model."""
     kind, arguments = networks.KINDS.get(str(recipe.get("class"))), recipe.get("arguments")
     if kind is None or not isinstance(arguments, dict):
@@ -98,10 +98,10 @@ def build(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.M
         raise UserError(f"{MODEL_FACTS}: {kind.__name__} cannot be built from {arguments} ({error})") from None
 
 
-def load(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
+def load_model(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
     """The facts and the trained model of a run, in eval mode and its dtype. Raises UserError."""
-    facts, state = read(folder)
-    model = build(facts, torch.device("meta"))
+    facts, state = read_model(folder)
+    model = build_model(facts, torch.device("meta"))
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -119,9 +119,9 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
 
     Raises UserError.
     """
-    path = locate(text, runs)
+    path = find_weights(text, runs)
     if (path / "config.yaml").is_file():
-        return read(Folder(path.absolute()))[1]
+        return read_model(Folder(path.absolute()))[1]
     if path.is_dir():
         return read_checkpoint(path, text)
     if path.suffix == ".safetensors":
@@ -137,7 +137,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     return found
 
 
-def locate(text: str, runs: Path) -> Path:
+def find_weights(text: str, runs: Path) -> Path:
     """The file or folder that `weights=` names; a run may be named by its id or its last four characters."""
     name = Path(text).name  # a job's settings hold absolute paths
     for path in (Path(text), runs / name, *runs.glob(f"*-{name}" if len(name) == 4 and name.isalnum() else "\0")):

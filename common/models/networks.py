@@ -22,7 +22,7 @@ from common.core.errors import UserError
 Recipe = dict[str, Any]  # "class" and "arguments": what builds a model again
 
 
-def recipe(kind: str, **arguments: Any) -> Recipe:
+def make_recipe(kind: str, **arguments: Any) -> Recipe:
     """What builds a model again, in types that JSON knows."""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
     return {"class": kind, "arguments": plain}
@@ -58,7 +58,7 @@ class SimpleNN(nn.Sequential):
             layers[f"fc{i}"] = LinearReLU(before, after) if i > 1 else FlatLinearReLU(before, after)
         layers[f"fc{depth + 1}"] = nn.Linear(sizes[-1], 10)
         super().__init__(layers)
-        self.recipe = recipe("SimpleNN", width=width, depth=depth)
+        self.recipe = make_recipe("SimpleNN", width=width, depth=depth)
 
 
 class Toy(nn.Sequential):
@@ -67,10 +67,10 @@ class Toy(nn.Sequential):
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         first, last = FlatLinearReLU(math.prod(shape), 10), nn.Linear(10, classes)
         super().__init__(OrderedDict([("net1", first), ("net2", last)]))
-        self.recipe = recipe("Toy", shape=tuple(shape), classes=classes)
+        self.recipe = make_recipe("Toy", shape=tuple(shape), classes=classes)
 
 
-def colours(shape: Sequence[int]) -> int:
+def count_channels(shape: Sequence[int]) -> int:
     return shape[0] if len(shape) == 3 else 1
 
 
@@ -93,13 +93,13 @@ class ConvNet(nn.Sequential):
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        layers["conv1"] = ConvReLU(colours(shape), 32, 3)
+        layers["conv1"] = ConvReLU(count_channels(shape), 32, 3)
         layers["conv2"] = ConvReLU(32, 64, 3)
         layers["pool"] = nn.AvgPool2d(2)
-        layers["fc1"] = FlatLinearReLU(flat_size(nn.Sequential(layers), shape), 100)
+        layers["fc1"] = FlatLinearReLU(count_features(nn.Sequential(layers), shape), 100)
         layers["fc2"] = nn.Linear(100, classes)
         super().__init__(layers)
-        self.recipe = recipe("ConvNet", shape=tuple(shape), classes=classes)
+        self.recipe = make_recipe("ConvNet", shape=tuple(shape), classes=classes)
 
 
 class LeNet300(nn.Sequential):
@@ -108,7 +108,7 @@ class LeNet300(nn.Sequential):
     def __init__(self) -> None:
         first, second, last = FlatLinearReLU(28 * 28, 300), LinearReLU(300, 100), nn.Linear(100, 10)
         super().__init__(OrderedDict([("fc1", first), ("fc2", second), ("fc3", last)]))
-        self.recipe = recipe("LeNet300")
+        self.recipe = make_recipe("LeNet300")
 
 
 class LeNet5(nn.Sequential):
@@ -117,28 +117,28 @@ class LeNet5(nn.Sequential):
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        layers["conv1"], layers["pool1"] = ImageConv2d(colours(shape), 20, 5), nn.MaxPool2d(2)
+        layers["conv1"], layers["pool1"] = ImageConv2d(count_channels(shape), 20, 5), nn.MaxPool2d(2)
         layers["conv2"], layers["pool2"] = nn.Conv2d(20, 50, 5), nn.MaxPool2d(2)
-        layers["fc1"] = FlatLinearReLU(flat_size(nn.Sequential(layers), shape), 500)
+        layers["fc1"] = FlatLinearReLU(count_features(nn.Sequential(layers), shape), 500)
         layers["fc2"] = nn.Linear(500, classes)
         super().__init__(layers)
-        self.recipe = recipe("LeNet5", shape=tuple(shape), classes=classes)
+        self.recipe = make_recipe("LeNet5", shape=tuple(shape), classes=classes)
 
 
 @torch.no_grad()
-def flat_size(layers: nn.Sequential, shape: Sequence[int]) -> int:
+def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
     """The numbers that come out of the layers for one image: computed, not guessed."""
     return layers(torch.zeros(1, *shape)).numel()
 
 
-def shortcut(before: int, after: int, stride: int) -> nn.Module:
+def make_shortcut(before: int, after: int, stride: int) -> nn.Module:
     """What stands beside a block's convolutions: nothing, or a 1x1 convolution where the sizes differ."""
     if stride == 1 and before == after:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """ResNet's basic block: two 3x3 convolutions beside a shortcut."""
 
     grows = 1
@@ -149,7 +149,7 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = shortcut(before, width, stride)
+        self.downsample = make_shortcut(before, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True)))
@@ -172,7 +172,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(4 * width)
-        self.downsample = shortcut(before, 4 * width, stride)
+        self.downsample = make_shortcut(before, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
@@ -180,8 +180,8 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(out)) + self.downsample(x), inplace=True)
 
 
-RESNETS: dict[str, tuple[type[Block] | type[Bottleneck], tuple[int, ...]]] = {
-    "resnet18": (Block, (2, 2, 2, 2)),
+RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
     "resnet101": (Bottleneck, (3, 4, 23, 3)),
 }
@@ -203,7 +203,7 @@ class ResNet(nn.Sequential):
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         large = max(shape[-2:]) >= LARGE if large is None else large
         stem = (7, 2, 3) if large else (3, 1, 1)
-        layers["conv1"] = ImageConv2d(colours(shape), width, *stem, bias=False)
+        layers["conv1"] = ImageConv2d(count_channels(shape), width, *stem, bias=False)
         layers["bn1"] = nn.BatchNorm2d(width)
         layers["relu"] = nn.ReLU(inplace=True)
         if large:
@@ -218,7 +218,7 @@ class ResNet(nn.Sequential):
         layers["flatten"] = nn.Flatten()
         layers["fc"] = nn.Linear(before, classes)
         super().__init__(layers)
-        self.recipe = recipe("ResNet", name=name, shape=tuple(shape), classes=classes, width=width, large=large)
+        self.recipe = make_recipe("ResNet", name=name, shape=tuple(shape), classes=classes, width=width, large=large)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -231,7 +231,7 @@ class ResNet18(ResNet):
         super().__init__("resnet18", shape, classes, large=False)
 
 
-def for_images(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
+def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
     """The model of that name for images of one shape."""
     if name in ("lenet300", "mlp"):
         return LeNet300() if name == "lenet300" else SimpleNN()
@@ -244,19 +244,19 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 }
 
 
-def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict under our names: torchvision's layer1.0 is our layer1_0, and DDP puts module. before each name."""
     plain = strip_wrapper_prefix(state)
     return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): value for name, value in plain.items()}
 
 
-def load(model: nn.Module, found: Mapping[str, Tensor], file: str) -> None:
+def load_weights(model: nn.Module, found: Mapping[str, Tensor], file: str) -> None:
     """Copy the state dict of a file into a model. Raises UserError, naming what does not fit.
 
     Old files do not tell how many batches BatchNorm has seen: there the model's own count stays.
     """
     own = model.state_dict()
-    state = {name: value for name, value in own.items() if name.endswith(".num_batches_tracked")} | own_names(found)
+    state = {name: value for name, value in own.items() if name.endswith(".num_batches_tracked")} | convert_names(found)
     for problem, names in (("has no", own.keys() - state.keys()), ("has too much:", state.keys() - own.keys())):
         if names:
             raise UserError(

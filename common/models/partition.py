@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from common.measure.timing import time_calls
 
 
-def begins_in_place(stage: nn.Module) -> bool:
+def starts_in_place(stage: nn.Module) -> bool:
     """Whether a stage's first layer writes into its input, which autograd allows on a copy only."""
     first = next((module for module in stage.modules() if not any(module.children())), None)
     return bool(getattr(first, "inplace", False))
 
 
-def cut(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
+def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
     """The stages of a model; `starts` names the layers that begin a new stage, in order.
 
     The stages share the model's layers (no copy). Raises ValueError for a name that is not a layer,
@@ -41,7 +41,7 @@ def cut(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
     return [nn.Sequential(OrderedDict(layers[a:b])) for a, b in pairwise(bounds)]
 
 
-def balance(costs: Mapping[str, float], stages: int) -> list[str]:
+def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
     """Where to cut so that the costliest stage is as cheap as can be: the layers that begin a new stage.
 
     `costs` gives the cost of each layer in order. Raises ValueError for more stages than layers.
@@ -59,12 +59,12 @@ def balance(costs: Mapping[str, float], stages: int) -> list[str]:
     return [names[start] for start in best[len(names)][1][1:]]
 
 
-def parameter_costs(model: nn.Sequential) -> dict[str, float]:
+def count_parameters(model: nn.Sequential) -> dict[str, float]:
     """Parameters of each layer."""
     return {name: float(sum(p.numel() for p in layer.parameters())) for name, layer in model.named_children()}
 
 
-def time_costs(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
+def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
     """Seconds of each layer for forward and backward on `x`, the median of `repeats`, after one that warms up.
 
     As in training nobody asks for the gradient of `x` itself. One copied layer at a time is on the device of `x`: a
@@ -85,7 +85,7 @@ class LayerStep:
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
         self.layer, self.x = layer, x
-        self.copies = begins_in_place(layer)
+        self.copies = starts_in_place(layer)
 
     def prepare(self) -> None:
         """Clear the gradients, and copy the input of a layer that overwrites it."""

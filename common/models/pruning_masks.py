@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 SAMPLE = 1 << 16  # numbers that tell roughly where a rank lies among many more
-GONE = -1.0  # the score of a weight that is pruned already
+PRUNED_SCORE = -1.0  # the score of a weight that is pruned already
 
 
 # ---- exactly so many
 
 
-def count(chosen: Tensor) -> int:
+def count_nonzero(chosen: Tensor) -> int:
     """How many are true, or not zero: a twentieth of the time of `sum`, which makes them numbers first."""
     return int(chosen.count_nonzero())
 
 
-def kth(parts: Sequence[Tensor], k: int) -> Tensor:
+def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
     """The k-th smallest of all n values in the parts, 1 <= k <= n, exactly.
 
     Of many, a sample tells between which two it must lie: then one look at all counts those below, and only the few
@@ -43,7 +43,7 @@ def kth(parts: Sequence[Tensor], k: int) -> Tensor:
     below, near = 0, []
     for part in flat:
         above = part >= low
-        below += part.numel() - count(above)
+        below += part.numel() - count_nonzero(above)
         near.append(part[above.logical_and_(part <= high)])
     between = torch.cat(near)
     if below < k <= below + len(between):
@@ -51,13 +51,13 @@ def kth(parts: Sequence[Tensor], k: int) -> Tensor:
     return torch.cat(flat).kthvalue(k).values
 
 
-def lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
+def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
     """True for exactly `number` of the lowest scores in all parts; among equal ones the earlier are taken."""
     if number <= 0:
         return [torch.zeros_like(part, dtype=torch.bool) for part in parts]
-    limit = kth(parts, min(number, sum(part.numel() for part in parts)))
+    limit = find_kth_smallest(parts, min(number, sum(part.numel() for part in parts)))
     chosen = [part <= limit for part in parts]
-    surplus = sum(map(count, chosen)) - number
+    surplus = sum(map(count_nonzero, chosen)) - number
     for part, mask in zip(reversed(parts), reversed(chosen), strict=True):
         if surplus > 0:
             ties = (part.flatten() == limit).nonzero().flatten()[-surplus:]
@@ -66,35 +66,35 @@ def lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
     return chosen
 
 
-def globally(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+def prune_globally(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     """Masks without the lowest scores of all layers together."""
-    gone = lowest(scores, round(sparsity * sum(score.numel() for score in scores)))
+    gone = select_lowest(scores, round(sparsity * sum(score.numel() for score in scores)))
     return [mask.logical_not_() for mask in gone]
 
 
-def by_layer(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
+def prune_layers(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
     """Masks without the lowest scores of each layer, at its own sparsity; exactly as many as all together make."""
     wanted = [share * score.numel() for score, share in zip(scores, sparsity, strict=True)]
     counts = [math.floor(number) for number in wanted]
     by_rest = sorted(range(len(counts)), key=lambda i: counts[i] - wanted[i])  # those that lost most by the floor
     for i in by_rest[: round(sum(wanted)) - sum(counts)]:
         counts[i] += 1
-    return [~lowest([score], number)[0] for score, number in zip(scores, counts, strict=True)]
+    return [~select_lowest([score], number)[0] for score, number in zip(scores, counts, strict=True)]
 
 
-def by_channel(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+def prune_channels(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     """Masks without the least channels or units of each layer, by the length of their scores; the last layer, whose
     units are the classes, stays whole, and of every layer at least one channel."""
     masks = []
     for score in scores[:-1]:
         rows = score.flatten(1)
-        worth = rows.clamp(min=0).norm(dim=1).masked_fill((rows < 0).all(1), GONE)
-        gone = lowest([worth], min(round(sparsity * len(worth)), len(worth) - 1))[0]
+        worth = rows.clamp(min=0).norm(dim=1).masked_fill((rows < 0).all(1), PRUNED_SCORE)
+        gone = select_lowest([worth], min(round(sparsity * len(worth)), len(worth) - 1))[0]
         masks.append((~gone).view(-1, *[1] * (score.dim() - 1)).expand_as(score))
     return [*masks, torch.ones_like(scores[-1], dtype=torch.bool)]
 
 
-def by_group(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tensor]:
+def prune_groups(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tensor]:
     """Masks without the lowest of each `size` scores in a row of [out, rest]: as many as fit into the sparsity.
 
     What is left of a row that is no multiple of `size` stays.
@@ -110,7 +110,7 @@ def by_group(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tenso
     return masks
 
 
-def erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[float]:
+def allocate_erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[float]:
     """The sparsity of each layer in RigL's distribution ERK: its density goes as the sum of its sides over their
     product, so that small layers stay denser; a layer that would be more than dense is dense."""
     budget = (1 - sparsity) * sum(shape.numel() for shape in shapes)
@@ -159,7 +159,7 @@ class Masks:
         """After the buffers were changed, as by a checkpoint."""
         for factor, mask in zip(self.factors, self.kept, strict=True):
             factor.copy_(mask)
-        self.sparsity = 1 - sum(map(count, self.kept)) / self.total
+        self.sparsity = 1 - sum(map(count_nonzero, self.kept)) / self.total
 
     @torch.no_grad()
     def apply(self) -> None:

@@ -28,7 +28,7 @@ from common.models.networks import LinearReLU
 ROUNDS, TURN = 9, 4e-3  # of timing: turns of each side, and seconds that one takes at least
 
 
-def bare(model: nn.Module) -> nn.Module:
+def strip_masks(model: nn.Module) -> nn.Module:
     """A copy in float32 and eval mode, without masks and gradients."""
     found = copy.deepcopy(model).float().eval().requires_grad_(False)
     for module in found.modules():
@@ -42,7 +42,7 @@ def bare(model: nn.Module) -> nn.Module:
 # ---- bytes
 
 
-def packed(model: nn.Module) -> tuple[int, int]:
+def measure_file_size(model: nn.Module) -> tuple[int, int]:
     """Bytes of the model's file as torch.save writes it, and compressed by zlib."""
     file = io.BytesIO()
     with warnings.catch_warnings():
@@ -51,7 +51,7 @@ def packed(model: nn.Module) -> tuple[int, int]:
     return file.tell(), len(zlib.compress(file.getvalue()))
 
 
-class Csr(nn.Module):
+class CsrLinear(nn.Module):
     """A linear layer, with the flattening and the ReLU that ours may have, of the weights that are not zero.
 
     The matrix stands on the left: five times as fast as giving it to F.linear, which puts it on the right.
@@ -70,14 +70,14 @@ class Csr(nn.Module):
         return out.relu() if self.relu else out
 
 
-def as_csr(model: nn.Module) -> nn.Module:
+def convert_to_csr(model: nn.Module) -> nn.Module:
     """A copy of a bare model whose linear layers keep the weights that are not zero, and where they stand."""
     found = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # CSR is said to be in beta
         for name, layer in list(found.named_modules()):
             if isinstance(layer, nn.Linear):
-                found.set_submodule(name, Csr(layer))
+                found.set_submodule(name, CsrLinear(layer))
     return found
 
 
@@ -86,7 +86,7 @@ def is_two_of_four(weight: Tensor) -> bool:
     return weight.size(1) % 4 == 0 and bool((weight.unflatten(1, (-1, 4)).count_nonzero(2) <= 2).all())
 
 
-def as_two_of_four(model: nn.Module) -> nn.Module:
+def convert_to_two_of_four(model: nn.Module) -> nn.Module:
     """A copy of a bare model in float16 whose linear layers run on the sparse tensor cores of an NVIDIA GPU (Ampere
     and newer): those that are 2:4 and have a shape that these take. The others stay dense."""
     from torch.sparse import to_sparse_semi_structured
@@ -102,7 +102,7 @@ def as_two_of_four(model: nn.Module) -> nn.Module:
 # ---- time
 
 
-def seconds(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
+def time_in_turns(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
     """Seconds of one call of each side: they take turns, and the median counts. Slow ones take fewer turns."""
 
     def turn(side: Callable[[], Tensor], count: int) -> float:
@@ -124,15 +124,15 @@ def seconds(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> 
     return {name: median(values) for name, values in taken.items()}
 
 
-def inference(model: nn.Module, x: Tensor) -> dict[str, float]:
+def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
     """Seconds of a bare model's forward: dense in float32 and bf16, and with linear layers in CSR; on a GPU that has
     sparse tensor cores also in float16, dense and with linear layers 2:4."""
-    brain, low, sparse = copy.deepcopy(model).bfloat16(), x.bfloat16(), as_csr(model)
+    brain, low, sparse = copy.deepcopy(model).bfloat16(), x.bfloat16(), convert_to_csr(model)
     sides = {"fp32": lambda: model(x), "bf16": lambda: brain(low), "csr": lambda: sparse(x)}
     if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0):
-        half, lower, thin = copy.deepcopy(model).half(), x.half(), as_two_of_four(model)
+        half, lower, thin = copy.deepcopy(model).half(), x.half(), convert_to_two_of_four(model)
         sides |= {"fp16": lambda: half(lower), "two_of_four": lambda: thin(lower)}
-    return seconds(sides, x.device)
+    return time_in_turns(sides, x.device)
 
 
 # ---- all of it, as numbers and in words
@@ -143,23 +143,27 @@ MEASURED = {  # which of the numbers each run measures anew
 }
 
 
-def savings(
+def measure_savings(
     model: nn.Module, x: Tensor, accuracy: Callable[[nn.Module], float] | None, path: Path, exports: bool
 ) -> dict[str, Any]:
     """For the result: bytes and seconds of a trained model for the samples x; with `accuracy`, which measures it, of
     int8, too; if it `exports`, the file at `path`, and by how much its outputs differ in another process."""
-    model = bare(model)
-    raw, squeezed = packed(model)
-    facts: dict[str, Any] = {"bytes_raw": raw, "bytes_compressed": squeezed, "bytes_csr": packed(as_csr(model))[0]}
-    facts |= {f"{name}_seconds": value for name, value in inference(model, x).items()}
-    if accuracy is not None and quantise.available():
-        small = quantise.to_int8(model)
-        raw, squeezed = packed(small)
+    model = strip_masks(model)
+    raw, squeezed = measure_file_size(model)
+    facts: dict[str, Any] = {
+        "bytes_raw": raw,
+        "bytes_compressed": squeezed,
+        "bytes_csr": measure_file_size(convert_to_csr(model))[0],
+    }
+    facts |= {f"{name}_seconds": value for name, value in time_inference(model, x).items()}
+    if accuracy is not None and quantise.has_torchao():
+        small = quantise.quantize_to_int8(model)
+        raw, squeezed = measure_file_size(small)
         facts |= {"int8_accuracy": accuracy(small), "int8_bytes_raw": raw, "int8_bytes_compressed": squeezed}
-    return facts | (exported(model, x[:7], path) if exports else {})
+    return facts | (export_and_compare(model, x[:7], path) if exports else {})
 
 
-def exported(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
+def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
     """The file, and by how much its outputs differ elsewhere; or why there is none: that costs a run no result."""
     try:
         with torch.no_grad():
@@ -171,7 +175,7 @@ def exported(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
     return {"export": str(path), "export_bytes": path.stat().st_size, "export_difference": difference}
 
 
-def rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
+def format_rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
     """For the table of one run."""
     csr, fp32, bf16 = (facts[f"{name}_seconds"] for name in ("csr", "fp32", "bf16"))
 
@@ -212,7 +216,7 @@ COLUMNS = {  # of a sweep's table: what, its head, and how its numbers are writt
 }
 
 
-def table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def format_table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Medians of each group of results, a line each."""
     width = max(map(len, groups))
     lines = [f"    {'':<{width}}  {'  '.join(head for head, _ in COLUMNS.values())}  runs"]
@@ -223,7 +227,7 @@ def table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def verdict(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def describe_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Where sparse kernels do not pay, and where the repeats do not agree on it."""
     told = []
     for dense in ("fp32", "bf16"):

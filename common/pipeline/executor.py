@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed.rendezvous import World
-from common.measure.device_clock import HISTORY, Clock, Stamp
-from common.models.partition import begins_in_place
+from common.measure.device_clock import HISTORY, DeviceClock, Stamp
+from common.models.partition import starts_in_place
 from common.pipeline import schedules
-from common.pipeline.p2p import Messages, routes
+from common.pipeline.p2p import Messages, list_routes
 from common.pipeline.schedules import Action, Schedule, Span, local_stages
-from configs.pipeline import Pipeline as Settings
+from configs.pipeline import PipelineConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Message = tuple[Action, Tensor]  # what is sent, under the name of the action that consumes it
@@ -23,7 +23,7 @@ Marks = list[tuple[Action, Stamp, Stamp]]
 
 
 @torch.no_grad()
-def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
+def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
     """The shape of one sample behind each stage.
 
     Found by sending one through, in eval mode, so that BatchNorm does not count it. (The meta device would
@@ -37,7 +37,7 @@ def boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: t
     return shapes
 
 
-class Pipeline:
+class PipelineEngine:
     """One process's stages of a model, trained by a schedule.
 
     `stages` are all stages of the model; this process keeps and moves to its device those that
@@ -47,7 +47,7 @@ class Pipeline:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: PipelineConfig,
         stages: Sequence[nn.Sequential],
         loss: Loss,
         world: World,
@@ -61,22 +61,22 @@ class Pipeline:
         self.layers = [[name for name, _ in stage.named_children()] for stage in stages]
         self.count, self.microbatches = settings.stages, settings.microbatches
         self.size = batch // self.microbatches
-        self.shapes = boundary_shapes(stages, sample, dtype)
+        self.shapes = infer_boundary_shapes(stages, sample, dtype)
         mine = local_stages(world.rank, world.size, self.count)
         self.local = {s: stages[s].to(world.device) for s in mine}
         self.has_first, self.has_last = 0 in self.local, self.count - 1 in self.local
-        self.copied = {s for s in self.local if s and begins_in_place(self.local[s])}
-        self.clock = Clock(world.device)
+        self.copied = {s for s in self.local if s and starts_in_place(self.local[s])}
+        self.clock = DeviceClock(world.device)
         if len(set(world.hosts)) > 1:
             dist.barrier(world.group)  # replicas may lie otherwise: not all of them have several hosts
             self.clock.start_now()  # hosts count from their own start: the same moment becomes everybody's zero
         self.history: deque[Marks] = deque(maxlen=HISTORY)
-        found = routes(self.plan, self.shapes, self.size)
+        found = list_routes(self.plan, self.shapes, self.size)
         self.messages = Messages(world, found, dtype, self.microbatches, settings.transport)
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def _plan(self) -> Schedule:
-        return schedules.of(self.settings)
+        return schedules.make_schedule(self.settings)
 
     @property
     def module(self) -> nn.ModuleList:

@@ -20,7 +20,7 @@ from common.pipeline.schedules import Action, Schedule
 from common.pipeline.shared_memory import Route
 
 
-def routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[Route]:
+def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[Route]:
     """All messages of a step in the order in which each sender sends them; those inside a process are none.
 
     `shapes` are those of one sample behind each stage, `size` is the number of samples in a microbatch.
@@ -47,7 +47,11 @@ class Messages:
         self.world = world
         self.network = Network(world, microbatches)
         near = [route for route in found if world.hosts[route.source] == world.hosts[route.target]]
-        self.memory = shared_memory.share(world, near, dtype) if how == "auto" and world.device.type == "cpu" else None
+        self.memory = (
+            shared_memory.open_shared_memory(world, near, dtype)
+            if how == "auto" and world.device.type == "cpu"
+            else None
+        )
         self.near = frozenset(route.consumer for route in near if self.memory)
         self.buffers = [
             (route.consumer, torch.empty(route.shape, dtype=dtype, device=world.device))

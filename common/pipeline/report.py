@@ -12,10 +12,10 @@ from typing import Any
 from common.distributed.rendezvous import World
 from common.measure import plots
 from common.pipeline import schedules
-from common.pipeline.executor import Pipeline
+from common.pipeline.executor import PipelineEngine
 from common.pipeline.schedules import Schedule, Span
 from common.runs.result import Added
-from configs.pipeline import Pipeline as PipelineConfig
+from configs.pipeline import PipelineConfig
 
 Steps = Sequence[Sequence[Span]]  # the kept steps of one rank
 
@@ -54,7 +54,7 @@ def idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
     """The share of a step that each rank waits, the median over steps; `steps[i][p]` are the spans of rank p."""
     shares: list[list[float]] = [[] for _ in steps[0]]
     for step in steps:
-        wall = schedules.length(step)
+        wall = schedules.compute_makespan(step)
         for rank, mine in enumerate(step):
             shares[rank].append(1 - sum(s.end - s.start for s in mine) / wall)
     return [median(values) for values in shares]
@@ -62,7 +62,7 @@ def idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
 
 def typical(steps: Sequence[Sequence[Sequence[Span]]]) -> Sequence[Sequence[Span]]:
     """The step of median length."""
-    return sorted(steps, key=schedules.length)[len(steps) // 2]
+    return sorted(steps, key=schedules.compute_makespan)[len(steps) // 2]
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class PipelineReport:
     def of(cls, gathered: Sequence[Steps], plan: Schedule, stages: int, **more: Any) -> PipelineReport:
         """From the kept steps of every rank: `gathered[p][i]` are the spans of rank p in step i."""
         steps = list(zip(*gathered, strict=True))
-        ideal = schedules.idle_share(schedules.play(plan, stages))
+        ideal = schedules.compute_bubble(schedules.simulate(plan, stages))
         idle, step = (idle_shares(steps), typical(steps)) if steps else ([], [])  # resumed at its end: no steps
         return cls(ideal, idle, step, **more)
 
     @classmethod
     def gather(
-        cls, pipe: Pipeline, group: World, cfg: PipelineConfig, picture: tuple[Path, str] | None = None
+        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, picture: tuple[Path, str] | None = None
     ) -> PipelineReport:
         """Of a pipeline on the ranks of a group, which call it together; complete on its rank 0."""
         told = f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches"
@@ -121,9 +121,9 @@ class PipelineReport:
         names = {name: words for name, words in rows.items() if words}
         if not self.step:
             return names
-        lines = schedules.draw(list(self.by_stage.values()))
+        lines = schedules.draw_timeline(list(self.by_stage.values()))
         lines = [f"stage {stage} |{line}|" for stage, line in zip(self.by_stage, lines, strict=True)]
-        seconds = schedules.length(self.step)
+        seconds = schedules.compute_makespan(self.step)
         split = any(span.action.kind == "W" for mine in self.step for span in mine)
         capitals = " (capital: of the weights)" if split else ""
         words = f"{seconds * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward{capitals}, dot: waiting"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import UserError, user_errors
-from configs.pipeline import Pipeline, Stages
+from configs.pipeline import PipelineConfig, Stages
 
 
 class Action(NamedTuple):
@@ -79,7 +79,7 @@ def one_f_one_b(processes: int, stages: int, microbatches: int) -> Schedule:
             mine = local_stages(process, processes, stages)
             wanted = [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
             wanted += [Action("F", s, m) for s in reversed(mine) for m in range(microbatches) if flying[s] < stages - s]
-            ready = (a for a in wanted if a not in done and all(n in done for n in needs(a, stages)))
+            ready = (a for a in wanted if a not in done and all(n in done for n in find_dependencies(a, stages)))
             tick += [a for a in [next(ready, None)] if a]
         for action in tick:
             flying[action.stage] += 1 if action.kind == "F" else -1
@@ -91,7 +91,7 @@ def one_f_one_b(processes: int, stages: int, microbatches: int) -> Schedule:
 SCHEDULES: dict[str, Maker] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-def needs(action: Action, stages: int) -> list[Action]:
+def find_dependencies(action: Action, stages: int) -> list[Action]:
     """What must be done before an action can start (B stands for B or I)."""
     kind, stage, m = action
     if kind == "F":
@@ -110,7 +110,7 @@ class Span(NamedTuple):
     end: float
 
 
-def play(plan: Schedule, stages: int, cost: Mapping[str, float] | None = None) -> list[list[Span]]:
+def simulate(plan: Schedule, stages: int, cost: Mapping[str, float] | None = None) -> list[list[Span]]:
     """When each action runs if messages take no time. Raises ValueError, naming the action, on a deadlock."""
     cost = cost or {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     ends: dict[Action, float] = {}
@@ -120,7 +120,7 @@ def play(plan: Schedule, stages: int, cost: Mapping[str, float] | None = None) -
         for mine, todo in zip(spans, plan, strict=True):
             while len(mine) < len(todo):
                 action = todo[len(mine)]
-                waits = needs(action, stages)
+                waits = find_dependencies(action, stages)
                 if not all(n in ends for n in waits):
                     break
                 start = max([ends[n] for n in waits] + [mine[-1].end if mine else 0.0])
@@ -131,12 +131,12 @@ def play(plan: Schedule, stages: int, cost: Mapping[str, float] | None = None) -
         if not moved:
             process = next(i for i, p in enumerate(plan) if len(spans[i]) < len(p))
             stuck = plan[process][len(spans[process])]
-            missing = next(n for n in needs(stuck, stages) if n not in ends)
+            missing = next(n for n in find_dependencies(stuck, stages) if n not in ends)
             raise ValueError(f"deadlock: process {process} waits at {stuck} for {missing}, which never comes before it")
     return spans
 
 
-def check(plan: Schedule, processes: int, stages: int, microbatches: int) -> None:
+def check_schedule(plan: Schedule, processes: int, stages: int, microbatches: int) -> None:
     """Raise ValueError, naming the action, unless the plan trains every microbatch once and cannot deadlock."""
     if len(plan) != processes:
         raise ValueError(f"has {len(plan)} lists of actions, needs one for each of the {processes} processes")
@@ -152,35 +152,35 @@ def check(plan: Schedule, processes: int, stages: int, microbatches: int) -> Non
             seen.add(action)
         if expected - seen:
             raise ValueError(f"process {process} never does the {min(expected - seen)}")
-    play(plan, stages)
+    simulate(plan, stages)
 
 
-def length(spans: Sequence[Sequence[Span]]) -> float:
+def compute_makespan(spans: Sequence[Sequence[Span]]) -> float:
     """The time from the first start to the last end over all processes."""
     return max(span.end for mine in spans for span in mine) - min(span.start for mine in spans for span in mine)
 
 
-def idle_share(spans: Sequence[Sequence[Span]]) -> float:
+def compute_bubble(spans: Sequence[Sequence[Span]]) -> float:
     """The share of all processes' time in which they wait."""
     busy = sum(span.end - span.start for mine in spans for span in mine)
-    return 1 - busy / (length(spans) * len(spans))
+    return 1 - busy / (compute_makespan(spans) * len(spans))
 
 
-def of(settings: Pipeline) -> Schedule:
+def make_schedule(settings: PipelineConfig) -> Schedule:
     """The schedule that the settings name, checked. Raises UserError for one that cannot work."""
     name, sizes = settings.schedule, (settings.processes, settings.stages, settings.microbatches)
-    maker = SCHEDULES[name] if name in SCHEDULES else from_file(name)
+    maker = SCHEDULES[name] if name in SCHEDULES else load_custom_schedule(name)
     if name in SCHEDULES:
         return maker(*sizes)
     try:
         plan = [[Action(*action) for action in actions] for actions in maker(*sizes)]
-        check(plan, *sizes)
+        check_schedule(plan, *sizes)
     except (Exception, SystemExit) as error:  # noqa: BLE001 (it is the user's code)
         raise UserError(f"schedule={name}: {error or type(error).__name__}") from None
     return plan
 
 
-def from_file(name: str) -> Maker:
+def load_custom_schedule(name: str) -> Maker:
     """The function of `FILE.py:function`, called as function(processes, stages, microbatches)."""
     file, _, function = name.rpartition(":")
     path = Path(file)
@@ -197,7 +197,7 @@ def from_file(name: str) -> Maker:
     return maker
 
 
-def draw(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
+def draw_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
     """One line of text a process: a digit is a forward of that microbatch, a letter a backward, a dot is waiting.
 
     Microbatch 0 shows as 0 and a, 1 as 1 and b, and so on, from the start again after ten. Of a backward in two
@@ -205,7 +205,7 @@ def draw(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
     """
     marks = {"F": "0123456789", "W": "ABCDEFGHIJ"}
     start = min(span.start for mine in spans for span in mine)
-    scale = width / length(spans)
+    scale = width / compute_makespan(spans)
     lines = []
     for mine in spans:
         line = ["."] * width
@@ -219,10 +219,10 @@ def draw(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
     return lines
 
 
-def preflight(settings: object) -> None:
+def check_config(settings: object) -> None:
     """Refuse a schedule that cannot work before anything starts; settings without one pass."""
     if isinstance(settings, Stages) and settings.pipeline().engine == "own":
-        of(settings.pipeline())
+        make_schedule(settings.pipeline())
 
 
 def main() -> None:
@@ -234,13 +234,13 @@ def main() -> None:
     parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="stages in each process")
     asked = parser.parse_args()
     stages = asked.processes * asked.each
-    settings = Pipeline(
+    settings = PipelineConfig(
         schedule=asked.schedule, stages=stages, stages_per_process=asked.each, microbatches=asked.microbatches
     )
-    spans = play(of(settings), stages)
-    for process, line in enumerate(draw(spans, width=round(length(spans)))):
+    spans = simulate(make_schedule(settings), stages)
+    for process, line in enumerate(draw_timeline(spans, width=round(compute_makespan(spans)))):
         print(f"process {process} |{line}|")
-    print(f"idle share {idle_share(spans):.1%}  (a forward takes 1, a backward 2)")
+    print(f"idle share {compute_bubble(spans):.1%}  (a forward takes 1, a backward 2)")
 
 
 if __name__ == "__main__":

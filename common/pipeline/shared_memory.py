@@ -39,16 +39,16 @@ class Route(NamedTuple):
     shape: torch.Size
 
 
-def share(world: World, near: Sequence[Route], dtype: torch.dtype) -> Memory | None:
+def open_shared_memory(world: World, near: Sequence[Route], dtype: torch.dtype) -> SharedMemory | None:
     """Memory for messages between processes of the same host, or None where there is no room. All ranks call it."""
     if world.size == 1:
         return None
     leads = world.hosts.index(world.hosts[world.rank]) == world.rank
     folder = make_folder(near, dtype, world.hosts[world.rank], world) if leads else ""
     folders = dict(world.broadcast([pair for pair in world.gather((world.hosts[world.rank], folder)) if pair[1]]))
-    opened: Memory | None = None
+    opened: SharedMemory | None = None
     with contextlib.suppress(OSError, RuntimeError, KeyError):
-        opened = Memory(world, near, dtype, Path(folders[world.hosts[world.rank]]))
+        opened = SharedMemory(world, near, dtype, Path(folders[world.hosts[world.rank]]))
     try:
         everywhere = world.broadcast(all(world.gather(opened is not None)))
     finally:
@@ -68,7 +68,7 @@ def make_folder(near: Sequence[Route], dtype: torch.dtype, host: str, world: Wor
     try:
         folder = tempfile.mkdtemp(prefix="pipeline-", dir=place)
         with open(Path(folder, "slots"), "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(ALIGN, sum(room(route, dtype) for route in near)))
+            os.posix_fallocate(file.fileno(), 0, max(ALIGN, sum(count_slot_bytes(route, dtype) for route in near)))
         for rank in range(world.size):
             if world.hosts[rank] == host:
                 os.mkfifo(Path(folder, str(rank)), 0o600)
@@ -78,12 +78,12 @@ def make_folder(near: Sequence[Route], dtype: torch.dtype, host: str, world: Wor
     return folder
 
 
-def room(route: Route, dtype: torch.dtype) -> int:
+def count_slot_bytes(route: Route, dtype: torch.dtype) -> int:
     """Bytes of a slot."""
     return -(-route.shape.numel() * dtype.itemsize // ALIGN) * ALIGN
 
 
-class Memory:
+class SharedMemory:
     """The slots and pipes of a host, as one of its processes sees them."""
 
     def __init__(self, world: World, near: Sequence[Route], dtype: torch.dtype, folder: Path) -> None:
@@ -97,7 +97,7 @@ class Memory:
         for route in near:
             slot = torch.empty(0, dtype=dtype)  # no view: autograd takes a write into one view for a write into all
             self.slots[route.consumer] = slot.set_(storage, start // dtype.itemsize, route.shape)  # type: ignore[call-overload]
-            start += room(route, dtype)
+            start += count_slot_bytes(route, dtype)
         ranks = {route.target for route in near if world.rank == route.source} | {world.rank}
         # open for both, so that opening waits for nobody
         self.pipes = {rank: os.open(folder / str(rank), os.O_RDWR | os.O_NONBLOCK) for rank in ranks}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.measure.device_clock import HISTORY, Clock, Stamp
-from common.models.partition import begins_in_place
+from common.measure.device_clock import HISTORY, DeviceClock, Stamp
+from common.models.partition import starts_in_place
 from common.pipeline.schedules import Action, Span
 
 
@@ -23,7 +23,7 @@ class StageTracer:
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         self.stages = stages
-        self.clocks = [Clock(device) for device in devices]
+        self.clocks = [DeviceClock(device) for device in devices]
         self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=HISTORY)
         # a first stage is given no gradient to hook on: its first layer tells
         next(stages[0].children()).register_forward_hook(self._behind_first)
@@ -40,7 +40,7 @@ class StageTracer:
         if not torch.is_grad_enabled():
             return self.stages[stage](x)
         if stage and x.requires_grad:
-            x = x.clone() if begins_in_place(self.stages[stage]) else x.view_as(x)
+            x = x.clone() if starts_in_place(self.stages[stage]) else x.view_as(x)
             assert x.grad_fn is not None
             x.grad_fn.register_hook(lambda *_: self._mark("B", stage, microbatch))  # a node of the stage's own
         self.on_first = microbatch

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from common.models.partition import begins_in_place
+from common.models.partition import starts_in_place
 from common.pipeline import schedules
-from common.pipeline.executor import Marks, Pipeline
+from common.pipeline.executor import Marks, PipelineEngine
 from common.pipeline.schedules import Action, Schedule
-from configs.pipeline import Pipeline as Settings
+from configs.pipeline import PipelineConfig
 
 SINGLE = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 MULTI = {
@@ -30,7 +30,7 @@ class Contiguous(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.copied = begins_in_place(module)
+        self.copied = starts_in_place(module)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -42,7 +42,7 @@ class Contiguous(nn.Module):
 class TimedStage(pipelining.PipelineStage):
     """A stage of the library that notes when it computes what."""
 
-    owner: TorchPipeline
+    owner: TorchPipelineEngine
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         return self.owner.timed("F", self, fwd_chunk_id, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
@@ -57,7 +57,7 @@ class TimedStage(pipelining.PipelineStage):
         return self.owner.timed("W", self, bwd_chunk_id, call, bwd_chunk_id, *args, **kwargs)
 
 
-class TorchPipeline(Pipeline):
+class TorchPipelineEngine(PipelineEngine):
     """`Pipeline` with its training step done by the library; evaluation stays the same.
 
     Shapes are given for both ends of each stage: with one missing, the library infers them by a real
@@ -65,7 +65,7 @@ class TorchPipeline(Pipeline):
     not exist: it is GPipe with one microbatch at a time.
     """
 
-    def __init__(self, settings: Settings, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
+    def __init__(self, settings: PipelineConfig, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
         super().__init__(settings, *args, sample=sample, **kwargs)
         self.at_once = 1 if settings.schedule == "naive" else self.microbatches
         parts = [self._stage(index, module, sample) for index, module in self.local.items()]
@@ -98,7 +98,7 @@ class TorchPipeline(Pipeline):
 
     def _plan(self) -> Schedule:
         known = self.settings.schedule in schedules.SCHEDULES
-        return schedules.of(self.settings) if known else [[] for _ in range(self.world.size)]
+        return schedules.make_schedule(self.settings) if known else [[] for _ in range(self.world.size)]
 
     def _library_plan(self) -> Schedule:
         """The library's own order of computing, as our data."""

@@ -37,7 +37,7 @@ def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) ->
     """Run an experiment from its command line, with `sweep=true` the grid; never returns."""
     with user_errors():
         cfg = config.load_config(schema, sys.argv[1:])
-        schedules.preflight(cfg)
+        schedules.check_config(cfg)
         wandb_tracker.read_requested_mode(cfg)
         rank_info = read_rank_info(os.environ)
         path = config.parse_command_line(sys.argv[1:]).resume

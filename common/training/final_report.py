@@ -98,6 +98,6 @@ def keep_model(run: RunContext) -> None:
         "scores": run.scores,
     }
     try:
-        model_file.write(run.folder, read_full_model(CheckpointPath(run.folder, run.step)), state.recipe, facts)
+        model_file.write_model(run.folder, read_full_model(CheckpointPath(run.folder, run.step)), state.recipe, facts)
     except (OSError, InvalidCheckpoint) as error:
         raise UserError(f"the model after step {run.step} cannot be kept: {first_line(error)}; free space") from None

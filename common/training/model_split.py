@@ -19,11 +19,11 @@ from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.measure.memory import reset_peak
 from common.models import partition
-from common.pipeline.executor import Loss, Pipeline
+from common.pipeline.executor import Loss, PipelineEngine
 from common.runs import provenance
 from common.runs.folder import read_json, write_atomic, write_json
 from common.training.run_context import RunContext
-from configs.pipeline import Pipeline as PipelineConfig
+from configs.pipeline import PipelineConfig
 
 
 def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> list[nn.Sequential]:
@@ -33,7 +33,7 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     """
     sample = torch.randn(run.cfg.plan.microbatch, *run.sample_shape)  # to measure with
     try:
-        parts = partition.cut(model, partition_points(cfg, model, sample, run))
+        parts = partition.split_into_stages(model, partition_points(cfg, model, sample, run))
     except ValueError as error:
         raise UserError(str(error)) from None
     empty = [part for part in parts if not any(True for _ in part.parameters())]
@@ -49,7 +49,7 @@ def partition_points(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, 
     if cfg.split or cfg.stages == 1:
         return cfg.split
     if cfg.balance == "parameters":
-        return partition.balance(partition.parameter_costs(model), cfg.stages)
+        return partition.balance_stages(partition.count_parameters(model), cfg.stages)
     return measure_once(run, "split", lambda: cached_partition(cfg, model, sample, run))
 
 
@@ -107,10 +107,10 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
     large activations need more of.
     """
     world.named_barrier("measure the cut")
-    found = world.gather(partition.time_costs(model, sample.to(world.device), repeats=3))
+    found = world.gather(partition.time_layers(model, sample.to(world.device), repeats=3))
     reset_peak(world.device)  # what follows is the training's
     sums = {name: sum(costs[name] for costs in found) for name, _ in model.named_children()}
-    return partition.balance(sums, cfg.stages)
+    return partition.balance_stages(sums, cfg.stages)
 
 
 def measure_once(run: RunContext, name: str, find: Callable[[], list[str]]) -> list[str]:
@@ -140,18 +140,18 @@ def check_devices(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def engine_class(cfg: PipelineConfig) -> type[Pipeline]:
+def engine_class(cfg: PipelineConfig) -> type[PipelineEngine]:
     """The class that trains stages on ranks of their own."""
     if cfg.engine == "own":
-        return Pipeline
-    from common.pipeline.torch_engine import TorchPipeline  # a second to import, so only when asked for
+        return PipelineEngine
+    from common.pipeline.torch_engine import TorchPipelineEngine  # a second to import, so only when asked for
 
-    return TorchPipeline
+    return TorchPipelineEngine
 
 
 def build_pipeline(
     cfg: PipelineConfig, stages: list[nn.Sequential], loss: Loss, run: RunContext, group: World | None = None
-) -> Pipeline:
+) -> PipelineEngine:
     """The engine that trains `stages` on the ranks of a group, or on all; each rank keeps and moves its own stages.
 
     `loss` is a mean over samples.

@@ -39,7 +39,7 @@ class RunContext:
         self.cfg, self.folder, self.world, self.prepared = cfg, folder, world, prepared
         self.screen = Screen(cfg.log, silent=not world.is_main)
         self.logger = self._open_log()
-        self.profiler = profiler.begin(cfg.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
+        self.profiler = profiler.start_profiler(cfg.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
         self.saver = Saver(cfg, folder, world, stop, self.say)
         if world.backend == "nccl" and world.size > 1:
             self.saver.watch_for_silence(self.note)

@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> int:
         words = ["--resume", str(resumed.path), *words]
     follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load_config(config.import_schema(name), words)
-    schedules.preflight(settings)
+    schedules.check_config(settings)
     wandb_tracker.read_requested_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     check_patience(settings, profile)

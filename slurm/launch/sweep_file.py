@@ -168,7 +168,7 @@ def point(path: str, name: str, experiment: str, common: dict[str, str], cell: d
             raise UserError("sweep=true runs a grid of its own; leave it out")
         if settings.runs != common.get("runs", settings.runs):
             raise UserError("runs is the same for all points; write it under settings")
-        schedules.preflight(settings)
+        schedules.check_config(settings)
         wandb_tracker.read_requested_mode(settings)
     except UserError as error:
         where = " ".join(f"{key}={value}" for key, value in cell.items())

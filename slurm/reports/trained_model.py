@@ -48,7 +48,7 @@ def evaluate(folder: Folder, words: list[str]) -> int:
     from common.models import model_file
     from common.training.evaluate import scores_of, sum_scores
 
-    facts, model = model_file.load(folder)
+    facts, model = model_file.load_model(folder)
     test = loader.Images(found, "test", settings.data.test_limit)
     if list(test.shape) != facts["shape"]:
         raise UserError(
@@ -129,7 +129,7 @@ def export(folder: Folder, form: str) -> int:
     """Write the model of a run for other programs, and compare what the file gives there; returns the exit status."""
     from common.models import model_file
 
-    facts, model = model_file.load(folder)
+    facts, model = model_file.load_model(folder)
     if form == "safetensors":
         print(f"{folder.path / MODEL}\n{folder.path / MODEL_FACTS}")
         return 0

@@ -28,12 +28,12 @@ Parts = Mapping[str, Mapping[str, Any]]
 
 def draw_plan(path: Path, name: str, stages: int = 2, microbatches: int = 4) -> None:
     """A schedule with equal stages and messages that take no time."""
-    played = schedules.play(schedules.SCHEDULES[name](stages, stages, microbatches), stages)
+    played = schedules.simulate(schedules.SCHEDULES[name](stages, stages, microbatches), stages)
     lanes = {
         f"stage {stage}": [Span(span.action, span.start * STEP, span.end * STEP) for span in spans]
         for stage, spans in enumerate(played)
     }
-    bubble = schedules.idle_share(played)
+    bubble = schedules.compute_bubble(played)
     title = f"{name} as planned: {stages} stages, {microbatches} microbatches, bubble {100 * bubble:.0f} %"
     report.draw_timeline(path, lanes, title)
 

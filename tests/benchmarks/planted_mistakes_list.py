@@ -277,7 +277,7 @@ MISTAKES = [
     Mistake(
         "smallest-gradients-grow",
         "experiments/sparse_prune.py",
-        "pruning_masks.lowest([-weight.grad.abs().masked_fill(stays, -1)], count)",
-        "pruning_masks.lowest([weight.grad.abs().masked_fill(stays, math.inf)], count)",
+        "pruning_masks.select_lowest([-weight.grad.abs().masked_fill(stays, -1)], count)",
+        "pruning_masks.select_lowest([weight.grad.abs().masked_fill(stays, math.inf)], count)",
     ),
 ]

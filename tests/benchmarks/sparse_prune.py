@@ -101,7 +101,7 @@ def mask_sides(world: World) -> dict[str, Side]:
     def ours() -> float:
         def work() -> None:
             with torch.no_grad():
-                masks.set(pruning_masks.globally([weight.abs() for weight in masks.weights], SHARE))
+                masks.set(pruning_masks.prune_globally([weight.abs() for weight in masks.weights], SHARE))
 
         return timed(work)
 
@@ -205,8 +205,8 @@ def linear_sides(world: World) -> dict[str, Side]:
     found = {"fp32": side(lambda: layer(x)), "bf16": side(lambda: half(low))}
     for level in SPARSE:
         thin = copy.deepcopy(layer)
-        thin.weight.mul_(pruning_masks.by_layer([thin.weight.abs()], [level])[0])
-        rows = pruning_savings.as_csr(nn.Sequential(thin))
+        thin.weight.mul_(pruning_masks.prune_layers([thin.weight.abs()], [level])[0])
+        rows = pruning_savings.convert_to_csr(nn.Sequential(thin))
         if not torch.allclose(rows(x), thin(x), atol=1e-4):
             raise AssertionError("CSR gives other outputs")
         found[f"csr {level:.0%}"] = side(lambda rows=rows: rows(x))  # type: ignore[misc]

@@ -14,13 +14,13 @@ from tests.harness.processes import run
 
 @pytest.mark.parametrize("name", ["lenet300", "convnet", "resnet18"])
 def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(name: str, tmp_path: Path) -> None:
-    model, path = networks.for_images(name, (28, 28), 10), tmp_path / "model.pt2"
+    model, path = networks.build_network(name, (28, 28), 10), tmp_path / "model.pt2"
     Masks(model)
-    bare, x = pruning_savings.bare(model), torch.randn(3, 28, 28)
-    facts = pruning_savings.exported(bare, x[:1], path)
+    bare, x = pruning_savings.strip_masks(model), torch.randn(3, 28, 28)
+    facts = pruning_savings.export_and_compare(bare, x[:1], path)
     assert facts["export_difference"] < 1e-5 and facts["export_bytes"] == path.stat().st_size
     with torch.no_grad():
-        assert torch.allclose(exporting.run_elsewhere(path, x), bare(x), atol=1e-5)
+        assert torch.allclose(exporting.run_in_new_process(path, x), bare(x), atol=1e-5)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
 
 
@@ -28,9 +28,9 @@ def test_a_program_that_cannot_be_written_or_run_is_told(tmp_path: Path) -> None
     model, x = networks.Toy((10,), 5).eval(), torch.randn(3, 10)
     (tmp_path / "model.pt2").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match="cannot be run by itself"):
-        exporting.run_elsewhere(tmp_path / "model.pt2", x)
+        exporting.run_in_new_process(tmp_path / "model.pt2", x)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
-    assert pruning_savings.exported(model, x, tmp_path / "nowhere" / "model.pt2").keys() == {"export_problem"}
+    assert pruning_savings.export_and_compare(model, x, tmp_path / "nowhere" / "model.pt2").keys() == {"export_problem"}
 
 
 def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ def test_the_torch_export_file_gives_the_outputs_elsewhere(entry: Entry, finishe
     folder = copy(finished(entry).folder, tmp_path)
     done = export(folder, "--format=torch.export")
     assert done.returncode == 0, done.stderr
-    facts, model = model_file.load(folder)
+    facts, model = model_file.load_model(folder)
     x = torch.randn(3, *facts["shape"])
-    answer = exporting.run_elsewhere(folder.path / "model.pt2", x)
+    answer = exporting.run_in_new_process(folder.path / "model.pt2", x)
     assert torch.allclose(answer, model(x), atol=1e-5)
 
 

@@ -218,7 +218,7 @@ def in_one_process(
 
 def test_stages_sit_on_their_devices() -> None:
     """The meta device knows shapes and places without computing."""
-    parts = partition.cut(networks.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
+    parts = partition.split_into_stages(networks.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
     cfg = settings("stages=3", "batch=8", "split_size=2", "devices=[cpu,cpu,cpu]")
     placed = in_one_process(parts, cfg, ["cpu", "meta", "meta"])
     kinds = [{value.device.type for value in part.state_dict().values()} for part in placed.stages]
@@ -240,7 +240,7 @@ def test_both_devices_cpu_equal_the_model_in_one_piece() -> None:
     model = networks.Toy((10,), 5).double()
     twin = copy.deepcopy(model)
     cfg = settings("model=toy", "batch=20", "split_size=5", "devices=[cpu,cpu]")
-    pipe = in_one_process(partition.cut(model, ["net2"]), cfg, dtype=torch.float64)
+    pipe = in_one_process(partition.split_into_stages(model, ["net2"]), cfg, dtype=torch.float64)
     x, y = torch.randn(20, 10).double(), torch.randint(5, (20,))
     loss = pipe.step(x, y)
     expected = nn.functional.cross_entropy(twin(x), y)
@@ -252,7 +252,7 @@ def test_both_devices_cpu_equal_the_model_in_one_piece() -> None:
 
 @pytest.mark.parametrize("mode", ["naive", "pipelined"])
 def test_every_action_of_one_process_is_stamped_once_and_in_order(mode: str) -> None:
-    parts = partition.cut(networks.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
+    parts = partition.split_into_stages(networks.ResNet("resnet18", (3, 16, 16), 10, width=4), ["layer2_0", "layer3_0"])
     cfg = settings("stages=3", "batch=8", "split_size=2", "devices=[cpu,cpu,cpu]", f"mode={mode}")
     pipe = in_one_process(parts, cfg)
     for _ in range(2):
@@ -264,7 +264,7 @@ def test_every_action_of_one_process_is_stamped_once_and_in_order(mode: str) -> 
     assert set(spans) == {Action(kind, s, m) for kind in "FB" for s in range(3) for m in range(4)}
     for (kind, stage, m), span in spans.items():
         assert span.end > span.start
-        for need in schedules.needs(Action(kind, stage, m), 3):
+        for need in schedules.find_dependencies(Action(kind, stage, m), 3):
             assert spans[need].end <= span.start, f"{need} before {span.action}"
     busy = sorted(spans.values(), key=lambda span: span.start)
     assert all(a.end <= b.start for a, b in itertools.pairwise(busy)), "one processor does one thing at a time"

@@ -48,12 +48,12 @@ def pruned(masks: list[Tensor]) -> int:
 def test_as_many_are_pruned_as_asked_whatever_the_ties(share: float, levels: int) -> None:
     scores = made(*SHAPES, levels=levels)
     total = sum(score.numel() for score in scores)
-    masks = pruning_masks.globally(scores, share)
+    masks = pruning_masks.prune_globally(scores, share)
     assert pruned(masks) == round(share * total)
     gone = torch.cat([score[~mask] for score, mask in zip(scores, masks, strict=True)])
     left = torch.cat([score[mask] for score, mask in zip(scores, masks, strict=True)])
     assert not len(gone) or not len(left) or gone.max() <= left.min()
-    layers = pruning_masks.by_layer(scores, [share] * len(scores))
+    layers = pruning_masks.prune_layers(scores, [share] * len(scores))
     assert pruned(layers) == round(share * total)
     for score, mask in zip(scores, layers, strict=True):
         assert abs(pruned([mask]) - share * score.numel()) < 1
@@ -72,29 +72,29 @@ def test_of_many_numbers_the_kth_is_exact(kind: str) -> None:
     ordered = values.sort().values
     for k in (1, 2, count // 10, count // 2, int(0.9 * count), count - 1, count):
         parts = [values[: count // 3].view(1, -1), values[count // 3 :]]
-        assert pruning_masks.kth(parts, k) == ordered[k - 1], k
-        assert sum(int(mask.sum()) for mask in pruning_masks.lowest(parts, k)) == k
+        assert pruning_masks.find_kth_smallest(parts, k) == ordered[k - 1], k
+        assert sum(int(mask.sum()) for mask in pruning_masks.select_lowest(parts, k)) == k
 
 
 def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     cfg = Config()
-    model = networks.for_images("lenet300", (28, 28), 10)
+    model = networks.build_network("lenet300", (28, 28), 10)
     masks = Masks(model)
     nothing: Any = None
     pruner = sparse_prune.Pruner(cfg, nothing, model, masks, nothing)
     with torch.no_grad():
         masks.weights[0].mul_(100)
-    masks.set(pruning_masks.globally(pruner.scores(0), 0.1))
+    masks.set(pruning_masks.prune_globally(pruner.scores(0), 0.1))
     shares = [float(mask.float().mean()) for mask in masks.kept]
     assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
     cfg.criterion = "random"
     before = [mask.clone() for mask in masks.kept]
-    masks.set(pruning_masks.globally(pruner.scores(1), 0.8))
+    masks.set(pruning_masks.prune_globally(pruner.scores(1), 0.8))
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.total)
     assert not any((now & ~then).any() for now, then in zip(masks.kept, before, strict=True)), "none comes back"
     cfg.criterion, cfg.normalize = "magnitude", "layer"
     masks.set([torch.ones_like(mask) for mask in masks.kept])
-    masks.set(pruning_masks.globally(pruner.scores(0), 0.5))
+    masks.set(pruning_masks.prune_globally(pruner.scores(0), 0.5))
     assert [float(mask.float().mean()) for mask in masks.kept] == pytest.approx([0.5] * 3, abs=0.04)
 
 
@@ -103,7 +103,7 @@ def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> No
     left, size = Config(pattern=pattern).group()
     for levels in (0, 2):
         (score,) = made(shape, levels=levels)
-        (mask,) = pruning_masks.by_group([score], 1 - left / size, size)
+        (mask,) = pruning_masks.prune_groups([score], 1 - left / size, size)
         rows, end = mask.flatten(1), score[0].numel() // size * size
         assert (rows[:, :end].reshape(-1, size).sum(1) == left).all()
         assert rows[:, end:].all(), "what fills no group stays"
@@ -115,19 +115,19 @@ def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> No
 def test_channels_go_as_a_whole_and_the_last_layer_stays() -> None:
     scores = made((8, 4, 3, 3), (20, 30), (10, 20))
     scores[0][2], scores[0][5] = 0.01, 0.02
-    masks = pruning_masks.by_channel(scores, 0.25)
+    masks = pruning_masks.prune_channels(scores, 0.25)
     assert [bool(channel.any()) for channel in masks[0]] == [i not in (2, 5) for i in range(8)]
     assert all(channel.all() or not channel.any() for mask in masks for channel in mask)
     assert pruned(masks[1:2]) == 5 * 30 and masks[2].all()
-    assert [int(mask.flatten(1).any(1).sum()) for mask in pruning_masks.by_channel(scores, 0.999)] == [1, 1, 10]
-    scores[0][1], scores[0][5] = 0.0, pruning_masks.GONE
-    (mask, *_) = pruning_masks.by_channel(scores, 1 / 8)
+    assert [int(mask.flatten(1).any(1).sum()) for mask in pruning_masks.prune_channels(scores, 0.999)] == [1, 1, 10]
+    scores[0][1], scores[0][5] = 0.0, pruning_masks.PRUNED_SCORE
+    (mask, *_) = pruning_masks.prune_channels(scores, 1 / 8)
     assert not mask[5].any() and mask[1].all(), "one that is pruned goes before one that is worth nothing"
 
 
 def test_rigl_begins_with_its_distribution() -> None:
     shapes = [torch.Size(shape) for shape in [(300, 784), (100, 300), (10, 100)]]
-    shares = pruning_masks.erdos_renyi(shapes, 0.92)
+    shares = pruning_masks.allocate_erdos_renyi(shapes, 0.92)
     left = sum((1 - share) * shape.numel() for share, shape in zip(shares, shapes, strict=True))
     assert left == pytest.approx(0.08 * sum(shape.numel() for shape in shapes))
     assert shares[0] > shares[1] > shares[2] == 0, "the last layer would be more than dense"
@@ -140,7 +140,7 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
     masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
     source = torch.Generator().manual_seed(0)
-    masks.set(pruning_masks.by_layer([torch.rand(weight.shape, generator=source)], [0.5]))
+    masks.set(pruning_masks.prune_layers([torch.rand(weight.shape, generator=source)], [0.5]))
     masks.apply()
     weight.grad = torch.randn(weight.shape, generator=source)
     optimizer.step()
@@ -210,7 +210,7 @@ def test_the_sparsity_that_a_refusal_names_is_taken(pattern: str) -> None:
     named = str(caught.value).partition("use ")[2].partition(",")[0]
     cfg = config.load_config(Config, [*words, named], {})
     left, size = cfg.group()
-    (mask,) = pruning_masks.by_group(made((4, 5 * size)), cfg.sparsity, size)
+    (mask,) = pruning_masks.prune_groups(made((4, 5 * size)), cfg.sparsity, size)
     assert (mask.view(-1, size).sum(1) == left).all()
 
 
@@ -342,9 +342,9 @@ def test_the_grid_of_a_sweep_fits_the_settings(words: list[str], pruned: list[tu
 
 def a_model(share: float = 0.9) -> nn.Module:
     torch.manual_seed(seeds.derive_seed(0, "init"))
-    model = networks.for_images("lenet5", (28, 28), 10)
+    model = networks.build_network("lenet5", (28, 28), 10)
     masks = Masks(model)
-    masks.set(pruning_masks.globally([weight.abs() for weight in masks.weights], share))
+    masks.set(pruning_masks.prune_globally([weight.abs() for weight in masks.weights], share))
     masks.apply()
     return model
 
@@ -353,28 +353,37 @@ def test_other_forms_of_the_model_give_its_outputs() -> None:
     model, x = a_model(), torch.randn(5, 28, 28)
     with torch.no_grad():
         expected = model.eval()(x)
-        bare = pruning_savings.bare(model)
+        bare = pruning_savings.strip_masks(model)
         assert torch.equal(bare(x), expected)
         assert not any((tensor == 0).logical_and(tensor.signbit()).any() for tensor in bare.parameters())
-        assert bare.state_dict().keys() == networks.for_images("lenet5", (28, 28), 10).state_dict().keys()
-        assert torch.allclose(pruning_savings.as_csr(bare)(x), expected, atol=1e-5)
-        assert [type(layer).__name__ for layer in pruning_savings.as_csr(bare).children()][4:] == ["Csr", "Csr"]
-        small = int8.to_int8(bare)(x)
+        assert bare.state_dict().keys() == networks.build_network("lenet5", (28, 28), 10).state_dict().keys()
+        assert torch.allclose(pruning_savings.convert_to_csr(bare)(x), expected, atol=1e-5)
+        layers = [type(layer).__name__ for layer in pruning_savings.convert_to_csr(bare).children()]
+        assert layers[4:] == ["CsrLinear", "CsrLinear"]
+        small = int8.quantize_to_int8(bare)(x)
     assert 0 < float((small - expected).abs().max()) < 0.1 * float(expected.abs().max())
-    assert torch.equal(pruning_savings.bare(model)(x), expected), "the model itself stays as it is"
+    assert torch.equal(pruning_savings.strip_masks(model)(x), expected), "the model itself stays as it is"
 
 
 def test_zeros_save_bytes_only_when_compressed_or_in_csr() -> None:
-    sizes = {share: pruning_savings.packed(pruning_savings.bare(a_model(share))) for share in (0.0, 0.9)}
+    sizes = {
+        share: pruning_savings.measure_file_size(pruning_savings.strip_masks(a_model(share))) for share in (0.0, 0.9)
+    }
     assert sizes[0.0][0] == sizes[0.9][0] > 4 * 431_080
     assert sizes[0.9][1] < 0.2 * sizes[0.0][1]
-    assert pruning_savings.packed(pruning_savings.as_csr(pruning_savings.bare(a_model())))[0] < 0.35 * sizes[0.9][0]
-    assert pruning_savings.packed(int8.to_int8(pruning_savings.bare(a_model())))[0] < 0.35 * sizes[0.9][0]
+    assert (
+        pruning_savings.measure_file_size(pruning_savings.convert_to_csr(pruning_savings.strip_masks(a_model())))[0]
+        < 0.35 * sizes[0.9][0]
+    )
+    assert (
+        pruning_savings.measure_file_size(int8.quantize_to_int8(pruning_savings.strip_masks(a_model())))[0]
+        < 0.35 * sizes[0.9][0]
+    )
 
 
 def test_two_of_four_is_known_by_its_groups() -> None:
     (score,) = made((6, 32))
-    (mask,) = pruning_masks.by_group([score], 0.5, 4)
+    (mask,) = pruning_masks.prune_groups([score], 0.5, 4)
     weight = score * mask
     assert pruning_savings.is_two_of_four(weight) and not pruning_savings.is_two_of_four(score)
     weight[3, :3] = 1.0
@@ -411,5 +420,7 @@ def test_the_verdict_knows_when_repeats_disagree() -> None:
     def rows(*csr: float) -> list[dict[str, float]]:
         return [{"csr_seconds": value, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for value in csr]
 
-    words = pruning_savings.verdict({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
+    words = pruning_savings.describe_speed(
+        {"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)}
+    )
     assert words == "slower than dense fp32 for a; now slower, now faster for b; nowhere slower than dense bf16"

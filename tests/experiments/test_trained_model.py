@@ -67,7 +67,7 @@ def test_the_model_file_is_read_without_the_project(entry: Entry, finished: Make
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     found, trained_last = json.loads(done.stdout), joined(folder)
-    model = model_file.build(json.loads((folder.path / "model.json").read_text()))
+    model = model_file.build_model(json.loads((folder.path / "model.json").read_text()))
     assert found.keys() == model.state_dict().keys() and found.keys() <= trained_last.keys()
     for name, (kind, shape, total) in found.items():
         value = trained_last[name]

@@ -156,7 +156,7 @@ def masks_per_rank() -> Any:
         gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
 
         def chosen() -> str:
-            masks.set(pruning_masks.globally([gradient.abs() for gradient in gradients], 0.9))
+            masks.set(pruning_masks.prune_globally([gradient.abs() for gradient in gradients], 0.9))
             return masks.digest()
 
         own, refused = chosen(), attempt(masks.agree)

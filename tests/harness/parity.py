@@ -24,7 +24,7 @@ from common.core import config
 from common.data import prepare
 from common.distributed.rendezvous import World
 from common.models.networks import ResNet, SimpleNN
-from common.pipeline.executor import Pipeline
+from common.pipeline.executor import PipelineEngine
 from common.runs.folder import Folder
 from common.training import model_split
 from common.training.run import Run
@@ -104,7 +104,7 @@ def widen(parameters: Iterable[torch.Tensor]) -> None:
             parameter.mul_(6**0.5)
 
 
-def lose_relu(pipe: Pipeline) -> None:
+def lose_relu(pipe: PipelineEngine) -> None:
     """Put a plain linear layer with the same parameters in place of the second stage's first one."""
     if 1 in pipe.local:
         layer: Any = pipe.local[1][0]
@@ -113,7 +113,7 @@ def lose_relu(pipe: Pipeline) -> None:
         pipe.local[1][0] = plain
 
 
-def lose_microbatch(pipe: Pipeline) -> None:
+def lose_microbatch(pipe: PipelineEngine) -> None:
     """Let the gradient of each step's last microbatch be zero."""
     passed = itertools.count(1)
 
@@ -125,7 +125,7 @@ def lose_microbatch(pipe: Pipeline) -> None:
         pipe.local[pipe.count - 1].register_forward_hook(forget)
 
 
-MISTAKES: dict[str, Callable[[Pipeline], None]] = {"lose_relu": lose_relu, "lose_microbatch": lose_microbatch}
+MISTAKES: dict[str, Callable[[PipelineEngine], None]] = {"lose_relu": lose_relu, "lose_microbatch": lose_microbatch}
 EXPERIMENTS = {
     "mnist_pipeline": Trained(mnist.Config, PIPELINE, unsplit_pipeline, mnist_pipeline, widened=True),
     "resnet_modelparallel": Trained(resnet.Config, RESNET, unsplit_resnet, resnet_modelparallel),
@@ -147,7 +147,7 @@ def train(
     """One case on this rank; on rank 0 its losses, joined parameters and scores."""
     build = model_split.build_pipeline
 
-    def build_otherwise(*given: Any) -> Pipeline:
+    def build_otherwise(*given: Any) -> PipelineEngine:
         pipe = build(*given)
         if kind.widened:
             widen(pipe.module.parameters())

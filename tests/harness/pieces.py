@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.models import partition
-from common.pipeline.executor import Pipeline
-from common.pipeline.torch_engine import TorchPipeline
-from configs.pipeline import Pipeline as Settings
+from common.pipeline.executor import PipelineEngine
+from common.pipeline.torch_engine import TorchPipelineEngine
+from configs.pipeline import PipelineConfig as Settings
 from configs.shared import Launch
 
 
@@ -62,11 +62,11 @@ def compare(place: RankInfo) -> None:
         for settings in CASES:
             # the library needs weights in every stage
             four = ["l2", "l5", "l8"] if settings.engine == "own" else ["l3", "l5", "l9"]
-            stages = partition.cut(model(), four if settings.stages == 4 else ["l5"])
-            engine = Pipeline if settings.engine == "own" else TorchPipeline
+            stages = partition.split_into_stages(model(), four if settings.stages == 4 else ["l5"])
+            engine = PipelineEngine if settings.engine == "own" else TorchPipelineEngine
             pipe = engine(settings, stages, F.cross_entropy, world, batch=8, sample=(7, 6), dtype=torch.float64)
             pipe.train()
-            begun: list[Pipeline] = []
+            begun: list[PipelineEngine] = []
             pipe.clock.begin = partial(begun.append, pipe)  # type: ignore[method-assign]
             pipe.step(x, y)
             assert len(begun) == 1, (settings, "a clock that is never told of a step loses its precision on a GPU")

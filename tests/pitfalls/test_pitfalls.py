@@ -37,7 +37,7 @@ def test_split_without_flatten_does_not_take_images() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         chain(tutorial_stages(), images)
     model = SimpleNN()
-    assert torch.equal(chain(partition.cut(model, ["fc2"]), images), model(images))
+    assert torch.equal(chain(partition.split_into_stages(model, ["fc2"]), images), model(images))
 
 
 def test_split_without_relu_is_one_linear_layer() -> None:
@@ -49,17 +49,17 @@ def test_split_without_relu_is_one_linear_layer() -> None:
 
     stages = tutorial_stages()
     assert gap(lambda x: chain(stages, x)) < 1e-5
-    right = partition.cut(SimpleNN(), ["fc2"])
+    right = partition.split_into_stages(SimpleNN(), ["fc2"])
     assert gap(lambda x: chain(right, x.view(-1, 28, 28))) > 1e-2
 
 
 def test_halves_of_two_models_are_neither_of_them() -> None:
     images = torch.randn(4, 28, 28)
     one, two = SimpleNN(), SimpleNN()
-    mixed = [partition.cut(one, ["fc2"])[0], partition.cut(two, ["fc2"])[1]]
+    mixed = [partition.split_into_stages(one, ["fc2"])[0], partition.split_into_stages(two, ["fc2"])[1]]
     for model in (one, two):
         assert not torch.allclose(chain(mixed, images), model(images))
-        assert torch.equal(chain(partition.cut(model, ["fc2"]), images), model(images))
+        assert torch.equal(chain(partition.split_into_stages(model, ["fc2"]), images), model(images))
 
 
 def overlap(timeline: list[dict[str, Any]]) -> float:
@@ -82,7 +82,9 @@ def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digit
     # with one processor to share, even a pipeline's stages take turns: a busy machine is measured again
     assert any(measured("gpipe", attempt) > 0.01 for attempt in range(4))
     for stages in (2, 4, 8):
-        assert schedules.idle_share(schedules.play(schedules.naive(stages, stages, 4), stages)) == 1 - 1 / stages
+        assert (
+            schedules.compute_bubble(schedules.simulate(schedules.naive(stages, stages, 4), stages)) == 1 - 1 / stages
+        )
 
 
 def test_mean_of_batch_means_is_not_the_mean_over_samples() -> None:

@@ -27,7 +27,7 @@ def held(parts: list[nn.Sequential]) -> list[dict[str, int]]:
 def test_moving_the_placed_model_puts_both_parts_on_one_device() -> None:
     model = SimpleNN()
     sizes = [128 * 784 + 128, 64 * 128 + 64 + 10 * 64 + 10]
-    parts = partition.cut(model, ["fc2"])
+    parts = partition.split_into_stages(model, ["fc2"])
     for part, device in zip(parts, ("cpu", "meta"), strict=True):
         part.to(device)
     assert held(parts) == [{"cpu": sizes[0]}, {"meta": sizes[1]}]
@@ -51,7 +51,7 @@ def test_layers_registered_twice_stand_twice_in_the_state_dict() -> None:
     assert len(list(doubled.parameters())) == len(list(whole.parameters())), "the optimizer does not notice"
     with pytest.raises(RuntimeError, match="Unexpected key"):
         whole.load_state_dict(doubled.state_dict())
-    stages = partition.cut(whole, ["layer3_0"])
+    stages = partition.split_into_stages(whole, ["layer3_0"])
     assert [name for stage in stages for name in stage.state_dict()] == list(whole.state_dict())
 
 

@@ -47,7 +47,7 @@ STEP, DAY = 0.0123456, 86_400.0
 
 
 def test_stamps_of_a_step_are_as_precise_after_a_day_as_at_once() -> None:
-    device = device_clock.Clock(torch.device("cuda", 0))
+    device = device_clock.DeviceClock(torch.device("cuda", 0))
     device.begin()
     early = device.stamp()
     Played.now += DAY
@@ -62,7 +62,7 @@ def test_stamps_of_a_step_are_as_precise_after_a_day_as_at_once() -> None:
 def test_steps_within_a_zero_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append(Played.now))
-    device = device_clock.Clock(torch.device("cuda", 0))
+    device = device_clock.DeviceClock(torch.device("cuda", 0))
     for _ in range(1000):
         Played.now += 0.025
         device.begin()
@@ -104,7 +104,7 @@ def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest
     found = []
     for booted in (0.0, 50_000.0):
         monkeypatch.setattr(device_clock.time, "perf_counter", lambda booted=booted: Played.now - booted)
-        host = device_clock.Clock(torch.device("cpu"))
+        host = device_clock.DeviceClock(torch.device("cpu"))
         monkeypatch.setattr(Played, "now", 60_000.0)
         host.start_now()  # behind a barrier
         monkeypatch.setattr(Played, "now", 60_001.5)

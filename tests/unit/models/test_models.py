@@ -16,7 +16,7 @@ from common.models import model_file, networks, partition
 
 
 def load(model: nn.Module, file: Path | str) -> None:
-    networks.load(model, model_file.read_weights(str(file), Path("runs")), str(file))
+    networks.load_weights(model, model_file.read_weights(str(file), Path("runs")), str(file))
 
 
 @pytest.mark.parametrize(("name", "side"), [("resnet18", 65), ("resnet50", 64)])
@@ -35,7 +35,7 @@ def test_the_same_outputs_as_torchvision_with_the_same_weights(name: str, side: 
 def test_the_same_names_and_shapes_as_torchvision(name: str) -> None:
     with torch.device("meta"):
         theirs, ours = getattr(torchvision.models, name)(num_classes=7), networks.ResNet(name, (3, 64, 64), 7)
-    states = networks.own_names(theirs.state_dict()), ours.state_dict()
+    states = networks.convert_names(theirs.state_dict()), ours.state_dict()
     shapes = [{key: value.shape for key, value in state.items()} for state in states]
     assert shapes[0] == shapes[1] and len(shapes[0]) > 100
 
@@ -52,7 +52,7 @@ def test_resnets_can_be_cut_behind_every_layer(name: str) -> None:
     x = torch.randn(2, 16, 16)
     layers = list(dict(model.named_children()))
     out = x
-    for stage in partition.cut(model, layers[1:]):
+    for stage in partition.split_into_stages(model, layers[1:]):
         out = stage(out)
     assert torch.equal(out, model(x))
 

@@ -19,7 +19,7 @@ def model() -> SimpleNN:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
 def test_stages_in_a_row_are_the_model(model: SimpleNN, count: int) -> None:
-    stages = partition.cut(model, partition.balance(partition.parameter_costs(model), count))
+    stages = partition.split_into_stages(model, partition.balance_stages(partition.count_parameters(model), count))
     x = torch.randn(3, 28, 28)
     out = x
     for stage in stages:
@@ -29,11 +29,11 @@ def test_stages_in_a_row_are_the_model(model: SimpleNN, count: int) -> None:
 
 
 def test_joined_stages_load_into_the_model_and_back(model: SimpleNN) -> None:
-    states = [stage.state_dict() for stage in partition.cut(model, ["fc2", "fc5"])]
+    states = [stage.state_dict() for stage in partition.split_into_stages(model, ["fc2", "fc5"])]
     assert [name for state in states for name in state] == list(model.state_dict())
     other = SimpleNN(width=16, depth=5)
     other.load_state_dict({name: value for state in states for name, value in state.items()})
-    for stage, state in zip(partition.cut(other, ["fc2", "fc5"]), states, strict=True):
+    for stage, state in zip(partition.split_into_stages(other, ["fc2", "fc5"]), states, strict=True):
         stage.load_state_dict(state)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
 
@@ -42,7 +42,7 @@ def test_balance_finds_the_best_cut() -> None:
     costs = dict(zip("abcdefg", (5, 1, 1, 9, 2, 3, 1), strict=True))
     names, values = list(costs), list(costs.values())
     for count in range(1, 8):
-        starts = [0, *(names.index(name) for name in partition.balance(costs, count))]
+        starts = [0, *(names.index(name) for name in partition.balance_stages(costs, count))]
         found = max(sum(values[a:b]) for a, b in itertools.pairwise([*starts, 7]))
         best = min(
             max(sum(values[a:b]) for a, b in itertools.pairwise([0, *cuts, 7]))
@@ -50,13 +50,13 @@ def test_balance_finds_the_best_cut() -> None:
         )
         assert len(starts) == count and found == best
     with pytest.raises(ValueError, match="stages=8 exceeds the 7 layers"):
-        partition.balance(costs, 8)
+        partition.balance_stages(costs, 8)
 
 
 def test_measured_costs_leave_no_trace() -> None:
     model = ResNet("resnet18", (3, 8, 8), 3, width=2).eval()
     before = copy.deepcopy(model.state_dict())
-    costs = partition.time_costs(model, torch.randn(4, 3, 8, 8), repeats=2)
+    costs = partition.time_layers(model, torch.randn(4, 3, 8, 8), repeats=2)
     assert list(costs) == [name for name, _ in model.named_children()]
     assert all(cost > 0 for cost in costs.values())
     assert all(p.grad is None for p in model.parameters()) and not model.training
@@ -66,7 +66,7 @@ def test_measured_costs_leave_no_trace() -> None:
 @pytest.mark.parametrize("starts", [["fc9"], ["fc1"], ["fc3", "fc2"], ["fc2", "fc2"]])
 def test_wrong_names_are_refused(model: SimpleNN, starts: list[str]) -> None:
     with pytest.raises(ValueError, match="split: "):
-        partition.cut(model, starts)
+        partition.split_into_stages(model, starts)
 
 
 def test_the_original_size() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from common.core.errors import UserError
 from common.pipeline import schedules
-from common.pipeline.schedules import Action, check, draw, idle_share, play
-from configs.pipeline import Pipeline
+from common.pipeline.schedules import Action, check_schedule, compute_bubble, draw_timeline, simulate
+from configs.pipeline import PipelineConfig
 from tests.harness.processes import ROOT
 
 SIZES = [(p, p * each, m) for p in (1, 2, 3, 4, 8) for each in (1, 2, 3) for m in (1, 2, 4, 7, 8)]
@@ -20,15 +20,15 @@ SIZES = [(p, p * each, m) for p in (1, 2, 3, 4, 8) for each in (1, 2, 3) for m i
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_schedule_is_complete_and_ends(name: str, sizes: tuple[int, int, int]) -> None:
-    check(schedules.SCHEDULES[name](*sizes), *sizes)
+    check_schedule(schedules.SCHEDULES[name](*sizes), *sizes)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
 def test_bubbles_are_those_of_the_papers(p: int, m: int) -> None:
     bubble = (p - 1) / (m + p - 1)
-    assert idle_share(play(schedules.gpipe(p, p, m), p)) == pytest.approx(bubble)
-    assert idle_share(play(schedules.one_f_one_b(p, p, m), p)) == pytest.approx(bubble)
-    assert idle_share(play(schedules.naive(p, p, m), p)) == pytest.approx(1 - 1 / p)
+    assert compute_bubble(simulate(schedules.gpipe(p, p, m), p)) == pytest.approx(bubble)
+    assert compute_bubble(simulate(schedules.one_f_one_b(p, p, m), p)) == pytest.approx(bubble)
+    assert compute_bubble(simulate(schedules.naive(p, p, m), p)) == pytest.approx(1 - 1 / p)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (4, 16)])
@@ -43,30 +43,30 @@ def test_1f1b_keeps_at_most_as_many_microbatches_as_stages_follow(p: int, m: int
 
 
 def test_two_stages_a_process_shorten_gpipe() -> None:
-    one, two = (idle_share(play(schedules.gpipe(4, stages, 8), stages)) for stages in (4, 8))
+    one, two = (compute_bubble(simulate(schedules.gpipe(4, stages, 8), stages)) for stages in (4, 8))
     assert two < one
 
 
 def test_diagram_shows_who_works_on_what_when() -> None:
-    lines = draw(play(schedules.gpipe(2, 2, 2), 2), width=9)
+    lines = draw_timeline(simulate(schedules.gpipe(2, 2, 2), 2), width=9)
     assert lines == ["01...aabb", ".01aabb.."]
 
 
 def test_diagram_tells_the_two_parts_of_a_backward_apart() -> None:
     plan = [[Action(kind, 0, 1) for kind in "FIW"]]
-    assert draw(play(plan, 1), width=3) == ["1bB"]
+    assert draw_timeline(simulate(plan, 1), width=3) == ["1bB"]
 
 
-def custom(tmp_path: Path, body: str, function: str = "mine") -> Pipeline:
+def custom(tmp_path: Path, body: str, function: str = "mine") -> PipelineConfig:
     file = tmp_path / "custom.py"
     file.write_text("def mine(processes, stages, microbatches):\n" + body)
-    return Pipeline(stages=2, microbatches=2, schedule=f"{file}:{function}")
+    return PipelineConfig(stages=2, microbatches=2, schedule=f"{file}:{function}")
 
 
 def test_custom_schedule_is_loaded(tmp_path: Path) -> None:
     body = """    order = range(microbatches)
     return [[("F", p, m) for m in order] + [("B", p, m) for m in reversed(order)] for p in range(processes)]\n"""
-    plan = schedules.of(custom(tmp_path, body))
+    plan = schedules.make_schedule(custom(tmp_path, body))
     assert plan[1] == [Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 1), Action("B", 1, 0)]
 
 
@@ -93,7 +93,7 @@ GOOD = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
 )
 def test_bad_schedules_are_refused_naming_the_action(tmp_path: Path, first: str, second: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        schedules.of(custom(tmp_path, f"    return [{first}, {second}]\n"))
+        schedules.make_schedule(custom(tmp_path, f"    return [{first}, {second}]\n"))
     assert message in str(caught.value)
 
 
@@ -108,10 +108,10 @@ def test_bad_schedules_are_refused_naming_the_action(tmp_path: Path, first: str,
 )
 def test_broken_files_are_refused(tmp_path: Path, body: str, function: str, message: str) -> None:
     with pytest.raises(UserError, match="schedule=") as caught:
-        schedules.of(custom(tmp_path, body, function))
+        schedules.make_schedule(custom(tmp_path, body, function))
     assert message in str(caught.value)
     with pytest.raises(UserError, match="neither one of naive, gpipe, 1f1b nor"):
-        schedules.of(Pipeline(schedule="nowhere.py:f"))
+        schedules.make_schedule(PipelineConfig(schedule="nowhere.py:f"))
 
 
 def test_a_schedule_is_printed() -> None:
