@@ -1,44 +1,21 @@
-# Everything a person or CI runs. Variables reach Python as arguments, as they were written, and are checked there.
-# Only those of the command line count (WSL, for one, has a NAME in its environment), and each target knows its own.
-# `override X := $(value X)` keeps make from expanding what a value contains; "$$X" keeps the shell from it.
+# Everything a person or CI runs. Targets with settings are verbs of one command line, which explains each setting:
+# .venv/bin/python -m slurm exp --help
+# Variables of make's command line reach it as they were written, and are checked there: GIVEN are their names, and
+# `override X := $(value X)` keeps make from expanding what a value contains.
 SHELL := /bin/sh
-override CHOICE := RUNS NAME LAST WHERE SWEEP
-override KNOWN-exp := NAME NODES ARGS LAUNCH CLUSTER FOLLOW DRY_RUN STRICT RESUME
-override KNOWN-rerun := RUN ARGS LAUNCH CLUSTER
-override KNOWN-sweep := GRID ARGS LAUNCH CLUSTER FAILED FOLLOW DRY_RUN
-override KNOWN-evaluate := RUN ARGS
-override KNOWN-export := RUN FORMAT
-override KNOWN-doctor := NODES ARGS LAUNCH CLUSTER RUN JSON
-override KNOWN-status := RUN WAIT JSON
-override KNOWN-logs := RUN FOLLOW
-override KNOWN-cancel := RUN
-override KNOWN-compare := $(CHOICE) PAGE JSON
-override KNOWN-sync := $(CHOICE) DRY_RUN
-override KNOWN-dashboard := PROJECT DRY_RUN
-override KNOWN-leet := $(CHOICE)
-override KNOWN-prune-runs := RUNS NAME LAST WHERE DRY_RUN
-override KNOWN-cluster-up := NAME NODES DB
-override KNOWN-cluster-down := NAME
-override KNOWN-cluster-status := NAME
-override KNOWN-cluster-shell := NAME
-override KNOWN-test := TESTS
-override KNOWN-bench := NAME MINUTES
-override GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
-override KNOWN := PYTHON $(foreach target,$(MAKECMDGOALS),$(KNOWN-$(target)))
-override UNKNOWN := $(filter-out $(KNOWN),$(GIVEN))
-$(if $(UNKNOWN),$(error make $(MAKECMDGOALS) has no setting $(UNKNOWN); it has $(strip $(KNOWN))))
 PYTHON ?= python3
-override SETTINGS := $(sort $(filter-out $(GIVEN),$(foreach v,$(filter KNOWN-%,$(.VARIABLES)),$($v))))
-$(foreach v,$(SETTINGS),$(eval override $v :=))
-$(foreach v,$(GIVEN) PYTHON,$(eval override $v := $$(value $v)))
-export $(SETTINGS) $(GIVEN) PYTHON
+override GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
+$(foreach v,$(filter-out GIVEN,$(GIVEN)) PYTHON,$(eval override $v := $$(value $v)))
+export GIVEN MAKECMDGOALS PYTHON $(GIVEN)
+override given = $(if $(filter $1,$(GIVEN)),"$$$1")
 override PY := .venv/bin/python
 override READY := .venv/.ready
 override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
+override VERBS := exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
+  cluster-up cluster-down cluster-status cluster-shell
 
 .DEFAULT_GOAL := help
-.PHONY: help exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
-  cluster-up cluster-down cluster-status cluster-shell test test-all test-slurm lint bench tables requirements clean
+.PHONY: $(VERBS) help test test-all test-slurm lint bench tables requirements clean .settings
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -60,94 +37,58 @@ $(READY): requirements.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@cp requirements.txt $(READY)
 
-exp: $(READY)  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1] or RESUME=<id>
-	@$(PY) -m slurm.launch.submit --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
-	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" --strict="$$STRICT" --resume="$$RESUME" -- "$$NAME"
+$(VERBS): $(READY)
+	@$(PY) -m slurm --make $@
 
-rerun: $(READY)  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
-	@$(PY) -m slurm.launch.rerun --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" -- "$$RUN"
+exp:  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1] or RESUME=<id>
+rerun:  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
+evaluate:  ## measure the trained model of a finished run again, in one process: RUN=<id> [ARGS="data.root=..."]
+export:  ## write the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
+sweep:  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
+doctor:  ## look at every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or at a run that failed or hangs: RUN=<id> [JSON=1]
+status:  ## how runs are doing [RUN=<id>] [WAIT=seconds] [JSON=1]
+logs:  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
+cancel:  ## end a run: RUN=<id>
+compare:  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
+sync:  ## send to W&B what runs without a network left, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
+dashboard:  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
+leet:  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
+prune-runs:  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
+tour:  ## every experiment at its smallest, then all of them side by side
+cluster-up:  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [DB=1, with accounting]
+cluster-down:  ## end it [NAME=local]
+cluster-status:  ## its hosts and their state [NAME=local]
+cluster-shell:  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]
 
-evaluate: $(READY)  ## measure the trained model of a finished run again, in one process: RUN=<id> [ARGS="data.root=..."]
-	@$(PY) -m slurm.reports.trained_model --args="$$ARGS" -- evaluate "$$RUN"
+.settings: $(READY)  # refuses variables that none of the targets has
+	@$(PY) -m slurm --make --check
 
-export: $(READY)  ## write the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
-	@$(PY) -m slurm.reports.trained_model --format="$$FORMAT" -- export "$$RUN"
+test: .settings  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k name"]
+	@$(PY) -m pytest $(if $(filter TESTS,$(GIVEN)),$$TESTS,$(FAST)) --numprocesses 2 --dist worksteal
 
-sweep: $(READY)  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
-	@$(PY) -m slurm.launch.sweep --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" --failed="$$FAILED" \
-	  --follow="$$FOLLOW" --dry-run="$$DRY_RUN" -- "$$GRID"
-
-doctor: $(READY)  ## look at every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or at a run that failed or hangs: RUN=<id> [JSON=1]
-	@$(PY) -m slurm.reports.doctor --nodes="$$NODES" --args="$$ARGS" --launch="$$LAUNCH" --cluster="$$CLUSTER" \
-	  --run="$$RUN" --json="$$JSON"
-
-status: $(READY)  ## how runs are doing [RUN=<id>] [WAIT=seconds] [JSON=1]
-	@$(PY) -m slurm.reports.status --wait="$$WAIT" --json="$$JSON" -- status "$$RUN"
-
-logs: $(READY)  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
-	@$(PY) -m slurm.reports.status --follow="$$FOLLOW" -- logs "$$RUN"
-
-cancel: $(READY)  ## end a run: RUN=<id>
-	@$(PY) -m slurm.reports.status -- cancel "$$RUN"
-
-compare: $(READY)  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
-	@$(PY) -m slurm.reports.compare --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
-	  --page="$$PAGE" --json="$$JSON"
-
-sync: $(READY)  ## send to W&B what runs without a network left, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
-	@$(PY) -m slurm.reports.wandb_sync sync --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP" \
-	  --dry-run="$$DRY_RUN"
-
-dashboard: $(READY)  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
-	@$(PY) -m slurm.reports.wandb_dashboard --project="$$PROJECT" --dry-run="$$DRY_RUN"
-
-leet: $(READY)  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
-	@$(PY) -m slurm.reports.wandb_sync leet --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --sweep="$$SWEEP"
-
-prune-runs: $(READY)  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
-	@$(PY) -m slurm.reports.prune_runs --pick="$$RUNS" --name="$$NAME" --last="$$LAST" --where="$$WHERE" --dry-run="$$DRY_RUN"
-
-tour: $(READY)  ## every experiment at its smallest, then all of them side by side
-	@$(PY) -m slurm.launch.tour
-
-cluster-up: $(READY)  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [DB=1, with accounting]
-	@$(PY) -m slurm.local_cluster.cli up --name="$$NAME" --nodes="$$NODES" --db="$$DB"
-
-cluster-down: $(READY)  ## end it [NAME=local]
-	@$(PY) -m slurm.local_cluster.cli down --name="$$NAME"
-
-cluster-status: $(READY)  ## its hosts and their state [NAME=local]
-	@$(PY) -m slurm.local_cluster.cli status --name="$$NAME"
-
-cluster-shell: $(READY)  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]
-	@$(PY) -m slurm.local_cluster.cli shell --name="$$NAME"
-
-test: $(READY)  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k name"]
-	@$(PY) -m pytest $${TESTS:-$(FAST)} --numprocesses 2 --dist worksteal
-
-test-all: $(READY)  ## these, and every combination: parity, recovery, compiler, export, browser, W&B host
+test-all: .settings  ## these, and every combination: parity, recovery, compiler, export, browser, W&B host
 	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 2 --dist worksteal
 
-test-slurm: $(READY)  ## the tests that need a real SLURM cluster
+test-slurm: .settings  ## the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
 
-lint: $(READY)  ## ruff (lint and format), mypy, and the order of imports
+lint: .settings  ## ruff (lint and format), mypy, and the order of imports
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-cache --no-logo
 
-bench: $(READY)  ## measure side by side, within a budget, and show goals met or missed [NAME=ddp_multinode] [MINUTES=5]
-	@$(PY) -m tests.benchmarks --minutes="$$MINUTES" -- "$$NAME"
+bench: .settings  ## measure side by side, within a budget, and show goals met or missed [NAME=ddp_multinode] [MINUTES=5]
+	@$(PY) -m tests.benchmarks --minutes=$(call given,MINUTES) -- ""$(call given,NAME)
 
-tables: $(READY)  ## write the measured tables and figures of the pages from tests/benchmarks/recorded/
+tables: .settings  ## write the measured tables and figures of the pages from tests/benchmarks/recorded/
 	@$(PY) -m tests.benchmarks.tables
 
-requirements: $(READY)  ## pin all dependencies of pyproject.toml anew into requirements.txt
+requirements: .settings  ## pin all dependencies of pyproject.toml anew into requirements.txt
 	@$(PY) -m uv pip compile --universal --python-version 3.11 --extra dev --extra bench --extra dashboard --extra quantise --upgrade --quiet \
 	  --annotation-style line --custom-compile-command "make requirements" pyproject.toml > .requirements.new
 	@echo "-e .  # the project itself, so that scripts find its packages" >> .requirements.new
 	@mv .requirements.new requirements.txt
 
 clean:  ## delete .venv and caches (runs and data stay)
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache *.egg-info
+	$(if $(filter-out PYTHON,$(GIVEN)),$(error make clean has no settings))rm -rf .venv .pytest_cache .ruff_cache .mypy_cache *.egg-info

@@ -1,10 +1,8 @@
-"""`make rerun`: repeats a run from its own settings and source in a new run folder, and compares. Imports no torch.
+"""The verb `rerun`: repeat a run from its own settings and source in a new run folder, and compare. Imports no torch.
 
-    python -m slurm.launch.rerun [--args="key=value ..."] [--launch=auto|local|slurm] [--cluster=PROFILE] -- RUN
-
-Before it starts it says what differs from then: settings, packages, machine, processes, data. After it, whether losses
-and final numbers, those of time and memory left out, are equal to the bit, or how far apart. Exit status: 0 equal,
-3 different, 2 refused; a repetition that does not finish has its own.
+Before the start it prints what differs from the first time: settings, packages, machine, processes, data. At the end it
+prints whether losses and final numbers, except times and memory, are equal to the bit, or how far apart. Exit status:
+0 equal, 3 different, 2 refused; a repetition that does not finish has its own.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import Any
 import yaml
 
 from common.core import config
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.runs import provenance, result
@@ -34,7 +32,7 @@ from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import parse_settings
 from slurm.launch import submit
-from slurm.reports import status
+from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
 from slurm.scheduling.entry_points import find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose
@@ -46,8 +44,8 @@ Lines = Iterator[tuple[str, Any, Any]]
 
 def checked(run: str) -> Folder:
     """The folder of a run that is over and can be repeated. Raises UserError."""
-    folder = status.find(run, Path("runs"))
-    state, _ = status.state_of(folder)
+    folder = selection.find_run(run, Path("runs"))
+    state, _ = status.read_state(folder)
     if state not in status.OVER:
         raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
@@ -159,7 +157,7 @@ def run_there(new: Folder, settings: Experiment, text: str, profile: Profile, sc
         shutil.rmtree(new.path, ignore_errors=True)
         raise
     submit.tell(new, settings, job, scheduler)
-    return status.follow(new, status.rank_0_log(new))
+    return logs.follow_log(new, logs.find_rank_0_log(new))
 
 
 # ---- after it
@@ -227,12 +225,7 @@ def profile_of(old: Folder, cluster: str, words: list[str]) -> Profile:
     return sbatch.checked_profile(flat(yaml.safe_dump(known)), words)
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make rerun")
-    parser.add_argument("run", nargs="?", default="")
-    for option in ("args", "launch", "cluster"):
-        parser.add_argument(f"--{option}", default="")
-    given = parser.parse_args(arguments)
+def main(given: argparse.Namespace) -> int:
     old = checked(given.run)
     words, for_profile = parse_settings(given.args)
     profile = profile_of(old, given.cluster, for_profile)
@@ -256,8 +249,3 @@ def main(arguments: list[str]) -> int:
         return code or 1
     say(worlds(old, new), "then", "now")
     return 0 if compare(old, new) else DIFFERENT
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))

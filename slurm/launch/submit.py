@@ -1,10 +1,7 @@
-"""`make exp`: check a name and its settings, then start the experiment here or give it to SLURM. Imports no torch.
+"""The verb `exp`: check a name and its settings, then start the experiment here or submit it to SLURM.
 
-    python -m slurm.launch.submit [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] -- NAME
-    python -m slurm.launch.submit --resume=RUN [...]       go on with a run where it was saved
-
-Everything that can be refused is refused here, at once, also on a login node where importing torch
-from a network disk takes half a minute. Words of --args that begin with `cluster.` go to the profile.
+Imports no torch: everything that can be refused is refused here, at once, also on a login node where importing torch
+from a network disk takes half a minute. Words of ARGS that begin with `cluster.` are settings of the profile.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from pathlib import Path
 from common.checkpoint import extension
 from common.core import config
 from common.core.config import ROOT
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError
 from common.data import prepare
 from common.pipeline import schedules
 from common.runs import provenance, wandb_tracker
@@ -28,7 +25,7 @@ from common.runs.folder import Folder, write_atomic
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import parse_experiment, parse_node_count, parse_switch, split_arguments
-from slurm.reports import status
+from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
 from slurm.scheduling.entry_points import find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose
@@ -77,8 +74,8 @@ def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler | None
 
 def checked_run(run: str, name: str) -> Folder:
     """The folder of a run that can go on. Raises UserError."""
-    folder = status.find(run, Path("runs"))
-    state, _ = status.state_of(folder)
+    folder = selection.find_run(run, Path("runs"))
+    state, _ = status.read_state(folder)
     if name and name != folder.experiment:
         raise UserError(f"RESUME={run} is a run of {folder.experiment}, not of {name}; leave NAME out")
     if state not in status.OVER:
@@ -116,7 +113,7 @@ def queue(folder: Folder, settings: Experiment, text: str, profile: Profile, sch
 
 def tell(folder: Folder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
     """Where a job's run is, and how to follow and end it."""
-    nodes, run = settings.launch.nodes, shlex.quote(status.short(folder))
+    nodes, run = settings.launch.nodes, shlex.quote(selection.name_run(folder))
     print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes} nodes, {settings.processes} processes")
     print(
         f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1\n  cancel      make cancel RUN={run}",
@@ -156,12 +153,7 @@ def show(name: str, settings: Experiment, profile: Profile) -> None:
     print(f"# {name}: settings\n{config.to_yaml(settings)}", end="")
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make exp", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("name", nargs="?", default="")
-    for option in ("nodes", "args", "launch", "cluster", "follow", "dry-run", "strict", "resume"):
-        parser.add_argument(f"--{option}", default="")
-    given = parser.parse_args(arguments)
+def main(given: argparse.Namespace) -> int:
     resumed = checked_run(given.resume, given.name) if given.resume else None
     name = parse_experiment(resumed.experiment if resumed else given.name)
     words, for_profile = split_arguments(given.args)
@@ -200,9 +192,4 @@ def main(arguments: list[str]) -> int:
     settle(settings, profile)
     folder, job = give(name, settings, profile, scheduler, resumed)
     tell(folder, settings, job, scheduler)
-    return status.follow(folder, status.rank_0_log(folder)) if follow else 0
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))
+    return logs.follow_log(folder, logs.find_rank_0_log(folder)) if follow else 0

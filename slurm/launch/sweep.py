@@ -1,10 +1,8 @@
-"""`make sweep`: every point of a grid as a run of its own, as an array of jobs on SLURM or one after the other here.
+"""The verb `sweep`: every point of a grid as a run of its own, an array of jobs on SLURM or one after the other here.
 
-    python -m slurm.launch.sweep [--args=] [--launch=] [--cluster=] [--failed=1] [--follow=1] [--dry-run=1] -- FILE
-
-What is there already is in runs/sweeps/<file's name>/sweep.json: called again, only what is missing is submitted. A
-point that was cancelled or lost goes on where it was saved; a failed one is left alone, and with FAILED=1 begins anew
-with the source as it is now. Imports no torch.
+The runs of the points are listed in runs/sweeps/<file's name>/sweep.json: the same command again submits only what is
+missing. A point that was cancelled or lost is resumed; a failed one is left alone, and with FAILED=1 started anew with
+the source as it is now. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, read_json, write_json
 from configs.profile import Profile
@@ -65,7 +63,7 @@ class Sweep:
 
     def state(self, point: Point) -> str:
         folder = self.folder(point)
-        return "MISSING" if folder is None else status.state_of(folder)[0]
+        return "MISSING" if folder is None else status.read_state(folder)[0]
 
     def put(self, point: Point, folder: Folder, state: str) -> None:
         """Note a point's run; one that it replaces is remembered."""
@@ -254,12 +252,7 @@ def show(sweep: Sweep, states: dict[str, str]) -> None:
         print(f"  {states[point.key]:<9}  {point.words}  {run}".rstrip())
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make sweep")
-    parser.add_argument("grid", nargs="?", default="")
-    for option in ("args", "launch", "cluster", "failed", "follow", "dry-run"):
-        parser.add_argument(f"--{option}", default="")
-    given = parser.parse_args(arguments)
+def main(given: argparse.Namespace) -> int:
     failed, wants, dry = (parse_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
     words, for_profile = parse_settings(given.args)
     plan = sweep_file.read(given.grid, words)
@@ -287,8 +280,3 @@ def main(arguments: list[str]) -> int:
         if wants:
             return follow(sweep)
         return 0
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,8 @@
-"""`make tour`: every experiment at its smallest, one after the other, and then all of them side by side.
-
-python -m slurm.launch.tour [key=value ...]        settings for all of them, after their own
-"""
+"""The verb `tour`: every experiment at its smallest, one after the other, and then all of them side by side."""
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import time
 from pathlib import Path
 
 from common.core import config
-from common.core.errors import user_errors
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
@@ -27,27 +24,23 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 """The smallest settings of each experiment; one that is not listed takes its defaults, for a few steps."""
 
 
-def main(more: list[str]) -> int:
+def main(given: argparse.Namespace) -> int:
+    more = given.words
     root = Path(config.parse_command_line(more).values.get("runs", "runs"))
     before = {folder.path for folder in selection.everything(root)}
     began, failed = time.monotonic(), []
     for name in config.list_experiments():
         words = shlex.join([*FEW_STEPS, *SMALLEST.get(name, ()), *more])
         print(f"\n---- {name}: make exp NAME={name} ARGS={shlex.quote(words)}", flush=True)
-        command = [sys.executable, "-m", "slurm.launch.submit", "--launch=local", f"--args={words}", "--", name]
+        command = [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={words}", "--", name]
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
     print(f"\n---- side by side, after {time.monotonic() - began:.0f} s", flush=True)
     made = [str(folder.path) for folder in selection.everything(root) if folder.path not in before]
     shown = 0
     if made:
-        command = [sys.executable, "-m", "slurm.reports.compare", f"--runs={root}", f"--pick={shlex.join(made)}"]
+        command = [sys.executable, "-m", "slurm", "compare", f"--runs={root}", f"--pick={shlex.join(made)}"]
         shown = subprocess.run(command, check=False).returncode
     if failed:
         print(f"error: {', '.join(failed)} failed; what each said stands above", file=sys.stderr)
     return 1 if failed else shown
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
 """A real SLURM cluster on one machine: real daemons, each host with its own name, address and processes.
 
-    python -m slurm.local_cluster.cli up [--nodes 2] [--cpus N] [--db] [--conf Key=Value ...]
-    python -m slurm.local_cluster.cli status | shell | exec CMD... | node N CMD... | down
-    python -m slurm.local_cluster.cli cut N | join N | power-off N | power-on N | preempt [JOB] | requeue JOB
+    python -m slurm cluster up [--nodes 2] [--cpus N] [--db] [--conf Key=Value ...]
+    python -m slurm cluster status | shell | exec CMD... | node N CMD... | down
+    python -m slurm cluster cut N | join N | power-off N | power-on N | preempt [JOB] | requeue JOB
 
 Needs Linux and Debian's or Ubuntu's packages slurm-wlm and iproute2; no root, no change to the machine.
 Hosts are `node1`, `node2`, ... and share the machine's files; the controller is `ctl`. They reach each
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError
 from slurm.local_cluster import daemons, slurm_conf
 from slurm.local_cluster.cluster import DEFAULT, Cluster, folder_of, needed, running
 from slurm.local_cluster.namespaces import Process, checked_user
@@ -183,51 +183,52 @@ def requeue(given: argparse.Namespace) -> None:
     needed(given.name).run("scontrol", "requeue", given.job)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+ARGUMENTS = {
+    "node": "host, as 2 or node2",
+    "command": "command and its arguments",
+    "job": "id of a job",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs."""
     top = argparse.ArgumentParser(
-        prog="python -m slurm.local_cluster.cli",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m slurm cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(name: str, function: Callable[[argparse.Namespace], None], *words: str) -> argparse.ArgumentParser:
-        made = verbs.add_parser(name, description=function.__doc__)
-        made.add_argument("--name", default=DEFAULT, type=lambda text: text or DEFAULT, help="of the cluster")
-        made.set_defaults(function=function)
+    def add(name: str, function: Callable[[argparse.Namespace], None], *words: str) -> argparse.ArgumentParser:
+        described = function.__doc__ if function is not fault else daemons.VERBS[name].__doc__
+        added = verbs.add_parser(name, help=str(described).partition("\n")[0], description=described)
+        added.add_argument("--name", default=DEFAULT, type=lambda text: text or DEFAULT, help="of the cluster (local)")
+        added.set_defaults(function=function)
         for word in words:
-            made.add_argument(word, nargs=argparse.REMAINDER if word == "command" else None)
-        return made
+            added.add_argument(word, nargs=argparse.REMAINDER if word == "command" else None, help=ARGUMENTS[word])
+        return added
 
-    options = verb("up", up)
+    options = add("up", up)
     options.add_argument("--nodes", default="", help=f"hosts, 1 to {slurm_conf.MOST_NODES} (2)")
     options.add_argument("--cpus", default="", help="CPUs that each host claims to have (the machine's, at least 2)")
     options.add_argument("--db", nargs="?", const="1", default="", help="accounting in a private MariaDB")
     options.add_argument("--conf", action="append", default=[], metavar="Key=Value", help="a line of slurm.conf")
     options.add_argument("--auth", choices=("none", "munge"), help="none if SLURM was built with it")
-    verb("down", down)
-    verb("status", status)
-    verb("shell", enter).set_defaults(command=[])
-    verb("exec", enter, "command")
-    verb("node", enter, "node", "command")
+    add("down", down)
+    add("status", status)
+    add("shell", enter).set_defaults(command=[])
+    add("exec", enter, "command")
+    add("node", enter, "node", "command")
     for name in daemons.VERBS:
-        verb(name, fault, "node")
-    verb("preempt", preempt).add_argument("job", nargs="?")
-    verb("requeue", requeue, "job")
+        add(name, fault, "node")
+    add("preempt", preempt).add_argument("job", nargs="?", help="id of the job to preempt (all hosts)")
+    add("requeue", requeue, "job")
     return top
 
 
 def main(arguments: list[str]) -> None:
-    given = parser().parse_args(arguments)
+    given = make_parser().parse_args(arguments)
     if os.environ.get("SLURM_CONF") == str(folder_of(given.name) / "slurm.conf"):
         raise UserError(
             f"this is inside cluster {given.name}, where its processes look different; leave its shell first"
         )
     os.environ["PATH"] = slurm_conf.search_path()  # ip, slurmctld and slurmd are administrators' programs
     given.function(given)
-
-
-if __name__ == "__main__":
-    with user_errors():
-        main(sys.argv[1:])

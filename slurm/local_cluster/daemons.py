@@ -150,7 +150,7 @@ def running_host(plan: Plan, number: int) -> namespaces.Process:
     """The first process of a host; UserError if the host is off."""
     process = namespaces.Process.load(record(plan, number))
     if not process:
-        raise UserError(f"{host(number)} is powered off; python -m slurm.local_cluster.cli power-on {number}")
+        raise UserError(f"{host(number)} is powered off; python -m slurm cluster power-on {number}")
     return process
 
 

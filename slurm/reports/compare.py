@@ -1,7 +1,4 @@
-"""`make compare`: runs side by side, as a table on the terminal and as one page for a browser. Imports no torch.
-
-    python -m slurm.reports.compare [--pick="ID ID ..."] [--name=EXPERIMENT] [--last=5]
-        [--where="strategy=ddp optim.lr>0.1"] [--sweep=FOLDER] [--page=FILE] [--json=1]
+"""The verb `compare`: runs side by side, as a table on the terminal and as one page for a browser. Imports no torch.
 
 The page holds everything, the plotting library included: it opens from disk, without a network.
 """
@@ -14,12 +11,11 @@ import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError
 from common.runs import compare_page as pages
 from common.runs import metric_curves
 from common.runs import result as results
@@ -27,6 +23,7 @@ from common.runs.compare_page import ComparedRun
 from common.runs.folder import Folder, disk_errors, read_json, write_atomic
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
+from slurm.reports.logs import find_rank_0_log
 from slurm.reports.selection import Asked
 from slurm.reports.status import Status
 
@@ -53,7 +50,7 @@ class Compared:
         own = selection.settings_of(folder)
         bounds = {bound for _, bound in folder.chain() if bound is not None}
         drawn = metric_curves.read_curves(folder.rows(), bounds)
-        return cls(folder, status.status_of(folder), own, results.parse(folder.result), world, drawn)
+        return cls(folder, status.read_status(folder), own, results.parse(folder.result), world, drawn)
 
     @property
     def over(self) -> bool:
@@ -197,19 +194,20 @@ def links(folder: Folder, place: Path) -> dict[str, str]:
         logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
         files |= {f"log of {path.stem.replace('-', ' ')}": path for path in logs[:LOGS]}
         files |= {"all logs": attempt.attempt / "logs"} if len(logs) > LOGS else {}
-        files |= {"job": status.rank_0_log(folder)} if (folder.path / "submit").exists() else {}
+        files |= {"job": find_rank_0_log(folder)} if (folder.path / "submit").exists() else {}
     found = {word: quote(os.path.relpath(path, place.absolute())) for word, path in files.items() if path.exists()}
     online = str(read_json(folder.path / "wandb" / "status.json").get("url"))
     return found | ({"W&B": online} if online.startswith("https://") else {})
 
 
 def write(page: Path, text: str) -> None:
-    """Write a new page, or over an older one, into a folder that is made if need be. Raises UserError."""
+    """Write a new page, or over an older one. Raises UserError."""
     try:
+        if not page.parent.exists():
+            raise UserError(f"PAGE={page}: there is no folder {page.parent}; make it, or name another file")
         if page.exists() and not is_page(page):
             raise UserError(f"PAGE={page} exists and is no page of make compare; name a new file, or remove that one")
         with disk_errors(page):
-            page.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(page, text)
     except OSError as error:
         why = "part of the path is a file" if isinstance(error, FileExistsError) else error.strerror
@@ -223,11 +221,7 @@ def is_page(path: Path) -> bool:
     return pages.MARK in beginning or bool(re.search(r"<title>\d+ runs compared</title>", beginning))
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make compare")
-    for option in ("pick", "name", "last", "where", "sweep", "page", "json", "runs"):
-        parser.add_argument(f"--{option}", default="")
-    given = parser.parse_args(arguments)
+def main(given: argparse.Namespace) -> int:
     as_json = parse_switch("JSON", given.json)
     root = Path(given.runs or "runs")
     folders = selection.select(Asked(given.pick, given.name, given.last, given.where, given.sweep), root)
@@ -242,8 +236,3 @@ def main(arguments: list[str]) -> int:
     if not as_json:
         print(f"page: {page.absolute()}")
     return 0
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))

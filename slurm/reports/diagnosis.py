@@ -15,7 +15,7 @@ from typing import Any
 
 from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT
 from common.runs.folder import Folder, read_json
-from slurm.reports import status
+from slurm.reports import selection, status
 from slurm.reports.heartbeats import Beat, beats, slow_words, straggler
 from slurm.reports.selection import number, settings_of
 from slurm.reports.status import OVER
@@ -191,7 +191,7 @@ def cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
 
 def examine(folder: Folder) -> dict[str, Any]:
     """Everything that can be told of a run."""
-    state, detail = status.state_of(folder)
+    state, detail = status.read_state(folder)
     ranks = ranks_of(folder)
     errors = in_order(ranks)
     first = errors[0].facts() if errors else None
@@ -210,7 +210,7 @@ def examine(folder: Folder) -> dict[str, Any]:
 
 def advice(folder: Folder, cause: str) -> str:
     """What to type to go on: not the same settings where these are what failed."""
-    again = f"make exp RESUME={status.short(folder)}"
+    again = f"make exp RESUME={selection.name_run(folder)}"
     if NO_VALID_CHECKPOINT in cause:
         return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
     rate = number(settings_of(folder).get("optim.lr", ""))

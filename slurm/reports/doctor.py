@@ -1,8 +1,6 @@
-"""`make doctor`: looks at every host before a long job, or at a run that failed or hangs. Imports no torch itself.
+"""The verb `doctor`: check every host before a long job, or a run that failed or hangs. Imports no torch itself.
 
-python -m slurm.reports.doctor [--nodes=N] [--args="key=value ..."] [--launch=auto|local|slurm] [--json=1]
-python -m slurm.reports.doctor --run=RUN [--json=1]
-python -m slurm.reports.doctor look NODES RUNS CACHE       one process of it, started by srun or by ourselves
+python -m slurm.reports.doctor NODES RUNS CACHE       one of its processes on the hosts
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from common.core.errors import UserError, user_errors
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import parse_node_count, parse_settings, parse_switch
-from slurm.reports import diagnosis, status
+from slurm.reports import diagnosis, selection
 from slurm.scheduling import sbatch
 from slurm.scheduling.scheduler import Scheduler, choose, scrubbed
 
@@ -163,7 +161,7 @@ def why_nothing(lines: list[str], hosts: list[str], late: bool, seconds: float) 
 def send(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
     """Look from so many hosts of a cluster, or from processes of this machine."""
     folders = [str(Path(path).absolute()) for path in (settings.runs, settings.data.cache)]
-    command = [sys.executable, "-m", "slurm.reports.doctor", "look", str(nodes), *folders]
+    command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes), *folders]
     if scheduler is None:
         return ask(command, None, "")
     scheduler.check(nodes, profile.partition)
@@ -185,16 +183,13 @@ def show(found: dict[str, Any]) -> None:
     print("not sound" if found["problems"] else "all is sound", flush=True)
 
 
-def main(arguments: list[str]) -> int:
-    if arguments[:1] == ["look"]:
-        return look(int(arguments[1]), Path(arguments[2]), Path(arguments[3]))
-    parser = argparse.ArgumentParser(prog="make doctor")
-    for option in ("nodes", "args", "launch", "cluster", "run", "json"):
-        parser.add_argument(f"--{option}", default="")
-    given = parser.parse_args(arguments)
+def main(given: argparse.Namespace) -> int:
     machines = parse_switch("JSON", given.json)
     if given.run:
-        return diagnosis.show(status.find(given.run, Path("runs")), machines)
+        others = [name for name in ("nodes", "args", "launch", "cluster") if getattr(given, name)]
+        if others:
+            raise UserError(f"RUN examines a run, and {others[0].upper()} is for checking hosts; leave one of them out")
+        return diagnosis.show(selection.find_run(given.run, Path("runs")), machines)
     nodes = parse_node_count(given.nodes or "1")
     words, for_profile = parse_settings(given.args)
     settings = config.build_config(Places, [config.parse_command_line(words).values])
@@ -218,6 +213,6 @@ class Places(Experiment):
         return 1
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # one of the processes that look, started by srun or by the doctor itself
     with user_errors():
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(look(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))

@@ -1,21 +1,17 @@
-"""`make prune-runs`: free the disk of what runs that are over no longer need. Imports no torch.
+"""The verb `prune-runs`: show or delete files that runs that are over no longer need. Imports no torch.
 
-    python -m slurm.reports.prune_runs [--pick="ID ID"] [--name= --last= --where=] [--dry-run=0]
-
-Without --dry-run=0 it only shows what would go: checkpoints, traces, and W&B's folders that were sent. Settings,
-results, metrics, logs and source stay. A run that did not finish can go on from its checkpoints: they go only if
-it is named. So do the best model of a finished run (checkpoint.best) and the newest checkpoint of one without a model.
+Only DRY_RUN=0 deletes them: checkpoints, traces, and W&B's folders that were sent. Settings, results, metrics, logs and
+source stay. A run that did not finish can be resumed from its checkpoints: they are deleted only if it is named, and so
+are the best model of a finished run (checkpoint.best) and the newest checkpoint of one without a model.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.core.errors import user_errors
 from common.runs.folder import MODEL, Folder, disk_errors
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status, wandb_sync
@@ -58,7 +54,7 @@ def prune(folders: list[Folder], named: bool, dry: bool) -> int:
     """Remove, or only show, what can go; returns the bytes."""
     total = 0
     for folder in folders:
-        state, _ = status.state_of(folder)
+        state, _ = status.read_state(folder)
         paths = superfluous(folder, named) if state == "FINISHED" or (named and state in status.OVER) else []
         if not paths:
             continue
@@ -71,11 +67,7 @@ def prune(folders: list[Folder], named: bool, dry: bool) -> int:
     return total
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make prune-runs")
-    for option in ("pick", "name", "last", "where", "dry-run", "runs"):
-        parser.add_argument(f"--{option}", default="")
-    given = parser.parse_args(arguments)
+def main(given: argparse.Namespace) -> int:
     parse_switch("DRY_RUN", given.dry_run)
     asked = Asked(given.pick, given.name, given.last, given.where)
     dry = given.dry_run != "0"
@@ -85,8 +77,3 @@ def main(arguments: list[str]) -> int:
     else:
         print(f"{total / 1e6:.1f} MB freed")
     return 0
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))

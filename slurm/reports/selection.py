@@ -15,7 +15,6 @@ from common.core import config
 from common.core.errors import UserError
 from common.runs.folder import Folder, parse_json, read_json
 from slurm.arguments import split_words
-from slurm.reports import status
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -36,6 +35,26 @@ class Asked:
     last: str = ""
     where: str = ""
     sweep: str = ""
+
+
+def find_run(name: str, runs: Path) -> Folder:
+    """The run folder of an id, its last four characters, or a path. Raises UserError."""
+    ends = [file.parent for file in runs.glob(f"*-{name}/config.yaml")] if re.fullmatch("[0-9a-f]{4}", name) else []
+    if len(ends) > 1:
+        raise UserError(f"{name} is the end of {' and '.join(sorted(path.name for path in ends))}; write one out")
+    for path in (Path(name), runs / name, *ends):
+        if name and os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises where a name is too long)
+            return Folder(path.absolute())
+    if not name:
+        newest = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
+        names = ", ".join(path.parent.name for path in newest) or "none"
+        raise UserError(f"RUN is missing; write RUN=<id> (newest in {runs}: {names})")
+    raise UserError(f"{name!r}: no such run folder in {runs}; make status lists them")
+
+
+def name_run(folder: Folder) -> str:
+    """What to write for RUN=: the id, or the path of a run that is not in runs/."""
+    return folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path)
 
 
 def everything(root: Path) -> list[Folder]:
@@ -76,7 +95,7 @@ def checked_last(text: str) -> int:
 
 def named(names: list[str], root: Path) -> list[Folder]:
     """Runs by id, path, or the last four characters of an id."""
-    return [status.find(name, root) for name in names]
+    return [find_run(name, root) for name in names]
 
 
 def read_sweep(file: Path) -> dict[str, Any]:

@@ -1,11 +1,7 @@
-"""How runs are doing: `make status`, `make logs`, `make cancel`. Imports no torch.
+"""The verb `status`: the state, progress and speed of runs. Imports no torch.
 
-    python -m slurm.reports.status status [RUN] [--wait=SECONDS] [--json=1]
-    python -m slurm.reports.status logs RUN [--follow=1]
-    python -m slurm.reports.status cancel RUN
-
-The truth is asked in this order: the result file and the heartbeats, then squeue and scontrol, then
-sacct. A site without accounting loses nothing; a run that none of them knows any more is LOST.
+The state is taken from the result file and the heartbeats, then from squeue and scontrol, then from sacct. A site
+without accounting loses nothing; a run that none of them knows any more is LOST.
 """
 
 from __future__ import annotations
@@ -16,8 +12,6 @@ import dataclasses
 import json
 import os
 import re
-import shlex
-import signal
 import socket
 import sys
 import time
@@ -26,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError
 from common.runs import provenance
 from common.runs import result as results
-from common.runs.folder import Folder, read_json, write_json
+from common.runs.folder import Folder, read_json
 from slurm.arguments import parse_switch
 from slurm.local_cluster import cluster
 from slurm.local_cluster.namespaces import Process
 from slurm.reports import heartbeats
+from slurm.reports.selection import find_run
 from slurm.scheduling.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
@@ -41,7 +36,7 @@ TAIL, LAST_ROW = 1 << 16, 1 << 11  # bytes of metrics that tell the speed, and t
 LEAST = 1 << 16  # bytes free on a disk that is not full
 SILENT = 300.0  # seconds without a sign of life, at least, of a run on another host that is lost
 PREPARING = 600.0  # seconds for which a folder may be prepared by somebody who is not known here
-EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
+RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # as Folder.create makes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,27 +66,7 @@ class Status:
 HEAD = f"{'run':<44}  {'state':<9}  {'restarts':>8}  {'step':>7}  {'samples/s':>9}  {'heartbeat':>11}"
 
 
-def find(name: str, runs: Path) -> Folder:
-    """The run folder of an id, its last four characters, or a path. Raises UserError."""
-    ends = [file.parent for file in runs.glob(f"*-{name}/config.yaml")] if re.fullmatch("[0-9a-f]{4}", name) else []
-    if len(ends) > 1:
-        raise UserError(f"{name} is the end of {' and '.join(sorted(path.name for path in ends))}; write one out")
-    for path in (Path(name), runs / name, *ends):
-        if name and os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises where a name is too long)
-            return Folder(path.absolute())
-    if not name:
-        newest = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
-        names = ", ".join(path.parent.name for path in newest) or "none"
-        raise UserError(f"RUN is missing; write RUN=<id> (newest in {runs}: {names})")
-    raise UserError(f"{name!r}: no such run folder in {runs}; make status lists them")
-
-
-def short(folder: Folder) -> str:
-    """What to write for RUN=: the id, or the path of a run that is not in runs/."""
-    return folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path)
-
-
-def tail(path: Path, size: int) -> list[dict[str, Any]]:
+def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
     """The last rows of a metrics file, without reading all of it."""
     rows = []
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -102,7 +77,7 @@ def tail(path: Path, size: int) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("global_step"), int)]
 
 
-def speed(rows: list[dict[str, Any]]) -> float:
+def measure_speed(rows: list[dict[str, Any]]) -> float:
     """Samples a second over the last training rows."""
     steps = [row for row in rows if "loss" in row][-50:]
     if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
@@ -110,46 +85,54 @@ def speed(rows: list[dict[str, Any]]) -> float:
     return float((steps[-1]["samples"] - steps[0]["samples"]) / (steps[-1]["time"] - steps[0]["time"]))
 
 
-def status_of(folder: Folder) -> Status:
+def read_status(folder: Folder) -> Status:
     """Everything that can be found out about a run."""
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
     counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
     rate = results.parse(folder.result).number("samples_per_second")
-    rows = tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
+    rows = read_tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     signs = heartbeats.beats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
     age = max(0.0, time.time() - beat) if beat else None
     begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier starts
     step = max([row["global_step"] for row in rows] + begun, default=0)
-    state, detail = state_of(folder, patience=QUICK)
+    state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":
         detail = "; ".join(filter(None, (detail, heartbeats.slow_words(signs))))
-    return Status(folder.path.name, state, len(attempts), step, rate or speed(rows), age, detail)
+    return Status(folder.path.name, state, len(attempts), step, rate or measure_speed(rows), age, detail)
 
 
-def state_of(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
-    """The state of a run and a word on it; SLURM has so many seconds to answer."""
+def read_state(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
+    """The state of a run and a few words on it; each command of SLURM has `patience` seconds to answer."""
     result = folder.result
     if result:
-        return ending(result)
+        return read_ending(result)
+    state, detail = find_state(folder, patience)
+    if state in OVER and (folder.path / "result.json").exists():
+        detail = f"result.json is damaged; {detail}"
+    return state, detail
+
+
+def find_state(folder: Folder, patience: float) -> tuple[str, str]:
+    """The state of a run without result, and a few words on it."""
     meta = read_json(folder.path / "meta.json")
     if meta.get("job"):
-        scheduler = scheduler_of(meta)
+        scheduler = find_scheduler(meta)
         if scheduler is None:
             return "LOST", "the local cluster that it was given to is down"
         state, word = scheduler.state(meta["job"]["id"], patience)
-        return state, word + (disk_trouble(folder) if state == "FAILED" else "")
+        return state, word + (describe_disk(folder) if state == "FAILED" else "")
     start = (meta.get("history") or [{}])[-1]
     if not start:
-        return unbegun(folder, meta.get("prepared_by") or {})
-    runs = alive(start)
+        return judge_unstarted(folder, meta.get("prepared_by") or {})
+    runs = is_alive(start)
     if runs is None:
-        return judge_by_signs(folder, start)
+        return judge_by_signs_of_life(folder, start)
     return ("RUNNING", "") if runs else ("LOST", "its process is gone and left no result")
 
 
-def ending(result: dict[str, Any]) -> tuple[str, str]:
+def read_ending(result: dict[str, Any]) -> tuple[str, str]:
     """What a result file says; one that does not tell how the run ended is no success."""
     state, accuracy = str(result.get("state")).upper(), results.parse(result).number("test_accuracy")
     if state not in OVER:
@@ -157,7 +140,7 @@ def ending(result: dict[str, Any]) -> tuple[str, str]:
     return state, str(result.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}"
 
 
-def alive(entry: dict[str, Any]) -> bool | None:
+def is_alive(entry: dict[str, Any]) -> bool | None:
     """Whether a process that meta.json names still runs; None where this host cannot know."""
     runs = Process(entry.get("pid", 0), entry.get("pid_started", 0)).alive()
     if entry.get("host") == socket.gethostname():
@@ -166,7 +149,7 @@ def alive(entry: dict[str, Any]) -> bool | None:
     return True if runs and entry.get("boot") == provenance.read_boot_id() else None
 
 
-def judge_by_signs(folder: Folder, start: dict[str, Any]) -> tuple[str, str]:
+def judge_by_signs_of_life(folder: Folder, start: dict[str, Any]) -> tuple[str, str]:
     """The state of a run without result whose process cannot be seen from here: by its newest sign of life."""
     allowed = 2 * max(SILENT, results.to_number(read_timeout(folder)) or 0.0)
     paths = [path for attempt in folder.attempts()[-1:] for path in attempt.attempt.rglob("*")]
@@ -183,9 +166,9 @@ def read_timeout(folder: Folder) -> float | None:
     return None
 
 
-def unbegun(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
+def judge_unstarted(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
     """Of a folder in which no start has begun and that was given to no job: somebody may still be preparing it."""
-    busy = alive(by)
+    busy = is_alive(by)
     if busy is None:
         with contextlib.suppress(OSError):
             busy = time.time() - (folder.path / "config.yaml").stat().st_mtime < PREPARING
@@ -194,7 +177,7 @@ def unbegun(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
     return "LOST", "it was prepared and never begun; remove its folder"
 
 
-def scheduler_of(meta: dict[str, Any]) -> Scheduler | None:
+def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     """The SLURM that a run was given to; None for a local cluster that is down."""
     if meta["job"]["scheduler"] != LOCAL:
         return Scheduler(meta["job"]["scheduler"])
@@ -202,7 +185,7 @@ def scheduler_of(meta: dict[str, Any]) -> Scheduler | None:
     return Scheduler(LOCAL, own) if own else None
 
 
-def disk_trouble(folder: Folder) -> str:
+def describe_disk(folder: Folder) -> str:
     """Why a job could say nothing in its log, if its disk can tell."""
     try:
         disk = os.statvfs(folder.path)
@@ -215,105 +198,17 @@ def disk_trouble(folder: Folder) -> str:
     return ""
 
 
-def wait(folder: Folder, seconds: float) -> Status:
+def wait_for_end(folder: Folder, seconds: float) -> Status:
     """The status once the run is over, or after so many seconds."""
     deadline = time.monotonic() + seconds
-    status = status_of(folder)
+    status = read_status(folder)
     while status.state not in OVER and time.monotonic() < deadline:
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
-        status = status_of(folder)
+        status = read_status(folder)
     return status
 
 
-def follow(folder: Folder, log: Path) -> int:
-    """Show a log as it grows until the run is over; returns the run's exit status."""
-    try:
-        return follow_to_the_end(folder, log)
-    except KeyboardInterrupt:
-        run = shlex.quote(str(folder.path))
-        print(f"\nno longer following; the run goes on, and is ended by: make cancel RUN={run}")
-        return 128 + signal.SIGINT
-
-
-def follow_to_the_end(folder: Folder, log: Path) -> int:
-    position, looked, state = 0, 0.0, ""
-    while True:
-        with contextlib.suppress(OSError), open(log, errors="replace") as file:
-            file.seek(position)
-            text = file.read()
-            position = file.tell()
-            print(text, end="", flush=True)
-        if state in OVER:
-            break
-        if time.monotonic() - looked > 2:
-            state, looked = status_of(folder).state, time.monotonic()
-        time.sleep(0.2)
-    print(status_of(folder).line(), flush=True)
-    return exit_status(folder)
-
-
-def exit_status(folder: Folder) -> int:
-    """The exit status of a run that is over: its own, else what SLURM saw, else 1."""
-    meta, result = read_json(folder.path / "meta.json"), folder.result
-    if isinstance(result.get("exit_status"), int):
-        return int(result["exit_status"])
-    scheduler = scheduler_of(meta) if meta.get("job") else None
-    if scheduler is None:
-        return 1
-    job = meta["job"]["id"]
-    for words in (("scontrol", "-o", "show", "job", job), ("sacct", "-n", "-X", "-P", "-j", job, "-o", "ExitCode")):
-        with contextlib.suppress(UserError):
-            found = EXIT_CODE.search(scheduler.call(*words))
-            if found:
-                code, signalled = int(found[1]), int(found[2])
-                return code or (128 + signalled if 0 < signalled < 32 else 1)
-    return 1
-
-
-def rank_0_log(folder: Folder) -> Path:
-    """What rank 0 said, on the screen of a job or in its log file."""
-    job = read_json(folder.path / "meta.json").get("job")
-    if job:
-        return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
-    attempts = folder.attempts()
-    if not attempts:
-        raise UserError(f"{folder.path.name} has no log yet")
-    return attempts[-1].log_file(0)
-
-
-def what_rank_0_said(folder: Folder) -> str:
-    """In the newest start of which there are words; a queued one has none yet. Raises UserError."""
-    logs = [rank_0_log(folder), *(attempt.log_file(0) for attempt in reversed(folder.attempts()))]
-    texts = [log.read_text(errors="replace") for log in logs if log.exists()]
-    if not any(texts):
-        raise UserError(f"{folder.path.name} has said nothing yet; try again, or FOLLOW=1")
-    return next(filter(None, texts))
-
-
-def cancel(folder: Folder) -> str:
-    """End a run; returns what was done."""
-    state, _ = state_of(folder)
-    if state in OVER:
-        return f"{folder.path.name} is {state} already"
-    meta = read_json(folder.path / "meta.json")
-    job, start = meta.get("job"), (meta.get("history") or [{}])[-1]
-    if not job and not start:
-        raise UserError(f"{folder.path.name} is still being prepared; end the command that does it, or try again")
-    if not job and alive(start) is None:
-        raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
-    # first: so it is not queued again, and its process knows why it has to stop
-    write_json(folder.path / "result.json", {"state": "cancelled", "exit_status": 130})
-    if not job:
-        os.kill(start["pid"], signal.SIGTERM)
-        return f"cancelled process {start['pid']}; it saves, and leaves"
-    scheduler = scheduler_of(meta)
-    assert scheduler is not None, "it would be LOST"
-    scheduler.call("scancel", job["id"])
-    provenance.update_metadata(folder, state="cancelled", end=provenance.utc_now())
-    return f"cancelled job {job['id']}"
-
-
-def show(found: Iterable[Status], machines: bool) -> None:
+def print_statuses(found: Iterable[Status], machines: bool) -> None:
     """The runs as a table, or as JSON."""
     if machines:
         print(json.dumps([status.facts() for status in found], indent=2))
@@ -323,35 +218,24 @@ def show(found: Iterable[Status], machines: bool) -> None:
         print(status.line())
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make status, make logs, make cancel")
-    parser.add_argument("verb", choices=("status", "logs", "cancel"))
-    parser.add_argument("run", nargs="?", default="")
-    for option, default in (("wait", "0"), ("follow", ""), ("json", ""), ("runs", "runs")):
-        parser.add_argument(f"--{option}", default=default)
-    given = parser.parse_args(arguments)
-    runs = Path(given.runs or "runs")
-    if given.verb == "status" and not given.run:
-        found = (status_of(Folder(path.parent.absolute())) for path in sorted(runs.glob("*/config.yaml")))
-        show(found, parse_switch("JSON", given.json))
+def report_unlisted(runs: Path) -> None:
+    """Print, on stderr, the folders that look like runs and have no config.yaml."""
+    names = [path.name for path in sorted(runs.glob("*")) if RUN_NAME.fullmatch(path.name) and path.is_dir()]
+    names = [name for name in names if not (runs / name / "config.yaml").exists()]
+    if names:
+        print(f"not listed, without config.yaml: {', '.join(names)}", file=sys.stderr)
+
+
+def main(given: argparse.Namespace) -> int:
+    runs, machines = Path(given.runs or "runs"), parse_switch("JSON", given.json)
+    if not given.run:
+        folders = [Folder(path.parent.absolute()) for path in sorted(runs.glob("*/config.yaml"))]
+        print_statuses(map(read_status, folders), machines)
+        report_unlisted(runs)
         return 0
-    folder = find(given.run, runs)
-    if given.verb == "cancel":
-        print(cancel(folder))
-    elif given.verb == "logs":
-        if given.follow == "1":
-            return follow(folder, rank_0_log(folder))
-        print(what_rank_0_said(folder), end="")
-    else:
-        if not (given.wait or "0").isdigit():
-            raise UserError(f"WAIT={given.wait!r} is no number of seconds")
-        machines = parse_switch("JSON", given.json)
-        status = wait(folder, float(given.wait or "0"))
-        show([status], machines)
-        return 1 if status.state in ("FAILED", "LOST") else 0
-    return 0
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))
+    folder = find_run(given.run, runs)
+    if not (given.wait or "0").isdigit():
+        raise UserError(f"WAIT={given.wait!r} is no number of seconds")
+    status = wait_for_end(folder, float(given.wait or "0"))
+    print_statuses([status], machines)
+    return 1 if status.state in ("FAILED", "LOST") else 0

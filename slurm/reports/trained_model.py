@@ -1,9 +1,6 @@
-"""`make evaluate` and `make export`: the trained model of a finished run, measured again or written for other programs.
+"""The verbs `evaluate` and `export`: the trained model of a finished run, measured again or written for other programs.
 
-    python -m slurm.reports.trained_model [--args="data.root=..."] -- evaluate RUN
-    python -m slurm.reports.trained_model [--format=safetensors|torch.export|onnx] -- export RUN
-
-`evaluate` builds the model in one process and gives its test numbers beside the run's own. Exit status: 0 equal, 3
+`evaluate` builds the model in one process and prints its test numbers beside the run's own. Exit status: 0 equal, 3
 different; 0, too, where the test samples are not those of the run.
 """
 
@@ -13,17 +10,16 @@ import argparse
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.core import config
-from common.core.errors import UserError, first_line, user_errors
+from common.core.errors import UserError, first_line
 from common.data import prepare
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
 from slurm.arguments import parse_settings
-from slurm.reports import status
+from slurm.reports import selection
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -167,14 +163,8 @@ def write_program(
         raise UserError(f"this model cannot be exported so: {first_line(error)}; use FORMAT=safetensors") from None
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make evaluate, make export")
-    parser.add_argument("verb", choices=("evaluate", "export"))
-    parser.add_argument("run", nargs="?", default="")
-    parser.add_argument("--args", default="")
-    parser.add_argument("--format", default="")
-    given = parser.parse_args(arguments)
-    folder = status.find(given.run, Path("runs"))
+def main(given: argparse.Namespace) -> int:
+    folder = selection.find_run(given.run, Path("runs"))
     if given.verb == "evaluate":
         words, for_profile = parse_settings(given.args)
         if for_profile:
@@ -184,8 +174,3 @@ def main(arguments: list[str]) -> int:
     if form not in ("safetensors", *SUFFIX):
         raise UserError(f"FORMAT={form!r} is unknown; use safetensors, {' or '.join(SUFFIX)}")
     return export(folder, form)
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))

@@ -1,18 +1,15 @@
-"""`make dashboard`: the saved W&B workspace in which runs are compared. Imports no torch.
+"""The verb `dashboard`: the saved W&B workspace for comparing runs. Imports no torch.
 
-    python -m slurm.reports.wandb_dashboard [--project=[ENTITY/]PROJECT] [--dry-run=1]
-
-What it shows comes from the metrics and the summary that every run of this repository sends.
+It shows the metrics and the summary that every run of this repository sends.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
-from common.core.errors import UserError, first_line, user_errors
+from common.core.errors import UserError, first_line
 from common.runs import wandb_tracker
 from configs.shared import Wandb
 from slurm.arguments import parse_switch
@@ -67,11 +64,7 @@ def workspace(entity: str, project: str) -> Any:
     )
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make dashboard")
-    for option in ("project", "dry-run"):
-        parser.add_argument(f"--{option}", default="")
-    given = parser.parse_args(arguments)
+def main(given: argparse.Namespace) -> int:
     entity, project = checked_project(given.project)
     if parse_switch("DRY_RUN", given.dry_run):
         view = workspace(entity or "your-entity", project)._to_model()  # what save() sends
@@ -88,8 +81,3 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"W&B refused the workspace: {first_line(error)}") from None
     print(f"workspace: {made.url}")
     return 0
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))

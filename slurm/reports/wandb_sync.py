@@ -1,7 +1,4 @@
-"""`make sync` and `make leet`: what runs left for W&B, sent there or looked at here. Imports no torch.
-
-    python -m slurm.reports.wandb_sync sync [--pick="ID ID"] [--name= --last= --where=] [--dry-run=1]
-    python -m slurm.reports.wandb_sync leet [--pick=ID ...]
+"""The verbs `sync` and `leet`: runs that were tracked offline, sent to W&B or shown in its viewer. Imports no torch.
 
 A run that was started several times without a network has a folder for each start, all under one W&B id. W&B's
 client sends them in their order, asks the host how much it has of the run already, and notes beside each what was sent.
@@ -15,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError
 from common.runs import wandb_tracker
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
@@ -40,7 +37,7 @@ def sync(folders: list[Folder], dry: bool) -> int:
     waiting: list[Path] = []
     for folder in folders:
         new = [path for path in offline(folder) if not sent(path)]
-        state = status.state_of(folder)[0] if new else ""
+        state = status.read_state(folder)[0] if new else ""
         if new and state not in status.OVER:
             print(f"{folder.path.name} is not over yet ({state}): left for later")
             continue
@@ -71,19 +68,8 @@ def leet(folders: list[Folder]) -> int:
         return subprocess.run([WANDB, "leet", room], check=False).returncode
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="make sync, make leet")
-    parser.add_argument("verb", choices=("sync", "leet"))
-    for option in ("pick", "name", "last", "where", "sweep", "dry-run", "runs"):
-        parser.add_argument(f"--{option}", default="")
-    given = parser.parse_args(arguments)
-    root = Path(given.runs or "runs")
-    dry = parse_switch("DRY_RUN", given.dry_run)
+def main(given: argparse.Namespace) -> int:
+    dry = given.verb == "sync" and parse_switch("DRY_RUN", given.dry_run)
     asked = Asked(given.pick, given.name, given.last, given.where, given.sweep)
-    folders = selection.select(asked, root, newest=0)
+    folders = selection.select(asked, Path(given.runs or "runs"), newest=0)
     return leet(folders) if given.verb == "leet" else sync(folders, dry)
-
-
-if __name__ == "__main__":
-    with user_errors():
-        sys.exit(main(sys.argv[1:]))

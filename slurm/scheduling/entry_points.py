@@ -30,7 +30,7 @@ class EntryPoints:
 
 VERSIONS = {
     1: EntryPoints("slurm.job", "slurm.after", ("slurm.submit",)),
-    2: EntryPoints("slurm.scheduling.job", "slurm.scheduling.requeue", ("slurm.launch.submit",)),
+    2: EntryPoints("slurm.scheduling.job", "slurm.scheduling.requeue", ("slurm", "exp")),
 }
 CURRENT = VERSIONS[2]
 

@@ -16,7 +16,9 @@ from slurm.local_cluster import cluster
 
 LOCAL = "the local cluster"
 PATIENCE = 15.0  # seconds for a command of SLURM
-QUICK = 1.5  # seconds for those that only look, of which there may be several
+QUICK = 4.0  # seconds for those that only look, of which there may be several
+LATER = 0.5  # seconds for the next command where one has not answered
+DOUBTFUL = 1.2  # seconds after which the controller is asked whether it is up at all
 CONTROLLER = ("squeue", "scontrol")  # commands that ask the controller: if it does not answer one, none is tried
 FRESH = 1.0  # seconds for which the queue is taken to be as it was
 LATE = 1.0  # seconds from which on a failure is not waited for once more
@@ -53,26 +55,53 @@ class Scheduler:
         """The argv that runs a command of SLURM from here."""
         return self.local.command(words) if self.local else list(words)
 
-    def call(self, *words: str, patience: float | None = None) -> str:
-        """The output of a command. Raises UserError, with SLURM's own words, if it fails or hangs."""
+    def call(self, *words: str, patience: float | None = None, doubt: float | None = None) -> str:
+        """The output of a command. Raises UserError, with SLURM's own words, if it fails or hangs.
+
+        After `doubt` seconds the command is given up if the controller is down: SLURM's commands go on trying.
+        """
         patience = patience or PATIENCE
         try:
-            done = subprocess.run(
+            with subprocess.Popen(
                 self.command(*words),
                 env=scrubbed(os.environ),
-                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
-                timeout=patience,
-                check=False,
-            )
+            ) as process:
+                try:
+                    out, err = self.wait_for(process, patience, patience if doubt is None else min(doubt, patience))
+                except BaseException:
+                    process.kill()
+                    raise
         except FileNotFoundError:
             raise UserError(f"{words[0]} is not installed here; go to a login node, or use LAUNCH=local") from None
         except subprocess.TimeoutExpired:
             raise UserError(f"{self.name}: {words[0]} gave no answer within {patience:.0f} s; is it up?") from None
-        if done.returncode:
-            problem = " ".join((done.stderr or done.stdout).split()) or f"exit status {done.returncode}"
+        if process.returncode:
+            problem = " ".join((err or out).split()) or f"exit status {process.returncode}"
             raise UserError(f"{self.name}: {words[0]} failed: {problem}")
-        return done.stdout
+        return out
+
+    def wait_for(self, process: subprocess.Popen[str], patience: float, doubt: float) -> tuple[str, str]:
+        """The output and the errors of a command. Raises TimeoutExpired, and UserError where the controller is down."""
+        deadline = time.monotonic() + patience
+        try:
+            return process.communicate(timeout=doubt)
+        except subprocess.TimeoutExpired:
+            if doubt >= patience:
+                raise
+            if self.is_down():
+                raise UserError(f"{self.name}: the controller is down") from None
+        return process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+
+    def is_down(self) -> bool:
+        """Whether the controller is known to be down; false where `scontrol ping` takes more than a second."""
+        try:
+            return "is DOWN" in self.call("scontrol", "ping", patience=1.0)
+        except UserError as error:
+            return "is DOWN" in str(error)
 
     def call_once(self, *words: str, patience: float = PATIENCE) -> str:
         """The output of a command that is asked for many runs: one that failed late a moment ago fails at once."""
@@ -82,7 +111,8 @@ class Scheduler:
         if problem and began - when < AGAIN:
             raise UserError(problem)
         try:
-            return self.call(*words, patience=min(patience, PATIENCE / 3))
+            doubt = DOUBTFUL if words[0] in CONTROLLER else None
+            return self.call(*words, patience=min(patience, PATIENCE / 3), doubt=doubt)
         except UserError as error:
             if time.monotonic() - began > min(LATE, 0.9 * patience) and "Invalid job id" not in str(
                 error
@@ -112,7 +142,7 @@ class Scheduler:
         for words in asked:
             try:
                 in_queue = words == ("squeue",)
-                left = patience / 3 if problems else patience
+                left = (min(patience, LATER) if patience <= QUICK else patience / 3) if problems else patience
                 answer = self.queue(left).get(job, "") if in_queue else self.call_once(*words, patience=left)
                 answer = answer.strip()
             except UserError as error:

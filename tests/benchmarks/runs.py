@@ -35,9 +35,10 @@ def several(runs: Path, count: int, steps: int) -> None:
 
 def measure_reading(runs: Path, command: Sequence[str]) -> dict[str, float]:
     """Seconds, seconds of one core and GB that a command takes for the runs in `runs`."""
-    module, *rest = command
     began = time.perf_counter()
-    done = subprocess.Popen([sys.executable, "-m", module, f"--runs={runs}", *rest], stdout=subprocess.DEVNULL)
+    done = subprocess.Popen(
+        [sys.executable, "-m", *command[:2], f"--runs={runs}", *command[2:]], stdout=subprocess.DEVNULL
+    )
     _, status, used = os.wait4(done.pid, 0)
     done.returncode = status  # it has been waited for
     if status:

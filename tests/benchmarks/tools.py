@@ -106,8 +106,8 @@ def cluster_sides(scratch: Path) -> list[Task]:
     env = os.environ | {"CLUSTER_DIR": str(scratch), "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     prepare_digits(scratch / "cache")
     settings = ["data.name=digits", f"data.cache={scratch}/cache", "steps=20", "data.test_limit=100"]
-    call(env, "slurm.local_cluster.cli", "up", "--nodes", "2")
-    atexit.register(call, env, "slurm.local_cluster.cli", "down")
+    call(env, "slurm", "cluster", "up", "--nodes", "2")
+    atexit.register(call, env, "slurm", "cluster", "down")
 
     def ours(number: int) -> dict[str, float]:
         """One submission through `make exp`'s entry, in its parts."""
@@ -115,7 +115,7 @@ def cluster_sides(scratch: Path) -> list[Task]:
         runs, stamp = place / "runs", place / "started"
         words = " ".join([*settings, f"runs={runs}", f"'cluster.setup=[date +%s.%N >{stamp}]'"])
         began = time.time()
-        call(env, "slurm.launch.submit", "--nodes=2", f"--args={words}", "--", "mnist_pipeline")
+        call(env, "slurm", "exp", "--nodes=2", f"--args={words}", "--", "mnist_pipeline")
         folder, total = wait_for_first_row(runs, began)
         submitted = (folder / "submit" / "job.sh").stat().st_mtime - began  # written just before sbatch is called
         started = float(stamp.read_text()) - began
@@ -123,7 +123,7 @@ def cluster_sides(scratch: Path) -> list[Task]:
         claimed = (folder / "attempts/0001/logs").stat().st_ctime - began
         meet = world["rendezvous_seconds"]
         parts = (submitted, started - submitted, claimed - meet - started, meet, total - claimed)
-        call(env, "slurm.reports.status", "status", str(folder), "--wait=60")
+        call(env, "slurm", "status", str(folder), "--wait=60")
         return {"seconds": total} | dict(zip(STEPS, parts, strict=True))
 
     def bare(number: int) -> dict[str, float]:
@@ -133,9 +133,9 @@ def cluster_sides(scratch: Path) -> list[Task]:
         wrap = f"srun --kill-on-bad-exit=1 --cpus-per-task=1 {script}"
         options = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output=/dev/null", f"--wrap={wrap}"]
         began = time.time()
-        call(env, "slurm.local_cluster.cli", "exec", "sbatch", *options)
+        call(env, "slurm", "cluster", "exec", "sbatch", *options)
         folder, total = wait_for_first_row(runs, began)
-        call(env, "slurm.reports.status", "status", str(folder), "--wait=60")
+        call(env, "slurm", "status", str(folder), "--wait=60")
         return {"seconds": total}
 
     return [Task("make exp", ours), Task("bare sbatch", bare)]
@@ -166,8 +166,8 @@ COUNT, ROWS = 500, 2000
 def reading_sides(scratch: Path) -> list[Task]:
     several(scratch / "runs", COUNT, ROWS)
     words = {
-        "make compare LAST=50": ["slurm.reports.compare", "--last=50"],
-        "make status": ["slurm.reports.status", "--", "status"],
+        "make compare LAST=50": ["slurm", "compare", "--last=50"],
+        "make status": ["slurm", "status"],
     }
 
     def task(name: str, command: list[str]) -> Task:

@@ -52,9 +52,13 @@ class Lab:
                 make_images(shared / "images.new")
                 (shared / "images.new").rename(shared / "images")
 
-    def tool(self, *words: str, module: str = "slurm.local_cluster.cli", env: dict[str, str] | None = None) -> str:
-        """One of the project's commands; its output. Raises RuntimeError with its complaint."""
-        command = [sys.executable, "-m", module, *words]
+    def tool(self, *words: str) -> str:
+        """`python -m slurm cluster`; its output. Raises RuntimeError with its complaint."""
+        return self.command("cluster", *words)
+
+    def command(self, *words: str, env: dict[str, str] | None = None) -> str:
+        """`python -m slurm`; its output. Raises RuntimeError with its complaint."""
+        command = [sys.executable, "-m", "slurm", *words]
         env = self.env | (env or {})
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
@@ -124,7 +128,7 @@ class Lab:
         words = [*EXPERIMENTS[experiment], f"steps={STEPS}", f"runs={runs}", f"data.cache={self.shared / 'cache'}"]
         words += [f"data.root={self.shared / 'images'}", "log.seconds=0.1", "checkpoint.every_seconds=0"]
         words += [f"checkpoint.every_steps={EVERY}", f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *more]
-        self.tool("--nodes=2", f"--args={' '.join(words)}", "--", experiment, module="slurm.launch.submit", env=env)
+        self.command("exp", "--nodes=2", f"--args={' '.join(words)}", "--", experiment, env=env)
         (path,) = runs.iterdir()
         return Running(self, Folder(path))
 

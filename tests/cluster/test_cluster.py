@@ -23,13 +23,13 @@ FAULTS = ("SlurmdTimeout=5", "KillWait=2", "GraceTime=3", "SlurmctldParameters=p
 
 
 class Tool:
-    """`python -m slurm.local_cluster.cli` with a state folder of its own."""
+    """`python -m slurm cluster` with a state folder of its own."""
 
     def __init__(self, base: Path, prefix: tuple[str, ...] = (), python: str = sys.executable, root: Path = ROOT):
         self.base, self.prefix, self.python, self.root = base, prefix, python, root
 
     def argv(self, *words: str) -> list[str]:
-        return [*self.prefix, self.python, "-m", "slurm.local_cluster.cli", *words]
+        return [*self.prefix, self.python, "-m", "slurm", "cluster", *words]
 
     @property
     def environ(self) -> dict[str, str]:
@@ -184,7 +184,7 @@ def test_a_clusters_mounts_stay_inside_where_the_machine_shares_mounts() -> None
     with folder() as base:
         tool = Tool(base, ("unshare", "--mount", "--propagation=shared"))
         look = "cat /proc/self/mountinfo"
-        call = f"{sys.executable} -m slurm.local_cluster.cli"
+        call = f"{sys.executable} -m slurm cluster"
         argv = ["sh", "-c", f"{look} > {base}/1; {call} up; {look} > {base}/2; {call} down"]
         subprocess.run([*tool.prefix, *argv], cwd=ROOT, env=tool.environ, timeout=60, check=True)
         assert (base / "1").read_text() == (base / "2").read_text() != ""

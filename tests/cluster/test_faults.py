@@ -68,7 +68,7 @@ def stays_ended(running: Running, state: str) -> None:
 def test_a_cancelled_run_is_not_started_again(small: Lab) -> None:
     running = small.submit("mnist_pipeline", *SMALL)
     running.wait_for_step(20)
-    small.tool("cancel", str(running.folder.path), module="slurm.reports.status")
+    small.command("cancel", str(running.folder.path))
     stays_ended(running, "CANCELLED")
     assert running.folder.result["state"] == "cancelled" and len(running.folder.attempts()) == 1
 
@@ -97,17 +97,13 @@ def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
 
 def test_a_restart_is_shown_by_status_and_followed_by_logs_to_the_end(small: Lab) -> None:
     running = small.submit("mnist_pipeline")
-    argv = [sys.executable, "-m", "slurm.reports.status", "logs", str(running.folder.path), "--follow=1"]
+    argv = [sys.executable, "-m", "slurm", "logs", str(running.folder.path), "--follow=1"]
     with subprocess.Popen(argv, cwd=ROOT, env=small.env, stdout=subprocess.PIPE, text=True) as follower:
         running.wait_for_step(30)
         seen = ["RUNNING"]
         small.slurm("scancel", "--signal=USR2", running.job)
         while not running.folder.result:
-            shown = (
-                small.tool("status", str(running.folder.path), module="slurm.reports.status")
-                .splitlines()[-1]
-                .split()[1]
-            )
+            shown = small.command("status", str(running.folder.path)).splitlines()[-1].split()[1]
             if shown != seen[-1]:
                 seen.append(shown)
             assert shown not in ("LOST", "UNKNOWN")

@@ -38,7 +38,7 @@ def check_job(
     assert done.returncode == status, done.stdout + done.stderr
     logs = [log.read_text() for log in folder.path.glob("submit/*_log.out")]
     assert not any("Traceback" in text for text in logs), logs
-    assert message in site.call("slurm.reports.status", "status", str(folder.path), status=1).stdout
+    assert message in site.call("slurm", "status", str(folder.path), status=1).stdout
     site.gone(folder)
 
 
@@ -121,7 +121,7 @@ def test_data_that_vanish_between_submission_and_start_are_told_in_time(site: Si
         shutil.rmtree(images)
         shutil.rmtree(prepared)
     folder = site.run_of("vanished")
-    done = site.call("slurm.reports.status", "logs", str(folder.path), "--follow=1", status=None)
+    done = site.call("slurm", "logs", str(folder.path), "--follow=1", status=None)
     check_job(site, done, folder, f"{images}/train is missing; set data.root to a folder with train/<class>/*")
     check_in_time(site, folder)
 
@@ -170,7 +170,7 @@ def test_a_bad_disk_of_a_submitted_run_is_told_in_time(
             folder = Folder(Path(line.split()[-1]))
             subprocess.run([*prefix, "sh", "-c", change.format(disk=f"{base}/runs")], check=False)
         began = time.monotonic()
-        done = site.call("slurm.reports.status", "logs", str(folder.path), "--follow=1", status=None)
+        done = site.call("slurm", "logs", str(folder.path), "--follow=1", status=None)
         assert time.monotonic() - began < SECONDS
         for message in messages:
             check_job(site, done, folder, message, status)
@@ -200,7 +200,7 @@ def test_a_controller_that_is_silent_or_down_is_told_in_time(
             check(done, down)
             assert not (site.runs / "after").exists()
             began = time.monotonic()
-            shown = site.call("slurm.reports.status", "status", str(site.run_of("before").path))
+            shown = site.call("slurm", "status", str(site.run_of("before").path))
             assert "  UNKNOWN  " in shown.stdout and time.monotonic() - began < SECONDS
 
 

@@ -33,7 +33,7 @@ import os, pathlib, signal, sys, time
 
 while pathlib.Path(sys.argv[1]).exists():
     found = [int(path.parent.name) for path in pathlib.Path("/proc").glob("[0-9]*/cmdline")
-             if b"slurm.reports.doctor\\0look" in path.read_bytes()]
+             if b"slurm.reports.doctor\\0" in path.read_bytes()]
     for number, seconds in ((signal.SIGSTOP, 0.075), (signal.SIGCONT, 0.025)):
         for pid in found:
             try:
@@ -50,16 +50,16 @@ def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site
     shutil.copytree(cache, base / "prepared")
     found = Site(base, base / "prepared", FIRST)
     (found.runs).mkdir()
-    found.call("slurm.local_cluster.cli", "up", f"--nodes={NODES}", "--conf=SlurmdTimeout=300")
+    found.call("slurm", "cluster", "up", f"--nodes={NODES}", "--conf=SlurmdTimeout=300")
     try:
         yield found
     finally:
-        found.call("slurm.local_cluster.cli", "down")
+        found.call("slurm", "cluster", "down")
 
 
 def doctor(site: Site, nodes: int = NODES, more: str = "") -> dict[str, Any]:
     words = f"--args=runs={site.runs} data.cache={site.cache} {more}"
-    done = site.call("slurm.reports.doctor", f"--nodes={nodes}", words, "--json=1", status=None)
+    done = site.call("slurm", "doctor", f"--nodes={nodes}", words, "--json=1", status=None)
     assert "Traceback" not in done.stderr, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (0 if found["sound"] else 1)
@@ -180,7 +180,7 @@ def test_the_doctor_names_the_rank_that_a_run_failed_of(site: Site, signal: str,
     subprocess.run(cluster(site).command(["sh", "-c", f"kill -{signal} $({find})"], node=2), check=True)
     assert "cluster.requeue=false" in site.wait(folder, "FAILED", 60 + PATIENCE)
     site.gone(folder)
-    found = site.call("slurm.reports.doctor", f"--run={folder.path}", status=1).stdout
+    found = site.call("slurm", "doctor", f"--run={folder.path}", status=1).stdout
     assert re.search(f"likely cause  .*{cause}", found), found
     assert re.search(r"first error  \S+ \S+ rank 0 on node1: after step \d+", found), found
     assert "rank 0    node1         step " in found and "rank 1    node2         step " in found, found
@@ -188,9 +188,9 @@ def test_the_doctor_names_the_rank_that_a_run_failed_of(site: Site, signal: str,
 
 
 def test_the_doctor_names_a_host_whose_cable_is_cut(site: Site) -> None:
-    site.call("slurm.local_cluster.cli", "cut", "3")
+    site.call("slurm", "cluster", "cut", "3")
     try:
         found = doctor(site)
     finally:
-        site.call("slurm.local_cluster.cli", "join", "3")
+        site.call("slurm", "cluster", "join", "3")
     only(found, "node3: ")

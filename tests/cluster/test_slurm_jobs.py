@@ -29,13 +29,13 @@ def test_a_job_on_two_hosts_has_the_numbers_of_a_local_run(site: Site, entry: En
     assert meta["world"]["hosts"] == ["node1", "node2"] and meta["world"]["launched_by"] == "slurm"
     assert meta["history"][0]["state"] == "finished" and meta["history"][0]["slurm"]["SLURM_JOB_ID"]
     assert "#SBATCH --nodes=2" in (folder.path / "submit" / "job.sh").read_text()
-    assert "FINISHED" in site.call("slurm.reports.status", "status", str(folder.path)).stdout
-    assert "test accuracy" in site.call("slurm.reports.status", "logs", str(folder.path)).stdout
+    assert "FINISHED" in site.call("slurm", "status", str(folder.path)).stdout
+    assert "test accuracy" in site.call("slurm", "logs", str(folder.path)).stdout
     local = run(entry.name, "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path / "local")
     assert local.status == 0, local.err
     assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
     both = f"--pick={folder.path} {local.folder.path}"
-    compared = json.loads(site.call("slurm.reports.compare", f"--runs={tmp_path}", both, "--json=1").stdout)
+    compared = json.loads(site.call("slurm", "compare", f"--runs={tmp_path}", both, "--json=1").stdout)
     assert [(one["state"], one["step"], one["processes"]) for one in compared["runs"]] == [("finished", 30, 2)] * 2
     assert compared["runs"][0]["test_loss"] == compared["runs"][1]["test_loss"]
     assert '_0_log.out">job</a>' in Path(compared["page"]).read_text()
@@ -60,12 +60,10 @@ def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:
     folders = [site.run_of(name) for name in ("first", "second")]
     for folder in folders:
         site.wait(folder, "RUNNING")
-    shown = site.call(
-        "slurm.reports.compare", f"--runs={site.folder}", f"--pick={folders[0].path} {folders[1].path}"
-    ).stdout
+    shown = site.call("slurm", "compare", f"--runs={site.folder}", f"--pick={folders[0].path} {folders[1].path}").stdout
     assert shown.count("  running  ") == 2 and shown.count(" RUNNING: job ") == 2
     for folder in folders:
-        assert "cancelled job" in site.call("slurm.reports.status", "cancel", str(folder.path)).stdout
+        assert "cancelled job" in site.call("slurm", "cancel", str(folder.path)).stdout
         site.wait(folder, "CANCELLED")
         site.gone(folder)
 
@@ -92,7 +90,8 @@ def test_a_run_is_submitted_from_inside_an_allocation(site: Site) -> None:
     words = [
         sys.executable,
         "-m",
-        "slurm.launch.submit",
+        "slurm",
+        "exp",
         site.settings("inside", "steps=10"),
         "--nodes=2",
         "--follow=1",

@@ -59,12 +59,10 @@ def test_an_ordinary_user_trains_on_two_hosts(cache: Path) -> None:
                 assert found.result["state"] == "finished" and found.path.stat().st_uid == NOBODY
                 meta = json.loads((found.path / "meta.json").read_text())
                 assert meta["world"]["hosts"] == ["node1", "node2"]
-                assert "FINISHED" in site.call("slurm.reports.status", "status", str(found.path)).stdout
+                assert "FINISHED" in site.call("slurm", "status", str(found.path)).stdout
                 assert site.submit("ddp_multinode", "long", "epochs=500").returncode == 0
                 site.wait(site.run_of("long"), "RUNNING")
-                assert (
-                    "cancelled job" in site.call("slurm.reports.status", "cancel", str(site.run_of("long").path)).stdout
-                )
+                assert "cancelled job" in site.call("slurm", "cancel", str(site.run_of("long").path)).stdout
                 site.gone(site.run_of("long"))
 
 
@@ -110,6 +108,6 @@ def test_accounting_knows_what_the_controller_has_forgotten(accounting: Site) ->
         path = str(site.run_of(name).path)
         job = json.loads((site.run_of(name).path / "meta.json").read_text())["job"]["id"]
         assert "Invalid job id" in site.inside("scontrol", "show", "job", job).stderr
-        shown = site.call("slurm.reports.status", "status", path, status=status).stdout
+        shown = site.call("slurm", "status", path, status=status).stdout
         assert f"  {state}  " in shown and f"job {job} {name}" in shown, shown
-        site.call("slurm.reports.status", "logs", path, "--follow=1", status=followed)
+        site.call("slurm", "logs", path, "--follow=1", status=followed)

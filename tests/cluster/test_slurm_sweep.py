@@ -25,18 +25,18 @@ def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
     tree: dict[str, Any] = {"experiment": "mnist_pipeline", "parallel": "3"}
     tree["grid"] = {"width": ["8", "16"], "optim.lr": ["0.01", "0.02", "0.03"]}
     file.write_text(yaml.safe_dump(tree | {"settings": dict(word.split("=", 1) for word in words)}))
-    done = site.call("slurm.launch.sweep", "--", str(file))
+    done = site.call("slurm", "sweep", "--", str(file))
     assert "6 points of mnist_pipeline (6 missing); 6 to run now" in done.stdout
     assert "an array of 6, at most 3 at once" in done.stdout
     assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "an array, as a person expects it"
-    assert "0 to run now" in site.call("slurm.launch.sweep", "--", str(file)).stdout, "all are submitted"
+    assert "0 to run now" in site.call("slurm", "sweep", "--", str(file)).stdout, "all are submitted"
     on_2 = until("a task on node2", lambda: [f for f in started(site) if hosts(f) == ["node2"] and f.metrics()])
-    site.call("slurm.local_cluster.cli", "power-off", "2")
+    site.call("slurm", "cluster", "power-off", "2")
     try:
         assert not on_2[0].result, "it was still running"
         until("all points", lambda: sum(bool(f.result) for f in started(site)) == 6, 240)
     finally:
-        site.call("slurm.local_cluster.cli", "power-on", "2")
+        site.call("slurm", "cluster", "power-on", "2")
     folders = started(site)
     assert [f.result["state"] for f in folders] == ["finished"] * 6
     assert len(on_2[0].attempts()) > 1
@@ -45,11 +45,11 @@ def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
         assert steps == list(range(1, STEPS + 1))
     cells = read_json(site.runs / "swept" / "sweeps" / "widths" / "sweep.json")["cells"]
     assert sorted(cell["run"] for cell in cells) == sorted(folder.path.name for folder in folders)
-    again = site.call("slurm.launch.sweep", "--follow=1", "--", str(file))
+    again = site.call("slurm", "sweep", "--follow=1", "--", str(file))
     assert "(6 finished); 0 to run now" in again.stdout
-    log = site.call("slurm.reports.status", "logs", str(folders[0].path)).stdout
+    log = site.call("slurm", "logs", str(folders[0].path)).stdout
     assert "test accuracy" in log
-    repeated = site.call("slurm.launch.rerun", "--", str(on_2[0].path))
+    repeated = site.call("slurm", "rerun", "--", str(on_2[0].path))
     assert f"equal to the bit in {STEPS} steps" in repeated.stdout
     assert len(started(site)) == 7
     idle = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")

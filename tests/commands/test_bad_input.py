@@ -17,8 +17,7 @@ import pytest
 
 from common.core.errors import UserError
 from common.data.sources import MNIST_FILES
-from slurm.launch import submit
-from slurm.reports import trained_model
+from slurm.__main__ import main
 from tests.harness import inside
 from tests.harness.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file
 from tests.harness.damaged_runs import OF_A_RUN
@@ -138,7 +137,7 @@ def test_bad_settings(case: Case, cache: Path, tmp_path: Path, monkeypatch: pyte
     for name, value in case.env:
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as caught:  # --dry-run, so that nothing would start if it were not refused
-        submit.main(["--dry-run=1", f"--args={' '.join(case.words)}", "--", case.experiment])
+        main(["exp", "--dry-run=1", f"--args={' '.join(case.words)}", "--", case.experiment])
     assert all(part in str(caught.value) for part in case.parts), caught.value
     assert sorted(tmp_path.iterdir()) == before
 
@@ -149,8 +148,7 @@ NO_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", "-x",
 @pytest.mark.parametrize("text", NO_RUNS, ids=ascii)
 @pytest.mark.parametrize("command", OF_A_RUN)
 def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
-    main, words = OF_A_RUN[command]
-    done = inside.call(main, *(word.replace("{}", text) for word in words.split(" ")), cwd=tmp_path)
+    done = inside.run_verb(*(word.replace("{}", text) for word in OF_A_RUN[command].split(" ")), cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
     assert done.stderr.count("error: ") == 1 and not list(tmp_path.iterdir()), done
 
@@ -158,26 +156,26 @@ def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--format=x", "--", "export", "{}"), "FORMAT='x' is unknown; use safetensors, torch.export or onnx"),
-        (("--format=../x", "--", "export", "{}"), "FORMAT='../x' is unknown"),
-        (("--args=epoch=3", "--", "evaluate", "{}"), "unknown key epoch; did you mean epochs?"),
-        (("--args=batch=many", "--", "evaluate", "{}"), "batch=many"),
-        (("--args=--help", "--", "evaluate", "{}"), "--help is no setting"),
-        (("--args='x", "--", "evaluate", "{}"), "ARGS"),
-        (("--args=cluster.time=5", "--", "evaluate", "{}"), "cluster.time"),
-        (("--args=data.name=nothing", "--", "evaluate", "{}"), "data.name=nothing"),
-        (("--", "evaluate", "{}"), "has no model.safetensors"),
+        (("export", "--format=x", "--", "{}"), "FORMAT='x' is unknown; use safetensors, torch.export or onnx"),
+        (("export", "--format=../x", "--", "{}"), "FORMAT='../x' is unknown"),
+        (("evaluate", "--args=epoch=3", "--", "{}"), "unknown key epoch; did you mean epochs?"),
+        (("evaluate", "--args=batch=many", "--", "{}"), "batch=many"),
+        (("evaluate", "--args=--help", "--", "{}"), "--help is no setting"),
+        (("evaluate", "--args='x", "--", "{}"), "ARGS"),
+        (("evaluate", "--args=cluster.time=5", "--", "{}"), "cluster.time"),
+        (("evaluate", "--args=data.name=nothing", "--", "{}"), "data.name=nothing"),
+        (("evaluate", "--", "{}"), "has no model.safetensors"),
     ],
 )
 def test_bad_words_about_a_trained_model(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
-    done = inside.call(trained_model.main, *(word.replace("{}", str(folder.path)) for word in words))
+    done = inside.run_verb(*(word.replace("{}", str(folder.path)) for word in words))
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done
     assert "Traceback" not in done.stderr
 
 
 def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "slurm.launch.submit", "--args=epoch=3", "--", "mnist_pipeline"]
+    argv = [sys.executable, "-m", "slurm", "exp", "--args=epoch=3", "--", "mnist_pipeline"]
     env = environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2 and not done.stdout

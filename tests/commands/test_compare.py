@@ -14,14 +14,14 @@ import pytest
 from common.runs import compare_page
 from common.runs.folder import Folder
 from slurm.reports import compare as compared
-from slurm.reports import selection, status
+from slurm.reports import selection
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made, write_six
 from tests.harness.processes import ROOT, environment
 
 
 def compare(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.call(compared.main, f"--runs={runs}", *words)
+    return inside.run_verb("compare", f"--runs={runs}", *words)
 
 
 def as_json(runs: Path, *words: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
-    done = warm.execute([sys.executable, "-m", "slurm.reports.compare", f"--runs={made}"], env=environment(), real=True)
+    done = warm.execute([sys.executable, "-m", "slurm", "compare", f"--runs={made}"], env=environment(), real=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == compare(made).stdout
     head, *lines = done.stdout.splitlines()
@@ -135,6 +135,12 @@ def test_a_page_that_cannot_be_written_takes_no_table_away(made: Path, tmp_path:
     assert not place.is_dir() or not list(place.iterdir())
 
 
+def test_a_page_in_a_folder_that_is_not_there_is_refused(made: Path, tmp_path: Path) -> None:
+    done = compare(made, f"--page={tmp_path}/new/dir/page.html")
+    assert done.returncode == 2 and f"there is no folder {tmp_path}/new/dir; make it" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
 def test_only_a_page_of_its_own_is_written_over(made: Path, tmp_path: Path) -> None:
     for name, text in (("README.md", "# mine\n"), ("empty", "")):
         (tmp_path / name).write_text(text)
@@ -210,11 +216,11 @@ def test_damaged_files_do_not_hide_the_others(made: Path, tmp_path: Path) -> Non
 
 
 def test_status_is_told_to_machines(made: Path) -> None:
-    every = json.loads(inside.call(status.main, f"--runs={made}", "--json=1", "--", "status").stdout)
+    every = json.loads(inside.run_verb("status", f"--runs={made}", "--json=1").stdout)
     assert [one["run"] for one in every] == sorted(path.parent.name for path in made.glob("*/config.yaml"))
     (broken,) = (one for one in every if one["run"].endswith("-0003"))
     assert (broken["state"], broken["step"], broken["restarts"]) == ("failed", 500, 0)
-    alone = inside.call(status.main, f"--runs={made}", "--json=1", "--", "status", broken["run"])
+    alone = inside.run_verb("status", f"--runs={made}", "--json=1", "--", broken["run"])
     assert alone.returncode == 1  # as without --json
     assert json.loads(alone.stdout)[0]["detail"] == "the loss is nan"
 

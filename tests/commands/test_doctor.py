@@ -89,7 +89,7 @@ def test_processes_of_one_host_do_not_outvote_the_others() -> None:
 
 
 def doctor(*words: str, status: int = 0) -> str:
-    done = inside.call(checks.main, *words)
+    done = inside.run_verb("doctor", *words)
     assert done.returncode == status and "Traceback" not in done.stderr, done.stdout + done.stderr
     return done.stdout
 
@@ -100,7 +100,7 @@ def test_a_damaged_set_is_named(cache: Path, tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    words = [sys.executable, "-m", "slurm.reports.doctor", "--nodes=2", "--json=1"]
+    words = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", "--json=1"]
     words.append(f"--args=runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}")
     done = warm.execute(words, env=environment(), timeout=90)
     found = json.loads(done.stdout)
@@ -285,8 +285,9 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
         (["--args=--help"], "ARGS: --help is no setting"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),
         (["--json=2"], "JSON='2' is neither 0 nor 1"),
+        (["--run=0000", "--nodes=2"], "RUN examines a run, and NODES is for checking hosts"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(words: list[str], message: str) -> None:
-    done = inside.call(checks.main, *words)
+    done = inside.run_verb("doctor", *words)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1

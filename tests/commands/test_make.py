@@ -14,14 +14,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from slurm.launch import submit
-from slurm.reports import compare, prune_runs, wandb_sync
+from slurm.__main__ import TARGETS, VERBS
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake
 from tests.harness.making import handed_over
@@ -78,17 +76,17 @@ def message_of(status: int, out: str, err: str) -> str:
     return errors[0]
 
 
-def refused_inside(place: Path, main: Callable[[list[str]], int], *words: str) -> str:
+def refused_inside(place: Path, *words: str) -> str:
     """The same of a command that is called within this process."""
     before = sorted(place.iterdir())
-    done = inside.call(main, *words, cwd=place)
+    done = inside.run_verb(*words, cwd=place)
     assert sorted(place.iterdir()) == before
     return message_of(done.returncode, done.stdout, done.stderr)
 
 
 def submitted(place: Path, *words: str, name: str = "mnist_pipeline") -> str:
     """How `make exp` refuses such words; were they not refused, it would only show what it would start."""
-    return refused_inside(place, submit.main, "--dry-run=1", *words, "--", name)
+    return refused_inside(place, "exp", "--dry-run=1", *words, "--", name)
 
 
 def test_help_lists_every_target(place: Path) -> None:
@@ -105,12 +103,8 @@ def test_help_lists_every_target(place: Path) -> None:
 # ---- what make hands over
 
 
-KNOWN = dict(re.findall(r"^override KNOWN-(\S+) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
-CHOICE = "RUNS NAME LAST WHERE SWEEP"
-
-
-def settings_of(target: str) -> list[str]:
-    return KNOWN[target].replace("$(CHOICE)", CHOICE).split()
+KNOWN = {name: [one.variable for one in settings if one.variable] for name, settings in TARGETS.items()}
+COMMANDS = [name for name in KNOWN if name not in ("test", "bench")]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
@@ -130,11 +124,11 @@ def test_every_text_reaches_the_commands_as_it_was_written(place: Path, text: st
     assert {path.name for path in place.iterdir()} == {"Makefile", "requirements.txt", ".venv"}
 
 
-@pytest.mark.parametrize("target", KNOWN)
+@pytest.mark.parametrize("target", COMMANDS)
 def test_every_setting_of_a_target_reaches_its_command(place: Path, target: str) -> None:
-    variables = settings_of(target)
+    variables = KNOWN[target]
     words = handed_over(place, target, *(f"{variable}=value-of-{variable}" for variable in variables))
-    assert words[0] == "-m"
+    assert " ".join(words).startswith(target.replace("cluster-", "cluster "))
     for variable in variables:
         told = [word for word in words if f"value-of-{variable}" in re.split("[= ]", word)]
         assert len(told) == 1, (variable, words)
@@ -145,18 +139,38 @@ def test_every_setting_of_a_target_reaches_its_command(place: Path, target: str)
 @pytest.mark.parametrize("target", KNOWN)
 def test_no_setting_is_expanded(place: Path, target: str) -> None:
     text = "$(shell touch pwned)`touch pwned`$(touch pwned)'\"; touch pwned; '\""
-    variables = settings_of(target)
+    variables = KNOWN[target]
     done = make(place, "--dry-run", target, *(f"{variable}={text}" for variable in variables))
     assert done.status == 0, done.err
     assert make(place, "--dry-run", target, **dict.fromkeys(variables, text)).status == 0
     assert not (place / "pwned").exists()
 
 
-def test_every_target_that_uses_a_setting_has_it() -> None:
-    text = (ROOT / "Makefile").read_text()
-    for target, recipe in re.findall(r"^([a-z][a-z-]*):.*\n((?:\t.*\n)+)", text, re.MULTILINE):
-        used = set(re.findall(r"\$\$\{?([A-Z_]+)", recipe)) - {"PYTHON"}
-        assert used == set(settings_of(target) if target in KNOWN else ()), target
+def test_help_names_the_settings_of_every_target() -> None:
+    for target, words in re.findall(r"^([a-z][a-z-]*):.*?## (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE):
+        assert set(re.findall(r"\b([A-Z][A-Z_]+)(?==)", words)) - {"ID"} == set(KNOWN.get(target, ())), target
+
+
+def test_every_verb_explains_its_settings() -> None:
+    for verb, settings in VERBS.items():
+        done = inside.run_verb(verb, "--help")
+        assert done.returncode == 0 and all(one.help.split()[0] in done.stdout for one in settings.settings)
+
+
+@pytest.mark.parametrize("target", ["lint", "test-all", "tables"])
+def test_targets_without_settings_refuse_them(place: Path, target: str) -> None:
+    done = make(place, target, "NODES=2")
+    assert done.status == 2 and f"make {target} has no setting NODES; it has PYTHON" in done.err
+
+
+def test_clean_refuses_a_dry_run(place: Path) -> None:
+    done = make(place, "clean", "DRY_RUN=1")
+    assert done.status == 2 and "make clean has no settings" in done.err and (place / ".venv").exists()
+
+
+def test_targets_together_may_have_the_settings_of_each(place: Path) -> None:
+    done = make(place, "status", "sync", "WAIT=0", "DRY_RUN=1")
+    assert "has no setting" not in done.err and "there is no run in runs yet" in done.err
 
 
 # ---- make exp
@@ -200,19 +214,12 @@ def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> No
 
 @pytest.mark.parametrize("text", ["$(shell touch pwned)", "x; touch pwned", "x\ntouch x", "'x", "x" * 300], ids=ascii)
 @pytest.mark.parametrize(
-    ("main", "words"),
-    [
-        (compare.main, ("--pick={}",)),
-        (compare.main, ("--where={}",)),
-        (wandb_sync.main, ("sync", "--sweep={}")),
-        (prune_runs.main, ("--last={}",)),
-    ],
+    "words",
+    [("compare", "--pick={}"), ("compare", "--where={}"), ("sync", "--sweep={}"), ("prune-runs", "--last={}")],
     ids=["compare RUNS", "compare WHERE", "sync SWEEP", "prune-runs LAST"],
 )
-def test_hostile_words_about_runs_are_refused(
-    tmp_path: Path, main: Callable[[list[str]], int], words: tuple[str, ...], text: str
-) -> None:
-    refused_inside(tmp_path, main, *(word.replace("{}", text) for word in words))
+def test_hostile_words_about_runs_are_refused(tmp_path: Path, words: tuple[str, ...], text: str) -> None:
+    refused_inside(tmp_path, *(word.replace("{}", text) for word in words))
 
 
 def test_missing_name_lists_the_experiments(place: Path) -> None:
@@ -220,7 +227,7 @@ def test_missing_name_lists_the_experiments(place: Path) -> None:
 
 
 def test_help_and_print_config(place: Path) -> None:
-    done = inside.call(submit.main, "--args=--help", "--", "mnist_pipeline", cwd=place)
+    done = inside.run_verb("exp", "--args=--help", "--", "mnist_pipeline", cwd=place)
     assert done.returncode == 0
     assert "microbatches=4" in done.stdout
     shown = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
@@ -237,7 +244,7 @@ def test_bad_settings_are_answered_without_torch(tmp_path: Path) -> None:
         fake.write_text(f"raise SystemExit('{name} was imported')\n")
     program = """
 from common.core.errors import UserError
-from slurm.launch import submit
+from slurm.__main__ import main
 for words in (
     ["--", "mnist_pipelin"],
     ["--args=epoch=1", "--", "mnist_pipeline"],
@@ -246,7 +253,7 @@ for words in (
     ["--nodes=0", "--", "mnist_pipeline"],
 ):
     try:
-        submit.main(words)
+        main(["exp", *words])
     except UserError as error:
         print(error)
 """

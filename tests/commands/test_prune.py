@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import slurm.reports.prune_runs
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import environment
@@ -18,7 +17,7 @@ KEPT = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json
 
 
 def prune(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.call(slurm.reports.prune_runs.main, f"--runs={runs}", *words)
+    return inside.run_verb("prune-runs", f"--runs={runs}", *words)
 
 
 def files(folder: Path) -> set[str]:
@@ -50,7 +49,7 @@ def runs(tmp_path: Path) -> Path:
 
 def test_it_first_only_shows(runs: Path) -> None:
     before = files(runs)
-    done = warm.execute([sys.executable, "-m", "slurm.reports.prune_runs", f"--runs={runs}"], env=environment())
+    done = warm.execute([sys.executable, "-m", "slurm", "prune-runs", f"--runs={runs}"], env=environment())
     assert done.returncode == 0, done.stderr
     assert "3.0 MB would be freed; make prune-runs DRY_RUN=0 does it" in done.stdout
     assert files(runs) == before

@@ -34,7 +34,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(cache: Path, tmp_p
     script.write_text(script.read_text() + "# as it was then\n")
     meta = json.loads((old / "meta.json").read_text())
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
-    done = warm.execute([sys.executable, "-m", "slurm.launch.rerun", "--", str(old)], env=environment())
+    done = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert differing(done.stdout) == [f"package numpy: then 1.0, now {np.__version__}"]
     assert "losses      equal to the bit in 12 steps" in done.stdout
@@ -68,7 +68,7 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     raw = bytearray(file.read_bytes())
     raw[500] ^= 1
     file.write_bytes(raw)
-    done = inside.call(rerun.main, "--", str(old))
+    done = inside.run_verb("rerun", "--", str(old))
     assert done.returncode == 2
     (line,) = differing(done.stdout)
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): then ")
@@ -116,7 +116,7 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], me
     for name in ("experiments", "common", "slurm", "configs"):
         shutil.copytree(ROOT / name, old / "code" / name)
     words = [word.format(old=old, bare=bare) for word in words]
-    done = inside.call(rerun.main, *[w for w in words if w[0] == "-"], "--", *[w for w in words if w[0] != "-"])
+    done = inside.run_verb("rerun", *[w for w in words if w[0] == "-"], "--", *[w for w in words if w[0] != "-"])
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert len(list(tmp_path.iterdir())) == 2

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-import slurm.launch.sweep
 from slurm.launch import sweep_file
-from slurm.reports import compare
 from tests.harness import inside
 from tests.harness.damaged_runs import DAMAGES
 from tests.harness.processes import ROOT
@@ -21,7 +19,7 @@ from tests.harness.sweeps import DIVERGES, begin, cells, sweep, write
 
 def refused(file: Path, *words: str, cwd: Path = ROOT) -> str:
     """The one line that refuses a sweep."""
-    done = inside.call(slurm.launch.sweep.main, "--launch=local", *words, "--", str(file), cwd=cwd)
+    done = inside.run_verb("sweep", "--launch=local", *words, "--", str(file), cwd=cwd)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
@@ -39,7 +37,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
     assert (first["run"], first["state"]) == (runs[0], "finished")
     assert failed["state"] == "failed"  # the loss is no number, as before
     assert failed["earlier"] == [runs[1]] and failed["run"] != runs[1]
-    compared = inside.call(compare.main, f"--runs={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
+    compared = inside.run_verb("compare", f"--runs={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
     assert all(cell["run"] in compared.stdout for cell in (first, failed))
 
@@ -95,7 +93,7 @@ def test_a_damaged_sweep_is_told_and_not_begun_anew(damage: str, tmp_path: Path,
     kept.write_bytes(content)
     for words in ((), ("--dry-run=1",), ("--failed=1",)):
         assert "sweep.json is damaged; bring it back, or delete it" in refused(file, *words)
-    done = inside.call(compare.main, f"--runs={tmp_path / 'runs'}", "--sweep=rates")
+    done = inside.run_verb("compare", f"--runs={tmp_path / 'runs'}", "--sweep=rates")
     assert done.returncode == 2 and "sweep.json is damaged" in done.stderr and done.stderr.count("\n") == 1
     assert kept.read_bytes() == content
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slurm.reports import wandb_dashboard, wandb_sync
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import environment
@@ -21,7 +20,7 @@ def panels(view: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
-    argv = [sys.executable, "-m", "slurm.reports.wandb_dashboard", "--project=team/mine", "--dry-run=1"]
+    argv = [sys.executable, "-m", "slurm", "dashboard", "--project=team/mine", "--dry-run=1"]
     nowhere = environment(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="5ec" + "0" * 36 + "7")
     shown = warm.execute(argv, env=nowhere)
     assert shown.returncode == 0, shown.stderr
@@ -41,7 +40,7 @@ def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
 
 @pytest.mark.parametrize("project", ["a/b/c", "x#y", "x" * 200, "a\nb"])
 def test_a_wrong_project_is_refused(project: str) -> None:
-    done = inside.call(wandb_dashboard.main, f"--project={project}", "--dry-run=1")
+    done = inside.run_verb("dashboard", f"--project={project}", "--dry-run=1")
     assert done.returncode == 2 and "PROJECT=" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
@@ -51,14 +50,12 @@ def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
     (folder.path / "wandb" / "offline-run-1").mkdir(parents=True)
     (folder.path / "wandb" / "offline-run-1" / "run.wandb").touch()
     env = environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
-    done = warm.execute(
-        [sys.executable, "-m", "slurm.reports.wandb_sync", "sync", f"--runs={tmp_path / 'runs'}"], env=env
-    )
+    done = warm.execute([sys.executable, "-m", "slurm", "sync", f"--runs={tmp_path / 'runs'}"], env=env)
     assert done.returncode == 2
     assert "no W&B account is configured" in done.stderr and "wandb login" in done.stderr
 
 
 def test_only_runs_that_were_tracked_are_viewed(tmp_path: Path) -> None:
     Made("mnist_pipeline", 0, 10).write(tmp_path / "runs")
-    refused = inside.call(wandb_sync.main, "leet", f"--runs={tmp_path / 'runs'}")
+    refused = inside.run_verb("leet", f"--runs={tmp_path / 'runs'}")
     assert refused.returncode == 2 and "make compare" in refused.stderr

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from slurm.reports import doctor, status
 from tests.harness import inside, warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import environment
@@ -19,7 +18,7 @@ from tests.harness.processes import environment
 
 def test_this_machine_is_sound(cache: Path, tmp_path: Path) -> None:
     args = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
-    done = warm.execute([sys.executable, "-m", "slurm.reports.doctor", "--nodes=2", args], env=environment(), real=True)
+    done = warm.execute([sys.executable, "-m", "slurm", "doctor", "--nodes=2", args], env=environment(), real=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-2:] == ["W&B: runs would be disabled", "all is sound"] and len(lines) == 6
@@ -33,7 +32,7 @@ def test_a_rank_that_hangs_is_named(digits: tuple[str, ...], tmp_path: Path) -> 
         folder = only_folder(tmp_path)
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         process.wait(120)
-    done = inside.call(doctor.main, f"--run={folder.path}")
+    done = inside.run_verb("doctor", f"--run={folder.path}")
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search("likely cause  .*rank 1 on .* did not answer within 15 s", done.stdout), done.stdout
     assert "stood at " in done.stdout
@@ -49,9 +48,9 @@ def test_a_straggler_is_named_while_the_run_goes_on(strategy: str, cache: Path, 
         while "rank 1 on " not in found:
             assert time.monotonic() < deadline, found
             throttle(slow, 4)
-            found = inside.call(doctor.main, f"--run={folder.path}").stdout
+            found = inside.run_verb("doctor", f"--run={folder.path}").stdout
         assert re.search(r"rank 1 on \S+ is slow: \S+ ms until backward, the others \S+ ms", found), found
-        shown = inside.call(status.main, "status", str(folder.path))
+        shown = inside.run_verb("status", str(folder.path))
         assert "RUNNING" in shown.stdout and "rank 1 on " in shown.stdout, shown.stdout
 
 

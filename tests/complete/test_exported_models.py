@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from common.models import exporting, model_file
 from common.runs.folder import Folder
-from slurm.reports import trained_model
 from tests.harness import inside
 from tests.harness.processes import run
 from tests.harness.registry import EXPERIMENTS, REPLICATED, Entry
@@ -26,7 +25,7 @@ def copy(folder: Folder, place: Path) -> Folder:
 
 
 def export(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.call(trained_model.main, *words, "--", "export", str(folder.path))
+    return inside.run_verb("export", *words, "--", str(folder.path))
 
 
 @pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
@@ -81,7 +80,7 @@ def test_models_of_every_kind_of_training_are_measured_alike(
 ) -> None:
     done = run(name, *digits, "optim.warmup=0", *words, runs=tmp_path)
     assert done.status == 0, done.err
-    told = inside.call(trained_model.main, "--", "evaluate", str(done.folder.path))
+    told = inside.run_verb("evaluate", "--", str(done.folder.path))
     assert told.returncode == 0 and "the run's own number" in told.stdout, told.stdout + told.stderr
 
 

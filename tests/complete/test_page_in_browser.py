@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slurm.reports import compare as compared
 from tests.harness import inside
 from tests.harness.browser import browser, requests
 from tests.harness.made_runs import Made, write_six
@@ -18,7 +17,7 @@ from tests.harness.processes import wait_until
 
 def compare(runs: Path, *words: str) -> None:
     """Write the page."""
-    done = inside.call(compared.main, f"--runs={runs}", *words)
+    done = inside.run_verb("compare", f"--runs={runs}", *words)
     assert done.returncode == 0, done.stderr
 
 

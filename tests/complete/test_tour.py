@@ -13,7 +13,7 @@ from tests.harness.processes import environment
 
 
 def tour(*words: str) -> subprocess.CompletedProcess[str]:
-    return warm.execute([sys.executable, "-m", "slurm.launch.tour", *words], env=environment(), timeout=280)
+    return warm.execute([sys.executable, "-m", "slurm", "tour", *words], env=environment(), timeout=280)
 
 
 def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:

@@ -91,11 +91,11 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
     only_this = f"{twice.path}/wandb/offline-run"
     words = ("sync", f"--runs={runs}")
 
-    shown = call("slurm.reports.wandb_sync", *words, "--dry-run=1", env=host.environment)
+    shown = call("slurm", *words, "--dry-run=1", env=host.environment)
     assert shown.stdout.count(only_this) == 2
     assert not host.record.exists()
 
-    done = call("slurm.reports.wandb_sync", *words, env=host.environment)
+    done = call("slurm", *words, env=host.environment)
     assert done.returncode == 0, done.stderr
     assert "sent 2 of 2" in done.stdout
     history = host.history()
@@ -113,7 +113,7 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
     summary = json.loads(last["wandb-summary.json"]["content"][-1])
     assert (summary["restarts"], summary["waiting"], summary["test_accuracy"]) == (1, 0.2, 0.96)
 
-    again = call("slurm.reports.wandb_sync", *words, env=host.environment)
+    again = call("slurm", *words, env=host.environment)
     assert again.returncode == 0
     assert "nothing to send" in again.stdout and "is not over yet" in again.stdout
     assert len(host.history()) == len(history)
@@ -122,7 +122,7 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
 def test_without_an_account_nothing_is_sent(host: Host, tmp_path: Path) -> None:
     env = host.environment
     tracked(Made("mnist_pipeline", 0, 10).write(tmp_path / "runs"), env)
-    for words in (["slurm.reports.wandb_sync", "sync", f"--runs={tmp_path}/runs"], ["slurm.reports.wandb_dashboard"]):
+    for words in (["slurm", "sync", f"--runs={tmp_path}/runs"], ["slurm", "dashboard"]):
         done = call(*words, env={k: v for k, v in env.items() if k != "WANDB_API_KEY"})
         assert done.returncode == 2
         assert "no W&B account is configured" in done.stderr and "wandb login" in done.stderr
@@ -130,12 +130,12 @@ def test_without_an_account_nothing_is_sent(host: Host, tmp_path: Path) -> None:
 
 
 def test_the_dashboard_is_saved(host: Host) -> None:
-    done = call("slurm.reports.wandb_dashboard", "--project=mine", env=host.environment)
+    done = call("slurm", "dashboard", "--project=mine", env=host.environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"workspace: {host.url}/e/mine?nw=")
     (saved,) = (s["variables"] for s in host.sent("graphql") if "upsertView" in s["query"])
     assert (saved["entityName"], saved["projectName"], saved["type"]) == ("e", "mine", "project-view")
-    shown = call("slurm.reports.wandb_dashboard", "--project=e/mine", "--dry-run=1", env=host.environment)
+    shown = call("slurm", "dashboard", "--project=e/mine", "--dry-run=1", env=host.environment)
     sections, sent = (
         [[panel["config"] for panel in section["panels"]] for section in spec["section"]["panelBankConfig"]["sections"]]
         for spec in (json.loads(shown.stdout)["spec"], json.loads(saved["spec"]))
@@ -149,7 +149,7 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     tracked(Made("mnist_pipeline", 0, 10).write(runs), host.environment)
 
-    words = [sys.executable, "-m", "slurm.reports.wandb_sync", "leet", f"--runs={runs}"]
+    words = [sys.executable, "-m", "slurm", "leet", f"--runs={runs}"]
     pid, screen = pty.fork()
     if pid == 0:
         os.chdir(ROOT)

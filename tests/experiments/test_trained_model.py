@@ -17,7 +17,6 @@ from common.checkpoint import checkpointer, storage
 from common.data.prepare import hash_file
 from common.models import model_file
 from common.runs.folder import Folder, write_json
-from slurm.launch import rerun
 from slurm.reports import trained_model
 from tests.harness import inside
 from tests.harness.processes import run
@@ -36,7 +35,7 @@ assert not {"common", "torch"} & set(sys.modules)
 
 
 def evaluate(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.call(trained_model.main, *words, "--", "evaluate", str(folder.path))
+    return inside.run_verb("evaluate", *words, "--", str(folder.path))
 
 
 def copy(folder: Folder, place: Path) -> Folder:
@@ -147,7 +146,7 @@ def test_a_model_is_measured_with_the_settings_of_its_newest_start(finished: Mak
     changes.write_text('{"data.test_limit": 3}')
     done = evaluate(folder)
     assert done.returncode == 2 and "changed.json is damaged: which settings that start had is not known" in done.stderr
-    told = inside.call(rerun.main, "--", str(folder.path))
+    told = inside.run_verb("rerun", "--", str(folder.path))
     assert told.returncode == 2 and "changed.json is damaged" in told.stderr
     done = resume(REPLICATED, folder, "steps=50")
     assert done.returncode == 2 and "changed.json is damaged" in done.stderr
@@ -192,7 +191,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     assert evaluate(folder).returncode == 0
     done = resume(REPLICATED, folder)  # with the length that it has now
     assert done.returncode == 0 and 'ARGS="steps=100"' in done.stdout
-    told = inside.call(rerun.main, "--", str(folder.path))
+    told = inside.run_verb("rerun", "--", str(folder.path))
     assert told.returncode == 2 and "was resumed with other settings (steps 40 -> 50)" in told.stderr
     again = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
     assert again.status == 2 and "it was resumed with steps 40 -> 50, and no single run repeats that" in again.err

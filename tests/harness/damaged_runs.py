@@ -8,10 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import slurm.reports.wandb_sync
 from common.runs.folder import Folder
-from slurm.launch import rerun, submit
-from slurm.reports import compare, doctor, prune_runs, status, trained_model
 from tests.harness import inside
 from tests.harness.made_runs import Made
 
@@ -65,15 +62,14 @@ def check_commands(source: Folder, name: str, damage: str, tmp_path: Path) -> No
     call_all(run)
 
 
-Main = Callable[[list[str]], int]
-OF_A_RUN: dict[str, tuple[Main, str]] = {
-    "status": (status.main, "--json=1 -- status {}"),
-    "logs": (status.main, "-- logs {}"),
-    "doctor": (doctor.main, "--run={}"),
-    "rerun": (rerun.main, "-- {}"),
-    "resume": (submit.main, "--resume={} --launch=local --dry-run=1 -- "),
-    "evaluate": (trained_model.main, "-- evaluate {}"),
-    "export": (trained_model.main, "-- export {}"),
+OF_A_RUN = {
+    "status": "status --json=1 -- {}",
+    "logs": "logs -- {}",
+    "doctor": "doctor --run={}",
+    "rerun": "rerun -- {}",
+    "resume": "exp --resume={} --launch=local --dry-run=1",
+    "evaluate": "evaluate -- {}",
+    "export": "export -- {}",
 }
 """The commands that take RUN, but for cancel."""
 
@@ -83,22 +79,20 @@ def call_all(run: Path) -> None:
     runs = run.parent
     Made("ddp_multinode", 1, 20).write(runs)  # a sound one beside it
     before, given = digests(runs), f"--runs={runs}"
-    calls: dict[str, tuple[Main, list[str]]] = {
-        "status of all": (status.main, [given, "status"]),
-        "compare": (compare.main, [given, "--json=1", f"--page={runs.parent / 'page.html'}"]),
-        "prune": (prune_runs.main, [given]),
-        "sync": (slurm.reports.wandb_sync.main, ["sync", given, "--dry-run=1"]),
+    calls = {
+        "status of all": ["status", given],
+        "compare": ["compare", given, "--json=1", f"--page={runs.parent / 'page.html'}"],
+        "prune": ["prune-runs", given],
+        "sync": ["sync", given, "--dry-run=1"],
     }
-    calls |= {
-        what: (main, [w.replace("{}", str(run)) for w in text.split(" ")]) for what, (main, text) in OF_A_RUN.items()
-    }
-    for what, (main, words) in calls.items():
-        done = inside.call(main, *words)
+    calls |= {what: [word.replace("{}", str(run)) for word in text.split(" ")] for what, text in OF_A_RUN.items()}
+    for what, words in calls.items():
+        done = inside.run_verb(*words)
         assert done.returncode in (0, 1, 2, 3), (what, done)
         errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
         assert len(errors) <= 1 and "Traceback" not in done.stdout + done.stderr, (what, done.stderr)
         if done.returncode == 2:
             assert errors and errors[0].startswith("error: "), (what, done.stderr)
         assert digests(runs) == before, f"{what} has written into a run"
-    listed = inside.call(status.main, given, "status").stdout
+    listed = inside.run_verb("status", given).stdout
     assert "ddp_multinode-2026" in listed and listed.count("FINISHED") >= 1, "the sound run is listed all the same"

@@ -10,22 +10,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.core.errors import user_errors
+from slurm.__main__ import main
 from tests.harness.processes import ROOT, environment
 
 
 def call(
-    main: Callable[[list[str]], int], *words: str, cwd: Path = ROOT, **env: str
+    function: Callable[[list[str]], int], *words: str, cwd: Path = ROOT, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Call a command's main() as its module does when it is executed: what it says, and its exit status."""
     out, err = io.StringIO(), io.StringIO()
     with placed(cwd, env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             with user_errors():
-                status = main(list(words))
+                status = function(list(words))
         except SystemExit as end:
             assert isinstance(end.code, int | None), end.code
             status = end.code or 0
     return subprocess.CompletedProcess(list(words), status, out.getvalue(), err.getvalue())
+
+
+def run_verb(verb: str, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """`python -m slurm VERB` within this process."""
+    return call(main, verb, *words, cwd=cwd, **env)
 
 
 @contextlib.contextmanager

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 from pathlib import Path
 
+from slurm.__main__ import translate_target
 from tests.harness import inside
 from tests.harness.processes import environment, script
 
 
 def handed_over(place: Path, *words: str) -> list[str]:
-    """The words that `make` with these words gives to python, of which the first are -m and the module's name."""
-    script(place / ".venv/bin/python", "printf '%s\\0' \"$@\" > words")
+    """The words after `python -m slurm` for which `make` with these words stands."""
+    script(place / ".venv/bin/python", "printf '%s\\0' \"$@\" > words; env -0 > environ")
     done = subprocess.run(
         ["make", *words], cwd=place, env=environment(), capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    file = place / "words"
+    found, environ = (read_list(place / name) for name in ("words", "environ"))
+    assert found[:3] == ["-m", "slurm", "--make"] and len(found) == 4
+    return translate_target(found[3], dict(line.split("=", 1) for line in environ))
+
+
+def read_list(file: Path) -> list[str]:
+    """The words in a file, each ended by a zero byte; the file is removed."""
     found = file.read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
     file.unlink()
     return found
@@ -25,6 +31,4 @@ def handed_over(place: Path, *words: str) -> list[str]:
 
 def call(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Let make hand over, and call the command within this process, in make's folder."""
-    switch, module, *rest = handed_over(place, *words)
-    assert switch == "-m"
-    return inside.call(importlib.import_module(module).main, *rest, cwd=place)
+    return inside.run_verb(*handed_over(place, *words), cwd=place)

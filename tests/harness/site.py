@@ -54,14 +54,14 @@ class Site:
     def submit(
         self, name: str, runs: str, *more: str, options: tuple[str, ...] = ("--nodes=2",), **env: str
     ) -> subprocess.CompletedProcess[str]:
-        return self.call("slurm.launch.submit", self.settings(runs, *more), *options, "--", name, status=None, **env)
+        return self.call("slurm", "exp", self.settings(runs, *more), *options, "--", name, status=None, **env)
 
     def run_of(self, runs: str) -> Folder:
         (path,) = (self.runs / runs).iterdir()
         return Folder(path)
 
     def inside(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.call("slurm.local_cluster.cli", "exec", *words, status=None, **env)
+        return self.call("slurm", "cluster", "exec", *words, status=None, **env)
 
     def wait_for_job(self, job: str, state: str) -> None:
         asked = ("squeue", "-h", "-j", job, "-o", "%T")
@@ -84,7 +84,7 @@ class Site:
 
         def look() -> bool:
             nonlocal shown
-            shown = self.call("slurm.reports.status", "status", str(folder.path), status=None).stdout
+            shown = self.call("slurm", "status", str(folder.path), status=None).stdout
             return f"  {state}  " in shown
 
         try:
@@ -101,11 +101,11 @@ class Site:
 @contextlib.contextmanager
 def up(site: Site, *options: str) -> Iterator[Site]:
     """Start the site's cluster, and end it whatever happens."""
-    site.call("slurm.local_cluster.cli", "up", "--nodes", "2", *options)
+    site.call("slurm", "cluster", "up", "--nodes", "2", *options)
     try:
         yield site
     finally:
-        site.call("slurm.local_cluster.cli", "down")
+        site.call("slurm", "cluster", "down")
     assert not processes_of(str(site.folder))
 
 

@@ -30,7 +30,7 @@ def write(folder: Path, cache: Path, **tree: Any) -> Path:
 
 def sweep(file: Path, *words: str, real: bool = False) -> subprocess.CompletedProcess[str]:
     """The command, as a fork of a warm process if not `real`; the runs that it starts are processes of their own."""
-    argv = [sys.executable, "-m", "slurm.launch.sweep", "--launch=local", *words, "--", str(file)]
+    argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", *words, "--", str(file)]
     return warm.execute(argv, env=environment(), timeout=200, real=real)
 
 

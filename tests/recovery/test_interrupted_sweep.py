@@ -25,7 +25,7 @@ def test_a_sweep_that_is_interrupted_goes_on(tmp_path: Path, cache: Path) -> Non
     settings = SETTINGS | {"data.cache": str(cache), "runs": str(runs)}
     tree = {"experiment": "mnist_pipeline", "grid": {"seed": ["1", "2"]}, "settings": settings}
     file.write_text(yaml.safe_dump(tree))
-    argv = [sys.executable, "-m", "slurm.launch.sweep", "--launch=local", "--", str(file)]
+    argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", "--", str(file)]
     sweep = warm.Command(argv, env=environment(), session=True)
     deadline = time.monotonic() + 120
     while not list(runs.glob("mnist_pipeline-*/attempts/0001/metrics.jsonl")):

@@ -14,7 +14,7 @@ import pytest
 
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
-from slurm.reports import diagnosis, status
+from slurm.reports import cancel, diagnosis, logs, status
 from tests.harness.long_runs import (
     ENDLESS,
     PATIENCE,
@@ -55,16 +55,16 @@ def test_a_notice_in_an_evaluation_saves_the_state_before_it(
 def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[str, ...]) -> None:
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
-        assert status.cancel(folder).startswith("cancelled process ")
+        assert cancel.cancel_run(folder).startswith("cancelled process ")
         process.communicate(PATIENCE)
     assert process.returncode == EXIT_RESUMABLE and storage.list_candidates(folder)
-    assert status.state_of(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
+    assert status.read_state(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
     assert diagnosis.examine(folder)["cause"] == "it was cancelled"
-    assert "after step" in status.what_rank_0_said(folder)
+    assert "after step" in logs.read_rank_0_log(folder)
     waiting = folder.claim()  # a start that has said nothing yet hides no words of the one before
     (waiting.attempt / "logs").mkdir(exist_ok=True)
     waiting.log_file(0).touch()
-    assert "after step" in status.what_rank_0_said(folder)
+    assert "after step" in logs.read_rank_0_log(folder)
 
 
 def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: tuple[str, ...]) -> None:

@@ -28,16 +28,16 @@ def losses(folder: Folder) -> dict[int, float]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path) -> None:
     stopped, finished = unpack(version, tmp_path)
-    found = call(tmp_path, "slurm.reports.status", "--json=1", "--", "status")
+    found = call(tmp_path, "slurm", "status", "--json=1")
     assert {run["run"]: run["state"] for run in json.loads(found.stdout)} == {
         stopped.path.name: "cancelled",
         finished.path.name: "finished",
     }
-    compared = call(tmp_path, "slurm.reports.compare")
+    compared = call(tmp_path, "slurm", "compare")
     (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name))
     score = finished.result["test_accuracy"]
     assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
-    evaluated = call(tmp_path, "slurm.reports.trained_model", "--", "evaluate", finished.path.name)
+    evaluated = call(tmp_path, "slurm", "evaluate", "--", finished.path.name)
     if (finished.path / "model.safetensors").exists():
         right = round(score * finished.result["test_samples"])
         assert f"the run's own number: {right}" in evaluated.stdout, evaluated.stderr
@@ -49,10 +49,10 @@ def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_old_run_is_resumed_and_repeated(version: str, tmp_path: Path) -> None:
     stopped, finished = unpack(version, tmp_path)
-    resumed = call(tmp_path, "slurm.launch.submit", f"--resume={stopped.path.name}", "--launch=local")
+    resumed = call(tmp_path, "slurm", "exp", f"--resume={stopped.path.name}", "--launch=local")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert stopped.result["state"] == "finished" and losses(stopped).keys() == losses(finished).keys()
-    repeated = call(tmp_path, "slurm.launch.rerun", "--launch=local", "--", finished.path.name)
+    repeated = call(tmp_path, "slurm", "rerun", "--launch=local", "--", finished.path.name)
     assert "60 steps" in repeated.stdout, repeated.stdout + repeated.stderr
     (new,) = (p for p in (tmp_path / "runs").glob("mnist_pipeline-*") if p not in (stopped.path, finished.path))
     for run in (stopped, Folder(new)):  # another processor may round otherwise

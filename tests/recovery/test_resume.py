@@ -129,7 +129,7 @@ def test_make_exp_goes_on_with_the_code_of_the_run(
     folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 9, tmp_path)
     script = folder.path / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text().replace("\nif __name__", "\nprint('this is the code of then')\nif __name__"))
-    argv = [sys.executable, "-m", "slurm.launch.submit", f"--resume={folder.path}", "--launch=local", "--args=stages=1"]
+    argv = [sys.executable, "-m", "slurm", "exp", f"--resume={folder.path}", "--launch=local", "--args=stages=1"]
 
     def submit() -> subprocess.CompletedProcess[str]:
         return warm.execute([*argv, "--", ""], env=environment())

@@ -256,7 +256,7 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, d
         assert "saving after the next step" in err and "metrics up to step" in err and "Traceback" not in err
         folder = only_folder(a)
         assert folder.result["exit_status"] == first.returncode and folder.result["last_step"] > 0
-        assert status.state_of(folder) == ("CANCELLED", "stopped by Ctrl-C")
+        assert status.read_state(folder) == ("CANCELLED", "stopped by Ctrl-C")
         assert not processes_of(str(a))
         assert second.poll() is None
         second.send_signal(signal.SIGTERM)

@@ -24,7 +24,7 @@ from configs.profile import Profile
 from slurm.arguments import parse_experiment
 from slurm.launch.submit import prepared_folder
 from slurm.local_cluster.namespaces import Process
-from slurm.reports import status
+from slurm.reports import cancel, logs, status
 from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
@@ -136,7 +136,7 @@ def fake(tmp_path: Path) -> Fake:
 
 def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
     args = f"data.name=digits data.cache={cache} runs={fake.bin.parent}/runs {settings}"
-    return call(fake, "slurm.launch.submit", f"--args={args}", *options, "--", "mnist_pipeline", **more)
+    return call(fake, "slurm", "exp", f"--args={args}", *options, "--", "mnist_pipeline", **more)
 
 
 def the_folder(fake: Fake) -> Folder:
@@ -267,7 +267,7 @@ def test_status_asks_in_turn(fake: Fake, answers: dict[str, str], state: str, ex
     folder = waiting(fake.bin.parent / "runs", 0, "4711")
     for name, body in answers.items():
         fake.answer(name, body)
-    done = call(fake, "slurm.reports.status", "status", str(folder.path))
+    done = call(fake, "slurm", "status", str(folder.path))
     assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
     assert state != "PENDING" or done.stdout.endswith("  job 4711 Resources\n")
     assert done.returncode == exit_status
@@ -282,10 +282,10 @@ def test_the_exit_status_of_a_job_without_a_result_is_what_slurm_saw(
     folder = waiting(fake.bin.parent / "runs", 0, "17")
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     fake.answer("scontrol", f'echo "JobId=17 JobState=FAILED ExitCode={exit_code} DerivedExitCode=0:0"')
-    assert status.exit_status(folder) == expected
+    assert logs.find_exit_status(folder) == expected
     fake.answer("scontrol", "exit 1")
     fake.answer("sacct", f"echo {exit_code}")
-    assert status.exit_status(folder) == expected
+    assert logs.find_exit_status(folder) == expected
 
 
 def test_each_task_of_an_array_finds_its_own_run(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_the_queue_is_asked_once_for_all_runs(fake: Fake) -> None:
         waiting(runs, number, job)
     fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
     fake.answer("scontrol", "echo JobState=FAILED")
-    done = call(fake, "slurm.reports.status", f"--runs={runs}", "status")
+    done = call(fake, "slurm", "status", f"--runs={runs}")
     states = [line.split()[1:2] + line.split()[6:] for line in done.stdout.splitlines()[1:]]
     assert [state for state, *_ in states] == ["RUNNING", "RUNNING", "PENDING", "FAILED"], done.stdout + done.stderr
     assert "job 2_1 JobArrayTaskLimit" in done.stdout
@@ -332,12 +332,34 @@ def test_a_controller_that_hangs_is_waited_for_once(
     monkeypatch.setattr(scheduler, "FAILED", {})
     monkeypatch.setattr(scheduler, "QUEUES", {})
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
-    assert {status.state_of(run)[0] for run in runs} == {"UNKNOWN"}
+    assert {status.read_state(run)[0] for run in runs} == {"UNKNOWN"}
     asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
     assert asked == ["squeue", "sacct"], "scontrol asks the same controller as squeue"
     monkeypatch.setattr(scheduler, "AGAIN", 0.0)
     fake.answer("squeue", "echo '3|RUNNING|None'")
-    assert status.state_of(runs[3])[0] == "RUNNING"
+    assert status.read_state(runs[3])[0] == "RUNNING"
+
+
+def test_a_slow_controller_is_waited_for(fake: Fake) -> None:
+    waiting(fake.bin.parent / "runs", 0, "1")
+    fake.answer("squeue", "sleep 2.5; echo '1|RUNNING|None'")
+    done = call(fake, "slurm", "status", f"--runs={fake.bin.parent / 'runs'}")
+    assert " RUNNING " in done.stdout, done.stdout
+
+
+def test_a_controller_that_is_down_is_not_waited_for(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM's commands try for ten seconds to reach a controller that refuses them."""
+    folder = waiting(fake.bin.parent / "runs", 0, "1")
+    fake.answer("squeue", "exec sleep 60")
+    fake.answer("scontrol", 'echo "Slurmctld(primary) at ctl is DOWN"; exit 1')
+    fake.answer("sacct", "exec sleep 60")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setattr(scheduler, "FAILED", {})
+    monkeypatch.setattr(scheduler, "QUEUES", {})
+    began = time.monotonic()
+    state, detail = status.read_state(folder, patience=scheduler.QUICK)
+    assert state == "UNKNOWN" and detail == "SLURM: the controller is down"
+    assert time.monotonic() - began < scheduler.QUICK, "about 2 s"
 
 
 def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
@@ -347,38 +369,32 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exit 1")
     sync = ("sync", f"--runs={folder.path.parent}", "--dry-run=1")
-    assert (
-        "is not over yet (UNKNOWN): left for later\nnothing to send"
-        in call(fake, "slurm.reports.wandb_sync", *sync).stdout
-    )
-    for module, words in (
-        ("slurm.launch.rerun", ["--", str(folder.path)]),
-        ("slurm.launch.submit", [f"--resume={folder.path}"]),
-    ):
-        done = call(fake, module, *words)
+    assert "is not over yet (UNKNOWN): left for later\nnothing to send" in call(fake, "slurm", *sync).stdout
+    for words in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
+        done = call(fake, "slurm", *words)
         assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
     fake.answer("sacct", "echo FAILED")
-    assert call(fake, "slurm.reports.wandb_sync", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
+    assert call(fake, "slurm", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
 
 
 def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake) -> None:
     folder = str(waiting(fake.bin.parent / "runs", 0, "4711").path)
-    done = call(fake, "slurm.reports.status", "cancel", folder)
+    done = call(fake, "slurm", "cancel", folder)
     assert done.stdout == "cancelled job 4711\n"
     assert "scancel 4711" in fake.calls.read_text()
-    assert "CANCELLED" in call(fake, "slurm.reports.status", "status", folder).stdout
-    assert "is CANCELLED already" in call(fake, "slurm.reports.status", "cancel", folder).stdout
+    assert "CANCELLED" in call(fake, "slurm", "status", folder).stdout
+    assert "is CANCELLED already" in call(fake, "slurm", "cancel", folder).stdout
 
 
 @pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", "x"]])
 def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
-    done = inside.call(status.main, *words, **fake.environment())  # type: ignore[arg-type]
+    done = inside.run_verb(*words, **fake.environment())  # type: ignore[arg-type]
     assert done.returncode == 2 and "no such run folder" in done.stderr
 
 
 def test_the_end_of_an_id_will_do(fake: Fake) -> None:
     path = waiting(fake.bin.parent / "runs", 0, "4711").path
-    done = call(fake, "slurm.reports.status", "--runs", str(path.parent), "status", path.name[-4:])
+    done = call(fake, "slurm", "status", "--runs", str(path.parent), path.name[-4:])
     assert path.name in done.stdout, done.stderr
 
 
@@ -390,8 +406,8 @@ def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
         for started, state in ((process.start - 1, "LOST"), (process.start, "RUNNING")):
             entry = {"host": socket.gethostname(), "pid": sleep.pid, "pid_started": started}
             write_json(tmp_path / "meta.json", {"history": [entry]})
-            assert status.state_of(folder)[0] == state
-            answer = status.cancel(folder)
+            assert status.read_state(folder)[0] == state
+            answer = cancel.cancel_run(folder)
             if state == "LOST":
                 assert "is LOST already" in answer and sleep.poll() is None
         assert sleep.wait(timeout=5) == -signal.SIGTERM
@@ -403,11 +419,11 @@ def test_runs_are_listed_within_seconds_when_the_controller_is_dead(fake: Fake, 
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exec sleep 60")
     began = time.monotonic()
-    done = call(fake, "slurm.reports.status", f"--runs={tmp_path / 'runs'}", "status")
+    done = call(fake, "slurm", "status", f"--runs={tmp_path / 'runs'}")
     assert done.returncode == 0 and done.stdout.count("UNKNOWN") == 5, done.stdout + done.stderr
     assert time.monotonic() - began < 30, "far less than one patience of 15 s for each run"
-    asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
-    assert asked == ["squeue", "sacct"]
+    asked = [" ".join(line.split()[:2]) for line in fake.calls.read_text().splitlines()]
+    assert asked == ["squeue -h", "scontrol ping", "sacct -n"], "each once for all runs"
 
 
 def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) -> None:
@@ -419,15 +435,15 @@ def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) ->
         old = time.time() - 100_000
         for path in folder.path.rglob("*"):
             os.utime(path, (old, old))
-        assert status.state_of(folder) == ("RUNNING", ""), "its process is seen, under another name of the host"
+        assert status.read_state(folder) == ("RUNNING", ""), "its process is seen, under another name of the host"
         sleep.kill()
-    state, detail = status.state_of(folder)
+    state, detail = status.read_state(folder)
     assert state == "LOST" and "no sign of life for 10" in detail and "on before cannot be seen" in detail
     folder.attempts()[0].heartbeat(0, 10, time.time())
-    assert status.state_of(folder)[0] == "RUNNING", "it may run on another host"
+    assert status.read_state(folder)[0] == "RUNNING", "it may run on another host"
     write_json(folder.path / "meta.json", {"history": [known | {"boot": "another", "pid": os.getpid()}]})
     with pytest.raises(UserError, match="runs on before; cancel it there"):
-        status.cancel(folder)
+        cancel.cancel_run(folder)
 
 
 def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: Path) -> None:
@@ -436,18 +452,18 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
     assert submit(fake, cache).returncode == -signal.SIGKILL
     folder = the_folder(fake)
     assert not folder.attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
-    done = call(fake, "slurm.reports.status", "status", str(folder.path))
+    done = call(fake, "slurm", "status", str(folder.path))
     assert done.returncode == 1 and "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
-    assert "is LOST already" in call(fake, "slurm.reports.status", "cancel", str(folder.path)).stdout
+    assert "is LOST already" in call(fake, "slurm", "cancel", str(folder.path)).stdout
     provenance.write_metadata(folder, [], {})  # as a living submitter, this process
-    assert status.state_of(folder) == ("PENDING", "it is being prepared")
-    done = call(fake, "slurm.reports.status", "cancel", str(folder.path))
+    assert status.read_state(folder) == ("PENDING", "it is being prepared")
+    done = call(fake, "slurm", "cancel", str(folder.path))
     assert done.returncode == 2 and "is still being prepared" in done.stderr and "Traceback" not in done.stderr
     (folder.path / "meta.json").unlink()  # the first thing that is written is config.yaml
-    assert status.state_of(folder)[0] == "PENDING"
+    assert status.read_state(folder)[0] == "PENDING"
     long_ago = (folder.path / "config.yaml").stat().st_mtime - 2 * status.PREPARING
     os.utime(folder.path / "config.yaml", (long_ago, long_ago))
-    assert status.state_of(folder)[0] == "LOST"
+    assert status.read_state(folder)[0] == "LOST"
 
 
 @pytest.mark.parametrize(
@@ -465,12 +481,29 @@ def test_a_result_without_its_numbers_hides_no_other_run(
 ) -> None:
     folder = Made(steps=10).write(tmp_path)
     write_json(folder.path / "result.json", result)
-    found = status.status_of(folder)
+    found = status.read_status(folder)
     assert (found.state, found.detail) == (state, detail) and found.line()
-    assert status.exit_status(folder) == 1
+    assert logs.find_exit_status(folder) == 1
 
 
 def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:
     provenance.record_attempt(Folder(tmp_path, 1))
     (entry,) = json.loads((tmp_path / "meta.json").read_text())["history"]
     assert Process(entry["pid"], entry["pid_started"]) == Process.of(os.getpid())
+
+
+def test_a_damaged_result_is_told(fake: Fake, tmp_path: Path) -> None:
+    folder = Made(steps=20, state="lost").write(tmp_path / "runs")
+    (folder.path / "result.json").write_text('{"state": "fini')
+    state, detail = status.read_state(folder)
+    assert state == "LOST" and detail.startswith("result.json is damaged; "), detail
+
+
+def test_a_run_folder_without_settings_is_named(fake: Fake, tmp_path: Path) -> None:
+    sound = Made(number=1, steps=20).write(tmp_path / "runs")
+    broken = Made(number=2, steps=20).write(tmp_path / "runs")
+    (broken.path / "config.yaml").unlink()
+    (tmp_path / "runs" / "sweeps").mkdir()
+    done = call(fake, "slurm", "status", f"--runs={tmp_path / 'runs'}")
+    assert sound.path.name in done.stdout and broken.path.name not in done.stdout
+    assert done.stderr == f"not listed, without config.yaml: {broken.path.name}\n"

@@ -32,7 +32,7 @@ def values(plan: Plan) -> dict[str, str]:
 
 def tool(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """The command, as a fork of a warm process."""
-    return warm.execute([sys.executable, "-m", "slurm.local_cluster.cli", *words], env=os.environ | environ, timeout=60)
+    return warm.execute([sys.executable, "-m", "slurm", "cluster", *words], env=os.environ | environ, timeout=60)
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:

@@ -1,0 +1,162 @@
+"""The command line of the project: `python -m slurm VERB`. Every target of the Makefile with settings is such a verb.
+
+    python -m slurm --help           the verbs
+    python -m slurm exp --help       the settings of one of them
+    python -m slurm --make exp       the same, with the variables of make's command line as settings
+
+A verb imports only what it needs, and never torch before it has to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from common.core.errors import UserError, user_errors
+
+
+class Setting(NamedTuple):
+    """One setting of a verb: a variable of make, and an option or an argument of this command line."""
+
+    variable: str
+    """Its name in make; empty where make has no such variable."""
+    option: str
+    """Such as `--nodes`; without dashes an argument by its place."""
+    help: str
+
+
+class Verb(NamedTuple):
+    """A verb: the module whose `main` carries it out, what it does, and its settings."""
+
+    module: str
+    help: str
+    settings: tuple[Setting, ...] = ()
+
+
+NAME = Setting("NAME", "name", "experiment: the name of a file in experiments/, such as mnist_pipeline")
+RUN = Setting("RUN", "run", "id of a run, the last four characters of one, or the path of a run folder")
+NODES = Setting("NODES", "--nodes", "number of hosts (1)")
+ARGS = Setting("ARGS", "--args", 'settings of the experiment, and of the cluster as cluster.key=value: "key=value ..."')
+LAUNCH = Setting("LAUNCH", "--launch", "local, slurm, or auto: the local cluster, else SLURM, else this machine (auto)")
+CLUSTER = Setting("CLUSTER", "--cluster", "profile of the site: the name of a file in configs/cluster/ (default)")
+FOLLOW = Setting("FOLLOW", "--follow", "1: show the log of rank 0 until the end")
+DRY_RUN = Setting("DRY_RUN", "--dry-run", "1: show what would be done, and do nothing")
+JSON = Setting("JSON", "--json", "1: print JSON for programs")
+RUNS_FOLDER = Setting("", "--runs", "folder that holds the runs (runs)")
+CHOICE = (
+    Setting("RUNS", "--pick", 'runs by id, the last four characters of one, or path: "ID ID ..."'),
+    Setting("NAME", "--name", "runs of this experiment"),
+    Setting("LAST", "--last", "number of runs, the newest"),
+    Setting("WHERE", "--where", 'runs with these settings: "strategy=ddp optim.lr>=0.01"'),
+)
+SWEEP = Setting("SWEEP", "--sweep", "runs of this sweep: its name, or its folder")
+CLUSTER_NAME = Setting("NAME", "--name", "name of the local cluster (local)")
+
+VERBS = {
+    "exp": Verb("slurm.launch.submit", "run an experiment here or on a cluster, or resume a run", (
+        NAME, NODES, ARGS, LAUNCH, CLUSTER, FOLLOW, DRY_RUN,
+        Setting("STRICT", "--strict", "1: refuse a checkout with changes that are not committed"),
+        Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run"))),
+    "rerun": Verb("slurm.launch.rerun", "repeat a run from its own settings and source, and compare to the bit", (
+        RUN, ARGS, LAUNCH, CLUSTER)),
+    "evaluate": Verb("slurm.reports.trained_model", "measure the trained model of a finished run again", (RUN, ARGS)),
+    "export": Verb("slurm.reports.trained_model", "write the trained model for other programs", (
+        RUN, Setting("FORMAT", "--format", "safetensors, torch.export or onnx (safetensors)"))),
+    "sweep": Verb("slurm.launch.sweep", "run every point of a grid that has no run yet", (
+        Setting("GRID", "grid", "file of the sweep, such as configs/sweeps/mnist_pipeline_rates.yaml"),
+        ARGS, LAUNCH, CLUSTER,
+        Setting("FAILED", "--failed", "1: start the failed points anew, with the source as it is now"),
+        FOLLOW, DRY_RUN)),
+    "doctor": Verb("slurm.reports.doctor", "check every host before a long job, or find why a run failed or hangs", (
+        NODES, ARGS, LAUNCH, CLUSTER, Setting("RUN", "--run", "run to examine, instead of hosts"), JSON)),
+    "status": Verb("slurm.reports.status", "list the state of all runs, or of one", (
+        RUN, Setting("WAIT", "--wait", "seconds to wait for the end of the run"), JSON, RUNS_FOLDER)),
+    "logs": Verb("slurm.reports.logs", "print the log of rank 0 of a run", (RUN, FOLLOW, RUNS_FOLDER)),
+    "cancel": Verb("slurm.reports.cancel", "end a run; it saves a checkpoint first", (RUN, RUNS_FOLDER)),
+    "compare": Verb("slurm.reports.compare", "set runs side by side, as a table and as a page for a browser", (
+        *CHOICE, SWEEP, Setting("PAGE", "--page", "file of the page (runs/compare.html)"), JSON, RUNS_FOLDER)),
+    "sync": Verb("slurm.reports.wandb_sync", "send runs that were tracked offline to W&B", (
+        *CHOICE, SWEEP, DRY_RUN, RUNS_FOLDER)),
+    "dashboard": Verb("slurm.reports.wandb_dashboard", "make the W&B workspace for comparing runs", (
+        Setting("PROJECT", "--project", "project of W&B, or entity/project"), DRY_RUN)),
+    "leet": Verb("slurm.reports.wandb_sync", "open W&B's viewer in the terminal", (*CHOICE, SWEEP, RUNS_FOLDER)),
+    "prune-runs": Verb("slurm.reports.prune_runs", "show or delete files that finished runs no longer need", (
+        *CHOICE, Setting("DRY_RUN", "--dry-run", "0: delete them; else only show them"), RUNS_FOLDER)),
+    "tour": Verb("slurm.launch.tour", "run every experiment at its smallest, and compare them", (
+        Setting("", "words", "settings for all of them: key=value ..."),)),
+}  # fmt: skip
+TARGETS: dict[str, tuple[Setting, ...]] = {
+    **{name: verb.settings for name, verb in VERBS.items()},
+    "cluster-up": (
+        CLUSTER_NAME,
+        Setting("NODES", "--nodes", "number of hosts"),
+        Setting("DB", "--db", "1: accounting in a private database"),
+    ),
+    **dict.fromkeys(("cluster-down", "cluster-status", "cluster-shell"), (CLUSTER_NAME,)),
+    "test": (Setting("TESTS", "tests", "tests to run"),),
+    "bench": (NAME, Setting("MINUTES", "--minutes", "time for all")),
+}
+"""Every target of the Makefile that has settings."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs but `cluster`, which has one of its own."""
+    top = argparse.ArgumentParser(prog="python -m slurm", allow_abbrev=False)
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb_name, verb in VERBS.items():
+        parser = verbs.add_parser(verb_name, help=verb.help, description=verb.help, allow_abbrev=False)
+        for setting in verb.settings:
+            name = setting.variable or "FOLDER"
+            if setting.option == "words":
+                parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=setting.help)
+            elif setting.option.startswith("--"):
+                parser.add_argument(setting.option, default="", metavar=name, help=setting.help)
+            else:
+                parser.add_argument(setting.option, nargs="?", default="", metavar=name, help=setting.help)
+    verbs.add_parser("cluster", help="start, end and disturb a SLURM cluster on this machine", add_help=False)
+    return top
+
+
+def check_variables(goals: list[str], environ: Mapping[str, str]) -> None:
+    """Raise UserError for a variable of make's command line that no goal has."""
+    given = environ.get("GIVEN", "").split()
+    known = ["PYTHON", *dict.fromkeys(s.variable for goal in goals for s in TARGETS.get(goal, ()) if s.variable)]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise UserError(f"make {' '.join(goals)} has no setting {' '.join(unknown)}; it has {' '.join(known)}")
+
+
+def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:
+    """The words of this command line for a target of make. Raises UserError for a variable that it does not have."""
+    check_variables(environ.get("MAKECMDGOALS", "").split() or [target], environ)
+    given = environ.get("GIVEN", "").split()
+    settings = [setting for setting in TARGETS.get(target, ()) if setting.variable in given]
+    options = [f"{one.option}={environ[one.variable]}" for one in settings if one.option.startswith("--")]
+    places = [environ[one.variable] for one in settings if not one.option.startswith("--")]
+    verb = ["cluster", target.removeprefix("cluster-")] if target.startswith("cluster-") else [target]
+    return [*verb, *options, *(["--", *places] if places else [])]
+
+
+def main(words: list[str]) -> int:
+    """Carry out one verb; returns the exit status. Raises UserError."""
+    if words[:2] == ["--make", "--check"]:
+        check_variables(os.environ.get("MAKECMDGOALS", "").split(), os.environ)
+        return 0
+    if words[:1] == ["--make"]:
+        words = translate_target(words[1], os.environ)
+    if words[:1] == ["cluster"]:
+        from slurm.local_cluster import cli
+
+        cli.main(words[1:])
+        return 0
+    given = make_parser().parse_args(words)
+    return int(importlib.import_module(VERBS[given.verb].module).main(given))
+
+
+if __name__ == "__main__":
+    with user_errors():
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""The verb `cancel`: end a run, wherever it runs. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+from common.core.errors import UserError
+from common.runs import provenance
+from common.runs.folder import Folder, read_json, write_json
+from slurm.reports.selection import find_run
+from slurm.reports.status import OVER, find_scheduler, is_alive, read_state
+
+
+def cancel_run(folder: Folder) -> str:
+    """End a run; returns what was done."""
+    state, _ = read_state(folder)
+    if state in OVER:
+        return f"{folder.path.name} is {state} already"
+    meta = read_json(folder.path / "meta.json")
+    job, start = meta.get("job"), (meta.get("history") or [{}])[-1]
+    if not job and not start:
+        raise UserError(f"{folder.path.name} is still being prepared; end the command that does it, or try again")
+    if not job and is_alive(start) is None:
+        raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
+    # first: so it is not queued again, and its process knows why it has to stop
+    write_json(folder.path / "result.json", {"state": "cancelled", "exit_status": 130})
+    if not job:
+        os.kill(start["pid"], signal.SIGTERM)
+        return f"cancelled process {start['pid']}; it saves, and leaves"
+    scheduler = find_scheduler(meta)
+    assert scheduler is not None, "it would be LOST"
+    scheduler.call("scancel", job["id"])
+    provenance.update_metadata(folder, state="cancelled", end=provenance.utc_now())
+    return f"cancelled job {job['id']}"
+
+
+def main(given: argparse.Namespace) -> int:
+    print(cancel_run(find_run(given.run, Path(given.runs or "runs"))))
+    return 0

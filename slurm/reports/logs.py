@@ -1,0 +1,92 @@
+"""The verb `logs`: what rank 0 of a run wrote, once or as it grows. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+from common.core.errors import UserError
+from common.runs.folder import Folder, read_json
+from slurm.arguments import parse_switch
+from slurm.reports.selection import find_run
+from slurm.reports.status import OVER, find_scheduler, read_status
+
+EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
+
+
+def follow_log(folder: Folder, log: Path) -> int:
+    """Show a log as it grows until the run is over; returns the run's exit status."""
+    try:
+        return print_until_end(folder, log)
+    except KeyboardInterrupt:
+        run = shlex.quote(str(folder.path))
+        print(f"\nno longer following; the run goes on, and is ended by: make cancel RUN={run}")
+        return 128 + signal.SIGINT
+
+
+def print_until_end(folder: Folder, log: Path) -> int:
+    position, looked, state = 0, 0.0, ""
+    while True:
+        with contextlib.suppress(OSError), open(log, errors="replace") as file:
+            file.seek(position)
+            text = file.read()
+            position = file.tell()
+            print(text, end="", flush=True)
+        if state in OVER:
+            break
+        if time.monotonic() - looked > 2:
+            state, looked = read_status(folder).state, time.monotonic()
+        time.sleep(0.2)
+    print(read_status(folder).line(), flush=True)
+    return find_exit_status(folder)
+
+
+def find_exit_status(folder: Folder) -> int:
+    """The exit status of a run that is over: its own, else what SLURM saw, else 1."""
+    meta, result = read_json(folder.path / "meta.json"), folder.result
+    if isinstance(result.get("exit_status"), int):
+        return int(result["exit_status"])
+    scheduler = find_scheduler(meta) if meta.get("job") else None
+    if scheduler is None:
+        return 1
+    job = meta["job"]["id"]
+    for words in (("scontrol", "-o", "show", "job", job), ("sacct", "-n", "-X", "-P", "-j", job, "-o", "ExitCode")):
+        with contextlib.suppress(UserError):
+            found = EXIT_CODE.search(scheduler.call(*words))
+            if found:
+                code, signalled = int(found[1]), int(found[2])
+                return code or (128 + signalled if 0 < signalled < 32 else 1)
+    return 1
+
+
+def find_rank_0_log(folder: Folder) -> Path:
+    """What rank 0 said, on the screen of a job or in its log file."""
+    job = read_json(folder.path / "meta.json").get("job")
+    if job:
+        return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
+    attempts = folder.attempts()
+    if not attempts:
+        raise UserError(f"{folder.path.name} has no log yet")
+    return attempts[-1].log_file(0)
+
+
+def read_rank_0_log(folder: Folder) -> str:
+    """In the newest start of which there are words; a queued one has none yet. Raises UserError."""
+    logs = [find_rank_0_log(folder), *(attempt.log_file(0) for attempt in reversed(folder.attempts()))]
+    texts = [log.read_text(errors="replace") for log in logs if log.exists()]
+    if not any(texts):
+        raise UserError(f"{folder.path.name} has said nothing yet; try again, or FOLLOW=1")
+    return next(filter(None, texts))
+
+
+def main(given: argparse.Namespace) -> int:
+    folder = find_run(given.run, Path(given.runs or "runs"))
+    if parse_switch("FOLLOW", given.follow):
+        return follow_log(folder, find_rank_0_log(folder))
+    print(read_rank_0_log(folder), end="")
+    return 0
