@@ -42,7 +42,7 @@ SCORES = ("test_accuracy", "bytes_compressed", "nonzero")
 
 
 def accuracy_sides(scratch: Path) -> list[Task]:
-    words = ("export=false", "launch.threads=2", "seed={round}", "data.fallback=none", "data.test_limit=0")
+    words = ("export=false", "launch.threads=1", "seed={round}", "data.fallback=none", "data.test_limit=0")
     return [
         run_of(scratch, "dense", NAME, *words, "schedule=none", keep=SCORES),
         *(
@@ -241,7 +241,7 @@ PARTS = [
         "LeNet-300-100 on MNIST, 10 epochs, one seed a round",
         accuracy_sides,
         accuracy_table,
-        facts={"threads": 2, "batch": 128},
+        facts={"threads": 1, "batch": 128},
         missing=no_mnist,
     ),
     Part(
