@@ -86,10 +86,10 @@ def finish(scratch: Path, label: str, experiment: str, *settings: str) -> Folder
     return Folder(path)
 
 
-def environment() -> dict[str, str]:
-    """The environment of a run that no cluster and no account disturbs."""
+def environment(wandb: str = "disabled") -> dict[str, str]:
+    """The environment of a run that no cluster and no account disturbs; with W&B's mode."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SLURM_"))}
-    return kept | {"WANDB_MODE": "offline", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    return kept | {"WANDB_MODE": wandb, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def flatten(name: str, value: Any) -> dict[str, float]:
