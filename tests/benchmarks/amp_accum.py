@@ -24,7 +24,7 @@ from tests.benchmarks.parts import QUIET, Part, run_of
 from tests.benchmarks.records import Cell, Row, Table, at_least, at_most
 
 NAME = "amp_accum"
-KEEP = ("samples_per_second", "training_memory", "bytes_sent")
+KEEP = ("samples_per_second", "training_bytes", "bytes_sent")
 CELLS = [("1", "true"), ("4", "true"), ("4", "false")]
 GRID = [(precision, *cell) for precision in ("fp32", "bf16", "fp16") for cell in CELLS]
 
@@ -56,7 +56,7 @@ def precision_table(taken: Samples) -> Table:
         name = cell_name(*cell)
         cells: list[Cell] = [
             taken.number(name, "samples_per_second"),
-            taken.number(name, "training_memory", 1e-6),
+            taken.number(name, "training_bytes", 1e-6),
             taken.number(name, "bytes_sent", 1e-6),
             taken.difference(name, plain, "last_loss"),
         ]
@@ -168,7 +168,7 @@ def card_sides(scratch: Path) -> list[Task]:
             f"precision={precision}",
             f"channels_last={word}",
             f"compile={compiled}",
-            keep=("samples_per_second", "training_memory"),
+            keep=("samples_per_second", "training_bytes"),
         )
         for precision, (layout, word), compiled in CARD
     ]
@@ -180,7 +180,7 @@ def card_table(taken: Samples) -> Table:
             side,
             [
                 taken.number(side, "samples_per_second"),
-                taken.number(side, "training_memory", 1e-9),
+                taken.number(side, "training_bytes", 1e-9),
                 taken.ratio("fp32", side),
             ],
         )

@@ -21,7 +21,6 @@ from tests.benchmarks.records import Table
 
 QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled", "checkpoint.every_seconds=0")
 BRIEF = ("data.test_limit=1000",)
-IN_RESULTS = {"training_memory": "training_bytes", "peak_memory": "memory"}  # what records call otherwise
 RUN_SECONDS = 1800.0  # after which a run counts as hung
 
 
@@ -64,7 +63,7 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
         losses = [row["loss"] for row in folder.metrics() if row.get("loss") is not None]
         found = {"seconds": result["step_seconds"], "first_loss": losses[0], "last_loss": losses[-1]}
         for name in keep:
-            found |= flatten(name, result[IN_RESULTS.get(name, name)])
+            found |= flatten(name, result[name])
         if result.get("timeline"):
             (scratch / f"{label}.timeline").write_text(json.dumps(result["timeline"]))
         shutil.rmtree(folder.path.parent)

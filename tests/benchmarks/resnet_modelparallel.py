@@ -15,7 +15,7 @@ from tests.benchmarks.parts import Part, run_of, timelines
 from tests.benchmarks.records import Row, Table
 
 NAME = "resnet_modelparallel"
-KEEP = ("idle_share", "ideal_bubble", "peak_memory")
+KEEP = ("idle_share", "ideal_bubble", "memory")
 STEPS = 7
 MODES = {
     "single": ("mode=single",),
@@ -37,7 +37,7 @@ def mode_table(taken: Samples) -> Table:
     for mode, found in taken.values.items():
         stages = [name[-1] for name in found if name.startswith("idle_share_")]
         idle = [taken.number(mode, f"idle_share_{stage}", 100) for stage in stages]
-        memory = [taken.number(mode, f"peak_memory_{stage}", 2**-20) for stage in stages]
+        memory = [taken.number(mode, f"memory_{stage}", 2**-20) for stage in stages]
         ideal = f"{100 * found['ideal_bubble'][0]:.3g}"
         more = [ideal, *(idle if len(idle) > 1 else [*idle, "-"]), *(memory if len(memory) > 1 else [*memory, "-"])]
         rows.append(Row(mode, [taken.number(mode, factor=1e3), *more]))
