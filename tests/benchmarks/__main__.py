@@ -6,7 +6,7 @@
 
 Every round is added to one JSON of this machine and day in tests/benchmarks/results/, so an interrupted benchmark keeps
 what it has. The last table shows what was measured, the goal, and whether it was met. Nothing fails because it was
-slow. `make tables` shows what is committed in tests/benchmarks/recorded/; copy a JSON there to publish it.
+slow. `make tables` shows what is committed in tests/benchmarks/recorded/; tables.py publishes a JSON there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """The measured tables and numbers of the pages, written from tests/benchmarks/recorded/: `make tables`.
 
+    python -m tests.benchmarks.tables tests/benchmarks/results/FILE.json [PART ...]     publishes parts of a record first
+
 A page holds markers, and what stands between them is generated:
 
     <!-- measured ddp_multinode/step -->                                    a table of what was recorded, and its origin
@@ -13,13 +15,15 @@ A part that has not been recorded yet is shown as such, with its command.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common.core.config import ROOT
-from common.runs.folder import write_atomic
+from common.runs.folder import write_atomic, write_json
 from tests.benchmarks import figures, records
 
 MARKER = r"<!-- (measured|output|value|figure) ([^|\n]+?)(?: \| ([^|\n]+?) \| ([^|\n]+?))? -->"
@@ -83,7 +87,18 @@ def value(parts: Parts, name: str, what: str, column: str) -> str:
     return cell if isinstance(cell, str) else records.figure(cell["value"])
 
 
-def main() -> None:
+def publish(file: Path, names: Sequence[str], folder: Path = records.RECORDED) -> None:
+    """Add the parts of a record with these names, all without names, to those that pages show."""
+    content = json.loads(file.read_text())
+    to = folder / file.name
+    known = json.loads(to.read_text())["parts"] if to.exists() else {}
+    chosen = {name: part for name, part in content["parts"].items() if not names or name in names}
+    write_json(to, content | {"parts": known | chosen})
+
+
+def main(words: Sequence[str] = ()) -> None:
+    if words:
+        publish(Path(words[0]), words[1:])
     parts = records.recorded()
     for page in pages():
         before = page.read_text()
@@ -96,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -102,6 +102,15 @@ def test_an_interrupted_benchmark_keeps_its_rounds(tmp_path: Path, monkeypatch: 
     assert part["table"]["rows"][0]["cells"] == [{"value": 2.25, "low": 2.0, "high": 2.5}]
 
 
+def test_publishing_adds_parts_to_those_of_the_same_day(tmp_path: Path) -> None:
+    results, folder = tmp_path / "2026-01-01-cpu.json", tmp_path / "recorded"
+    folder.mkdir()
+    for parts, names in (({"a/b": 1, "a/c": 2}, []), ({"a/c": 3, "a/d": 4}, ["a/c"])):
+        results.write_text(json.dumps({"format": 1, "parts": parts}))
+        tables.publish(results, names, folder)
+    assert json.loads((folder / results.name).read_text())["parts"] == {"a/b": 1, "a/c": 3}
+
+
 def test_no_round_begins_that_would_end_after_the_budget() -> None:
     pace = Pace(rounds=10, drop=1, seconds=60)
     pace.last = 50
