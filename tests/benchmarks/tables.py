@@ -1,6 +1,6 @@
 """The measured tables and numbers of the pages, written from tests/benchmarks/recorded/: `make tables`.
 
-    python -m tests.benchmarks.tables tests/benchmarks/results/FILE.json [PART ...]     publishes parts of a record first
+    python -m tests.benchmarks.tables FILE.json [PART ...]     publishes parts of a record first
 
 A page holds markers, and what stands between them is generated:
 
