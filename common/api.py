@@ -6,7 +6,7 @@ Nothing in common or slurm imports this module, and it loads nothing that only s
 from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
 from common.distributed import ddp, sync_batchnorm
-from common.measure.step_timing import ScalingReport, time_communication
+from common.measure.step_timing import ScalingReport
 from common.models import networks
 from common.pipeline.report import PipelineReport
 from common.runs.result import Facts
@@ -15,6 +15,7 @@ from common.training.entry_point import start
 from common.training.evaluate import classify, classify_replicated
 from common.training.optimizers import build_optimizer
 from common.training.run import Run
+from common.training.single_process_baseline import report_scaling
 
 __all__ = [
     "Facts",
@@ -29,8 +30,8 @@ __all__ = [
     "ddp",
     "model_split",
     "networks",
+    "report_scaling",
     "single_process_baseline",
     "start",
     "sync_batchnorm",
-    "time_communication",
 ]

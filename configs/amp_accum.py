@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.shared import BatchPlan, Experiment, at_least, between
-from configs.sweep import Sweep
+from configs.shared import BatchPlan, Experiment, Sweep, at_least, between
 
 
 @dataclass

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configs.dataparallel import DataParallel
-from configs.shared import at_least
-from configs.sweep import Sweep
+from configs.shared import Sweep, at_least
+
+ONE_DEVICE = "{} GPUs here: DataParallel only calls the model, as single does; to compare devices, use strategy=ddp"
 
 
 @dataclass

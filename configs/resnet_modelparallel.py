@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from configs.pipeline import OWN, PipelineConfig, Stages
-from configs.shared import RESNETS, BatchPlan, Experiment, at_least, between, divisors
-from configs.sweep import Sweep
+from configs.shared import RESNETS, BatchPlan, Experiment, Sweep, at_least, between, divisors
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 

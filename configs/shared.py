@@ -281,6 +281,16 @@ class Experiment:
         self.wandb.check()
 
 
+@dataclass
+class Sweep:
+    """What an experiment with a grid in configs/sweeps can set."""
+
+    sweep: bool = False
+    """Run a grid of settings, each a run of its own, and end with a table, a CSV file and a plot."""
+    repeats: int = between(1, 100, 3)
+    """How often a sweep runs each setting; round by round, so that all settings see the same disturbances."""
+
+
 def divisors(n: int) -> list[int]:
     """All divisors of n, ascending."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]

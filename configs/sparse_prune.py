@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.shared import Experiment, at_least, between
-from configs.sweep import Sweep
+from configs.shared import Experiment, Sweep, at_least, between
 
 SMALL = ("lenet300", "mlp")  # they take 28x28 images
 CRITERIA = ("magnitude", "gradient", "taylor", "random")

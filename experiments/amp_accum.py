@@ -40,16 +40,12 @@ from common.api import (
     start,
     sync_batchnorm,
 )
-from common.measure import plots
 from common.measure.memory import Footprint
-from common.training import sweep
 from common.training.loop import Step
 from configs.amp_accum import Config
 
 import contextlib
-import math
 import shutil
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +57,6 @@ from torch.optim import Optimizer
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HOPELESS = 2.0**-14  # a scale below which only something infinite overflows; from 65536, 31 steps left out in a row
 FINAL = 20  # last steps, whose mean loss is the final one
-BRIEF = 40  # steps of a run of the sweep
 
 
 def build(cfg: Config, run: Run) -> nn.Module:
@@ -202,53 +197,5 @@ def summarise(cfg: Config, run: Run, scaler: GradScaler, footprint: Footprint) -
     return [Facts(shown, outcome, {"training_bytes": max(held)})]
 
 
-# ---- the grid
-
-
-def cells(cfg: Config) -> list[sweep.Cell]:
-    """Every precision with one microbatch and with several, and these with and without no_sync.
-
-    Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
-    """
-    warmup, limit = min(cfg.optim.warmup, BRIEF // 8), cfg.data.test_limit or 1000
-    short = {"steps": BRIEF, "optim.warmup": warmup, "data.test_limit": limit}
-    brief = {} if cfg.steps else short
-    # asks without touching one: forks follow; with fewer GPUs than processes they run on the CPU
-    gpu = cfg.launch.device != "cpu" and torch.cuda.device_count() >= cfg.processes
-    grid: list[sweep.Cell] = []
-    for precision in ("fp32", "tf32", "bf16", "fp16") if gpu else ("fp32", "bf16", "fp16"):
-        grid.append({"precision": precision, "accumulate": 1, "no_sync": True})
-        if cfg.accumulate > 1:
-            several = {"precision": precision, "accumulate": cfg.accumulate}
-            grid += [several | {"no_sync": word} for word in ((True, False) if cfg.processes > 1 else (True,))]
-    return [cell | brief for cell in grid]
-
-
-def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
-    """What each cell costs, and how far its result is from fp32's with one microbatch."""
-    names = ("samples_per_second", "training_bytes", "bytes_sent", "steps_skipped", "final_loss", "test_accuracy")
-    found = {name: sweep.gather(rows, ("precision", "accumulate", "no_sync"), name) for name in names}
-    exact = {name: found[name].get(("fp32", 1, True), (math.nan,))[0] for name in names}
-    lines = [
-        "precision  microbatches  no_sync  samples/s  peak MB  sent MB  skipped  loss, less fp32  accuracy, less fp32"
-    ]
-    for cell, (rate, deviation, _) in found["samples_per_second"].items():
-        memory, sent, skipped, loss, score = (found[name][cell][0] for name in names[1:])
-        lines.append(
-            f"{cell[0]:<9}  {cell[1]:>12}  {str(cell[2]).lower():<7}  {rate:>5,.0f} ±{deviation:>3.0f}"
-            f"  {memory / 1e6:>7.1f}  {sent / 1e6:>7.2f}  {skipped:>7.1f}"
-            f"  {loss:.4f} {loss - exact['final_loss']:+.4f}  {score:>10.2%} {score - exact['test_accuracy']:+.2%}"
-        )
-    label = {cell: f"{cell[0]}\n{cell[1]}{'' if cell[2] else ' each'}" for cell in found["samples_per_second"]}
-    title = f"{cfg.model}, batch {cfg.batch} in so many microbatches; each: exchanged after each"
-    files = []
-    plotted = {"samples_per_second": ("samples/s", 1.0), "training_bytes": ("MB beyond the model", 1e-6)}
-    for name, (unit, scale) in plotted.items():
-        files.append(folder / f"{name}.png")
-        heights = {label[cell]: (mean * scale, dev * scale) for cell, (mean, dev, _) in found[name].items()}
-        plots.bars(files[-1], heights, unit, title=title)
-    return {"cells": "\n".join(lines), "plots": ", ".join(str(file) for file in files)}
-
-
 if __name__ == "__main__":
-    start(main, Config, sweep.Sweep(cells, show))
+    start(main, Config)

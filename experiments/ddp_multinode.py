@@ -22,20 +22,8 @@ arXiv 1706.02677).
 
 from __future__ import annotations
 
-from common.api import (
-    Facts,
-    Run,
-    ScalingReport,
-    TrainState,
-    build_optimizer,
-    classify_replicated,
-    ddp,
-    networks,
-    single_process_baseline,
-    start,
-    sync_batchnorm,
-    time_communication,
-)
+from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, networks, report_scaling, start
+from common.distributed import sync_batchnorm
 from configs.ddp_multinode import Config
 
 import torch.nn.functional as F
@@ -51,9 +39,8 @@ def wrap(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         from torch.distributed.fsdp import fully_shard  # two seconds to import, so only when asked for
 
         mesh = init_device_mesh(run.device.type, (run.world.size,))
-        for layer in model.children():
-            fully_shard(layer, mesh=mesh)  # the unit that is all-gathered when it is reached
-        fully_shard(model, mesh=mesh)
+        for unit in (*model.children(), model):
+            fully_shard(unit, mesh=mesh)  # what is all-gathered when it is reached
         return model
     replica = ddp.wrap_ddp(
         model,
@@ -76,12 +63,11 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
     ddp.warm_up_buckets(model, run.example(cfg.plan.shard))
-    state = TrainState(
-        [ddp.unwrap(model)], optimizer, batches, run.world, replicated=True, compression=ddp.get_powersgd_state(model)
-    )
+    inner, memory = ddp.unwrap(model), ddp.get_powersgd_state(model)
+    state = TrainState([inner], optimizer, batches, run.world, replicated=True, compression=memory)
 
     def evaluate() -> dict[str, float]:
-        return classify_replicated(ddp.unwrap(model), run)
+        return classify_replicated(inner, run)
 
     run.resume(state)
     for step in run.steps(state, evaluate):
@@ -95,13 +81,7 @@ def main(cfg: Config, run: Run) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
             optimizer.step()
             step.log(loss=loss.detach())
-    sent = None
-    if cfg.strategy == "ddp" and cfg.communication != "powersgd":
-        sent = time_communication(model, cfg.bucket_mb, ddp.BYTES.get(cfg.communication, run.dtype.itemsize))
-    alone = single_process_baseline.time_one_rank(run, lambda: build(cfg, run)) if cfg.compare else 0.0
-    strategy = f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {run.world.size} x {cfg.plan.shard}"
-    scaling = ScalingReport.of(run.world, run.times, run.step_seconds(), communication=sent, alone=alone)
-    run.report(Facts({"strategy": strategy}), scaling)
+    run.report(*report_scaling(cfg, run, model, lambda: build(cfg, run)))
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def main(cfg: Config, run: Run) -> None:
             loss = pipe.step(step.x, step.y)  # every microbatch forward and backward, in the order of the schedule
             optimizer.step()  # each rank updates its own stages
             step.log(loss=loss)
-    picture = (run.folder.path / "timeline.png", f"one step of mnist_pipeline, {cfg.schedule}") if cfg.plot else None
-    run.report(PipelineReport.gather(pipe, run.world, cfg, picture))
+    title = f"one step of mnist_pipeline, {cfg.schedule}"
+    run.report(PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None, title))
 
 
 if __name__ == "__main__":

@@ -38,13 +38,11 @@ from common.api import (
 from common.distributed.rendezvous import World
 from common.measure import plots, step_timing
 from common.measure.memory import read_peak
-from common.training import sweep
-from configs.resnet_dataparallel import Config
+from configs.resnet_dataparallel import ONE_DEVICE, Config
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -56,7 +54,6 @@ from torch import Tensor, nn
 
 Forward = Callable[[Tensor], Tensor]
 ROUNDS, STEPS = 3, 5  # of the comparison: how often each side takes its turn, and for how many steps
-ONE_DEVICE = "{} GPUs here: DataParallel only calls the model, as single does; to compare devices, use strategy=ddp"
 TOO_FEW = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
 AXIS = {"y": "training samples per second"}
 BUFFERS = {  # what becomes of its running statistics
@@ -199,7 +196,7 @@ def summarise(cfg: Config, run: Run, devices: int) -> list[Any]:
     held = [value for values in world.gather(used) for value in values]
     sides, full = cfg.compare and devices > 1, count >= cfg.batch
     rates = compare(cfg, run) if sides and full else {}
-    rate = {name: mean(values) for name, values in rates.items()}
+    rate = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # rank 0 knows them
     one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
     step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
     scaling = ScalingReport.of(world, run.times, step, alone=single)
@@ -263,24 +260,5 @@ def join_sizes(sizes: list[int]) -> str:
     return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"
 
 
-def cells(cfg: Config) -> list[sweep.Cell]:
-    """The strategies that differ on this machine; with fewer GPUs than ddp's processes all of them on the CPU."""
-    gpus = torch.cuda.device_count() if cfg.launch.device != "cpu" else 0
-    enough = gpus >= replace(cfg, strategy="ddp").processes
-    names = ["single", *(["data_parallel"] if gpus > 1 and enough else []), "ddp"]
-    alike = {"launch.device": "cpu"} if gpus and not enough else {}
-    return [{"strategy": name, "compare": False} | alike for name in names]
-
-
-def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
-    """Samples per second of each strategy, with all cores in each."""
-    rates = sweep.gather(rows, ["strategy"], "samples_per_second")
-    plots.bars(folder / "strategies.png", {str(name): (rate, off) for (name,), (rate, off, _) in rates.items()}, **AXIS)
-    table = {str(name): f"{rate:,.0f} samples/s +- {off:.0f}, {n} runs" for (name,), (rate, off, n) in rates.items()}
-    if "data_parallel" not in table:
-        table["data_parallel"] = ONE_DEVICE.format(torch.cuda.device_count())
-    return table | {"plot": str(folder / "strategies.png")}
-
-
 if __name__ == "__main__":
-    start(main, Config, sweep.Sweep(cells, show))
+    start(main, Config)

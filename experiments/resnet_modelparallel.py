@@ -44,24 +44,17 @@ from common.api import (
 )
 from common.distributed.mesh import split_world
 from common.distributed.rendezvous import World
-from common.measure import plots
 from common.measure.memory import memory_cap, read_peak
 from common.models import model_file
 from common.pipeline.single_process import SingleProcessPipeline
-from common.runs import provenance
-from common.training import sweep
 from configs.resnet_modelparallel import Config
 
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-BRIEF = 12  # steps of a run of the sweep
 
 
 def build(cfg: Config, run: Run) -> nn.Sequential:
@@ -134,67 +127,14 @@ def describe_microbatches(cfg: Config) -> str:
 def report_of(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineReport:
     """Idle shares and one step, of the first replica. All ranks call it."""
     title = f"one step of {cfg.model}, {cfg.mode}, {describe_microbatches(cfg)}"
-    picture = (run.folder.path / "timeline.png", title) if cfg.plot else None
+    folder = run.folder.path if cfg.plot else None
     if not cfg.in_one_process:
-        return PipelineReport.gather(pipe, pp, cfg.pipeline(), picture)
-    own: Any = {"layers": pipe.layers, "picture": picture, "lane": "stage"}
+        return PipelineReport.gather(pipe, pp, cfg.pipeline(), folder, title)
+    own: Any = {"layers": pipe.layers, "lane": "stage"} | (
+        {"picture": (folder / "timeline.png", title)} if folder else {}
+    )
     return PipelineReport.of(pipe.spans(), pipe.plan, len(pipe.layers), **own)
 
 
-def cells(cfg: Config) -> list[sweep.Cell]:
-    """single and naive with the whole batch, pipelined with each size of microbatches.
-
-    Unless `steps` says otherwise the runs are short: what is measured is what a step costs. All run on one kind of
-    device.
-    """
-    short: sweep.Cell = {} if cfg.steps else {"steps": BRIEF, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
-    whole: list[sweep.Cell] = [{"mode": mode, "split_size": cfg.plan.shard} for mode in ("single", "naive")]
-    pieces: list[sweep.Cell] = [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
-    some = cfg.launch.device == "auto" and provenance.count_visible_gpus() and not on_gpus(cfg)
-    alike: sweep.Cell = {"launch.device": "cpu"} if some else {}
-    return [cell | short | alike for cell in whole + pieces]
-
-
-def on_gpus(cfg: Config) -> bool:
-    """Whether there are GPUs enough for every mode's processes."""
-    gpus = provenance.count_visible_gpus() if cfg.launch.device != "cpu" and "cpu" not in cfg.devices else 0
-    modes: tuple[Any, ...] = ("single", "naive", "pipelined")
-    chosen = [replace(cfg, mode=mode) for mode in modes]
-    for one in chosen:
-        one.adapt(gpus)
-    return all(gpus >= one.processes for one in chosen)
-
-
-def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
-    """Time per batch against the size of microbatches, with what each stage waits and holds."""
-    times = sweep.gather(rows, ("mode", "split_size"), "step_seconds")
-    lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's process"]
-    for (mode, size), (mean, deviation, _) in times.items():
-        same = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
-        idle = "".join(f" {fmean(shares):4.0%}" for shares in zip(*(row["idle_share"] for row in same), strict=True))
-        memory = zip(*(row["memory"].values() for row in same), strict=True)
-        held = "".join(f" {max(amounts) / 2**20:6.0f}" for amounts in memory)
-        took = f"{mean * 1e3:>9.1f} ± {deviation * 1e3:<6.1f}{same[0]['ideal_bubble']:>6.1%}"
-        lines.append(f"{mode:<10} {size:>10} {took} {idle} {held}")
-    return {"times": "\n".join(lines), "plot": draw(cfg, times, folder / "split_size.png")}
-
-
-def draw(cfg: Config, times: dict[Any, tuple[float, float, int]], path: Path) -> str:
-    """The modes' times a batch, and the ideal: p stages of equal cost share the naive time and wait p - 1 turns."""
-    levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
-    pipelined = [(size, mean * 1e3, dev * 1e3) for (mode, size), (mean, dev, _) in times.items() if mode == "pipelined"]
-    p, computed = cfg.stages, {}
-    if "naive" in levels and pipelined:
-        ideal = [(size, levels["naive"] / p * (1 + (p - 1) * size / cfg.plan.shard), 0.0) for size, _, _ in pipelined]
-        computed["ideal: naive / p x (m + p - 1) / m"] = ideal
-    threads = "" if cfg.launch.threads or on_gpus(cfg) else "; single has the threads of all of them"
-    more: Any = {"log": True, "title": f"{cfg.model}, batch {cfg.batch}, {p} stages{threads}"}
-    series = {"pipelined": pipelined} if pipelined else {}  # none where all those runs failed
-    plots.curves(path, series, "split size", "ms a batch", levels, computed=computed, **more)
-    return str(path)
-
-
-SWEEP = sweep.Sweep(cells, show, measured=("split",))
-
 if __name__ == "__main__":
-    start(main, Config, SWEEP)
+    start(main, Config)

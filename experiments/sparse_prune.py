@@ -28,18 +28,14 @@ from __future__ import annotations
 from common.api import Facts, Run, TrainState, build_optimizer, classify_replicated, ddp, networks, start
 from common.core import seeds
 from common.data import loader as data
-from common.measure import plots
 from common.models import pruning_masks, pruning_savings
 from common.models.pruning_masks import Masks
-from common.training import sweep
 from common.training.evaluate import accuracy_alone
 from configs.sparse_prune import Config
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -256,39 +252,5 @@ def summarise(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Fac
     return [Facts(shown | pruning_savings.format_rows(saved, len(x), cfg.int8), outcome, measured)]
 
 
-def cells(cfg: Config) -> list[sweep.Cell]:
-    """The dense model, and every criterion at every sparsity. n:m has one sparsity, and rigl one criterion."""
-    plain: sweep.Cell = {"export": False, "int8": False}
-    names = ["magnitude"] if cfg.schedule == "rigl" else cfg.criteria
-    levels = [cfg.sparsity] if cfg.scope == "n:m" else [float(level) for level in cfg.levels]
-    grid = [plain | {"criterion": name, "sparsity": level} for level in levels for name in names]
-    return [plain | {"schedule": "none", "l1": 0}, *grid]
-
-
-def show(cfg: Config, rows: list[sweep.Row], folder: Path) -> dict[str, str]:
-    """Test error against the weights that are left, and the medians of all that was measured."""
-    dense = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
-    groups: dict[str, list[sweep.Row]] = {}
-    for row in rows:
-        cell, score = row["cell"], row["test_accuracy"]
-        row |= {"error": 100 * (1 - score), "left": 100 * row["nonzero"] / row["weights"]}
-        row["below"] = 100 * (dense.get(cell["seed"], math.nan) - score)  # points, for the same seed
-        name = f"{cell['criterion']} {100 * cell['sparsity']:.4g} %" if "criterion" in cell else "dense"
-        groups.setdefault(name, []).append(row)
-    pruned = [row for row in rows if "criterion" in row["cell"]]
-    left = sweep.gather(pruned, ["criterion", "sparsity"], "left")
-    series: dict[str, list[tuple[float, float, float]]] = {}
-    for cell, (mean, deviation, _) in sweep.gather(pruned, ["criterion", "sparsity"], "error").items():
-        series.setdefault(cell[0], []).append((left[cell][0], mean, deviation))
-    levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
-    title = f"{cfg.model} on {rows[0]['data']}"
-    plots.curves(folder / "sparsity.png", series, "weights left, %", "test error, %", levels, log=True, title=title)
-    return {
-        "medians": pruning_savings.format_table(groups),
-        "CSR": pruning_savings.describe_speed(groups),
-        "plot": str(folder / "sparsity.png"),
-    }
-
-
 if __name__ == "__main__":
-    start(main, Config, sweep.Sweep(cells, show, new_seeds=True))
+    start(main, Config)

@@ -266,14 +266,13 @@ class ScalingReport:
         return rows
 
     def result(self) -> Added:
-        """For result.json; times in seconds, null for what was not measured."""
-        return Added(
-            measured={
-                "ranks": [{k: v for k, v in asdict(rank).items() if k != "exposed"} for rank in self.ranks],
-                "straggler": self.straggler,
-                "communication_seconds": self.communication,
-                "communication_exposed": self.exposed,
-                "single_rank_step_seconds": self.alone or None,
-                "efficiency": self.efficiency,
-            }
-        )
+        """For result.json, what was measured; times in seconds."""
+        found = {
+            "ranks": [{k: v for k, v in asdict(rank).items() if k != "exposed"} for rank in self.ranks],
+            "straggler": self.straggler,
+            "communication_seconds": self.communication,
+            "communication_exposed": self.exposed,
+            "single_rank_step_seconds": self.alone or None,
+            "efficiency": self.efficiency,
+        }
+        return Added(measured={name: value for name, value in found.items() if value is not None})

@@ -11,7 +11,7 @@ import io
 import subprocess
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -201,43 +201,3 @@ def format_rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str,
     if "export" in facts:
         found["exported"] = f"{facts['export']}; run elsewhere, outputs differ by {facts['export_difference']:g}"
     return found
-
-
-COLUMNS = {  # of a sweep's table: what, its head, and how its numbers are written
-    "test_accuracy": ("accuracy", "{:8.2%}"),
-    "below": ("below dense", "{:11.2f}"),
-    "nonzero": ("  non-zero", "{:10,.0f}"),
-    "bytes_raw": ("     bytes", "{:10,.0f}"),
-    "bytes_compressed": ("compressed", "{:10,.0f}"),
-    "bytes_csr": ("    in CSR", "{:10,.0f}"),
-    "fp32_seconds": ("fp32 ms", "{:7.3f}"),
-    "bf16_seconds": ("bf16 ms", "{:7.3f}"),
-    "csr_seconds": (" CSR ms", "{:7.3f}"),
-}
-
-
-def format_table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Medians of each group of results, a line each."""
-    width = max(map(len, groups))
-    lines = [f"    {'':<{width}}  {'  '.join(head for head, _ in COLUMNS.values())}  runs"]
-    for name, found in groups.items():
-        values = {key: median(row[key] for row in found) * (1e3 if "seconds" in key else 1) for key in COLUMNS}
-        numbers = "  ".join(text.format(values[key] + 0.0) for key, (_, text) in COLUMNS.items())
-        lines.append(f"    {name:<{width}}  {numbers}  {len(found):>4}")
-    return "\n".join(lines)
-
-
-def describe_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Where sparse kernels do not pay, and where the repeats do not agree on it."""
-    told = []
-    for dense in ("fp32", "bf16"):
-        slower, unclear = list[str](), list[str]()
-        for name, rows in groups.items():
-            ratios = [row["csr_seconds"] / row[f"{dense}_seconds"] for row in rows]
-            if name != "dense" and max(ratios) > 1:
-                (slower if min(ratios) > 1 else unclear).append(name)
-        told.append(
-            f"slower than dense {dense} for {', '.join(slower)}" if slower else f"nowhere slower than dense {dense}"
-        )
-        told += [f"now slower, now faster for {', '.join(unclear)}"] if unclear else []
-    return "; ".join(told)

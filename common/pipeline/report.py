@@ -94,11 +94,18 @@ class PipelineReport:
 
     @classmethod
     def gather(
-        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, picture: tuple[Path, str] | None = None
+        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path | None, title: str
     ) -> PipelineReport:
-        """Of a pipeline on the ranks of a group, which call it together; complete on its rank 0."""
+        """Of a pipeline on the ranks of a group, which call it together; complete on its rank 0.
+
+        With a `folder` it draws one step there, as timeline.png.
+        """
         told = f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches"
-        own: Any = {"layers": pipe.layers, "schedule": told, "picture": picture}
+        own: Any = {
+            "layers": pipe.layers,
+            "schedule": told,
+            "picture": (folder / "timeline.png", title) if folder else None,
+        }
         return cls.of(group.gather(pipe.spans()), pipe.plan, cfg.stages, **own)
 
     @property

@@ -33,7 +33,7 @@ T = TypeVar("T", bound=Experiment)
 Main = Callable[[T, Run], None]
 
 
-def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) -> None:
+def start(main: Main[T], schema: type[T]) -> None:
     """Run an experiment from its command line, with `sweep=true` the grid; never returns."""
     with user_errors():
         cfg = config.load_config(schema, sys.argv[1:])
@@ -42,9 +42,9 @@ def start(main: Main[T], schema: type[T], grid: sweep.Sweep[T] | None = None) ->
         rank_info = read_rank_info(os.environ)
         path = config.parse_command_line(sys.argv[1:]).resume
         given = Folder(path.absolute()) if path else None
-        if grid is not None and cfg.sweep:  # type: ignore[attr-defined]
-            sweep.only_here(given is None and rank_info is None)
-            sys.exit(sweep.run(grid, cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks())))
+        if getattr(cfg, "sweep", False):
+            sweep.check_started_here(given is None and rank_info is None)
+            sys.exit(sweep.run(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks())))
         if rank_info is None:
             sys.exit(run_experiment(main, cfg, ForkedRanks(), given)[1])
         _, status = run_experiment(main, cfg, LaunchedRank(rank_info, cfg), given)

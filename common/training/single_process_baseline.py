@@ -6,15 +6,20 @@ import itertools
 import math
 from collections.abc import Callable
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data.loader import Loader
+from common.distributed import ddp
+from common.measure.step_timing import ScalingReport, time_communication
 from common.measure.timing import time_calls
+from common.runs.result import Facts, Report
 from common.training import optimizers
 from common.training.run_context import RunContext
+from configs.ddp_multinode import Config
 
 
 def make_stepper(
@@ -48,3 +53,19 @@ def time_one_rank(run: RunContext, build: Callable[[], nn.Module], count: int = 
         model = build()
         seconds = time_steps(make_stepper(run, model, model), run.device, count, patience)
     return float(run.world.broadcast(seconds))
+
+
+def report_scaling(cfg: Config, run: RunContext, model: nn.Module, build: Callable[[], nn.Module]) -> list[Report]:
+    """How well the ranks of data parallelism work together. All ranks call it after training.
+
+    With cfg.compare one rank trains a model of its own, which `build` makes, to find the efficiency.
+    """
+    communication = None
+    if cfg.strategy == "ddp" and cfg.communication != "powersgd":
+        size = ddp.BYTES.get(cfg.communication, run.dtype.itemsize)
+        communication = time_communication(model, cfg.bucket_mb, size)
+    alone = time_one_rank(run, build) if cfg.compare else 0.0
+    own: Any = {"communication": communication, "alone": alone}
+    batch = f"batch {cfg.batch} = {run.world.size} x {cfg.plan.shard}"
+    strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})
+    return [strategy, ScalingReport.of(run.world, run.times, run.step_seconds(), **own)]

@@ -159,7 +159,7 @@ def problems(folder: Folder, reference: Folder) -> list[str]:
             found.append(f"{name}: {first_difference(*columns)}")
     if [row["global_step"] for row in rows if "loss" in row] != list(range(1, STEPS + 1)):
         found.append("metrics have gaps or repeats")
-    if any(folder.result[key] != reference.result[key] for key in ("test_loss", "test_accuracy")):
+    if any(folder.result["scores"][key] != reference.result["scores"][key] for key in ("test_loss", "test_accuracy")):
         found.append("result.json has another evaluation")
     found += [f"the last checkpoint differs in {place}" for place in differences(final(folder), final(reference))[:3]]
     ids = {path.name.rpartition("-")[2] for path in (folder.path / "wandb").glob("*run-*-*")}

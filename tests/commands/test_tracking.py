@@ -24,7 +24,7 @@ from common.runs.wandb_tracker import Tracker
 from configs.mnist_pipeline import Config
 from tests.harness import warm
 from tests.harness.made_runs import Made
-from tests.harness.processes import Done, command, environment, run
+from tests.harness.processes import Done, command, environment, run, values_of
 from tests.harness.shared import make_once
 from tests.harness.tracked_runs import SECRET, exit_code, history, inspect, kill_rank, of_type, records, status, track
 
@@ -109,7 +109,7 @@ def test_summary_tags_and_config_are_complete(offline: Offline) -> None:
     assert shown["run_id"] == status(folder)["id"]
     assert shown["project"] == "distributed-experiments"
     assert set(shown["tags"]) == {"mnist_pipeline", "data:digits", "world_size:2", "mine"}
-    result = {name: value for name, value in folder.result.items() if isinstance(value, int | float | str)}
+    result = {name: value for name, value in values_of(folder).items() if isinstance(value, int | float | str)}
     assert result.items() <= shown["summary"].items()
     settings = yaml.safe_load((folder.path / "config.yaml").read_text())
     config = shown["config"]

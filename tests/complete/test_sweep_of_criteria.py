@@ -8,7 +8,7 @@ from typing import Any
 
 from common.runs.folder import Folder
 from configs.sparse_prune import CRITERIA
-from tests.harness.processes import Done, run
+from tests.harness.processes import Done, run, values_of
 
 QUIET = (
     "model=mlp",
@@ -34,7 +34,7 @@ def sweep(runs: Path, *words: str) -> tuple[Done, dict[tuple[int, str], dict[str
     found = {}
     for cell in json.loads((folder / "sweep.json").read_text())["cells"]:
         assert cell["state"] == "finished", cell
-        found[cell["values"]["seed"], cell["values"].get("criterion", "dense")] = Folder(runs / cell["run"]).result
+        found[cell["values"]["seed"], cell["values"].get("criterion", "dense")] = values_of(Folder(runs / cell["run"]))
     return done, found
 
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from common.core import config
 from common.core.errors import UserError
-from common.measure import plots
 from common.models import networks, partition
 from common.pipeline import report, schedules
 from common.pipeline.schedules import Action, Span
@@ -25,7 +24,7 @@ from common.runs import provenance
 from common.runs.folder import Folder
 from common.training import model_split, sweep
 from configs.resnet_modelparallel import Config
-from experiments import resnet_modelparallel
+from configs.sweeps.resnet_modelparallel import GRID, draw, points
 from tests.harness.processes import Done, run
 
 NAME = "resnet_modelparallel"
@@ -312,9 +311,9 @@ def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
     first = Folder.create(tmp_path, NAME, config.to_yaml(settings("split=[layer2_0]")))
     later, other = settings(), settings("split=[layer4_0]")
     for one in (later, other):
-        sweep.pass_on(resnet_modelparallel.SWEEP.measured, first, one)
+        sweep.pass_on(GRID.measured, first, one)
     assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
-    sweep.pass_on(resnet_modelparallel.SWEEP.measured, Folder.create(tmp_path, NAME, config.to_yaml(settings())), later)
+    sweep.pass_on(GRID.measured, Folder.create(tmp_path, NAME, config.to_yaml(settings())), later)
     assert later.split == ["layer2_0"]
 
 
@@ -334,16 +333,11 @@ def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
         (["schedule=1f1b", "launch.device=cpu"], 1, None, False),
     ],
 )
-def test_a_sweep_runs_on_one_kind_of_device(
-    words: list[str], gpus: int, device: str | None, on_gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provenance, "count_visible_gpus", lambda: gpus)
+def test_a_sweep_runs_on_one_kind_of_device(words: list[str], gpus: int, device: str | None, on_gpus: bool) -> None:
     cfg = settings(*words)
-    assert {cell.get("launch.device") for cell in resnet_modelparallel.cells(cfg)} == {device}
-    titles: list[str] = []
-    monkeypatch.setattr(plots, "curves", lambda *_, title, **more: titles.append(title))
-    resnet_modelparallel.draw(cfg, {("pipelined", 8): (1.0, 0.0, 1)}, tmp_path / "plot.png")
-    assert ("single has the threads of all" in titles[0]) is not on_gpus
+    assert {cell.get("launch.device") for cell in points(cfg, gpus)} == {device}
+    title = draw(cfg, gpus, {("pipelined", 8): (1.0, 0.0, 1)}).title
+    assert ("single has the threads of all" in title) is not on_gpus
 
 
 def test_the_toy_learns_its_vectors(tmp_path: Path) -> None:

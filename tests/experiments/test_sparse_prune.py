@@ -18,6 +18,7 @@ from common.core.errors import UserError
 from common.models import int8, networks, pruning_masks, pruning_savings
 from common.models.pruning_masks import Masks
 from configs.sparse_prune import CRITERIA, Config
+from configs.sweeps.sparse_prune import GRID, csr_verdict
 from experiments import sparse_prune
 from tests.harness.processes import Done, run
 
@@ -331,7 +332,7 @@ def test_colour_images_are_pruned_as_well(cache: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_grid_of_a_sweep_fits_the_settings(words: list[str], pruned: list[tuple[str, float]]) -> None:
-    cells = sparse_prune.cells(config.load_config(Config, ["sweep=true", *words], {}))
+    cells = GRID.points(config.load_config(Config, ["sweep=true", *words], {}), 0)
     plain = {"export": False, "int8": False}
     assert cells[0] == plain | {"schedule": "none", "l1": 0}, "the dense model"
     assert cells[1:] == [plain | {"criterion": name, "sparsity": level} for name, level in pruned]
@@ -407,7 +408,7 @@ def test_a_sweep_tells_points_below_the_dense_model_of_the_same_seed(tmp_path: P
             cell = {"schedule": "none"} if level is None else {"criterion": "magnitude", "sparsity": level}
             row = {"cell": cell | {"seed": seed}, "test_accuracy": dense - lost, "weights": 1000, "data": "digits"}
             rows.append(row | {"nonzero": 1000 * (1 - (level or 0))} | dict.fromkeys(sizes, 1.0))
-    table = sparse_prune.show(Config(), rows, tmp_path)["medians"].splitlines()
+    table = GRID.summarise(Config(), 0, rows).lines["medians"].splitlines()
     found = {line[4:21].strip(): line[21:].split() for line in table[1:]}
     assert [found[name][:2] for name in ("dense", "magnitude 99.5 %", "magnitude 99.9 %")] == [
         ["97.00%", "0.00"],
@@ -420,7 +421,5 @@ def test_the_verdict_knows_when_repeats_disagree() -> None:
     def rows(*csr: float) -> list[dict[str, float]]:
         return [{"csr_seconds": value, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for value in csr]
 
-    words = pruning_savings.describe_speed(
-        {"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)}
-    )
+    words = csr_verdict({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
     assert words == "slower than dense fp32 for a; now slower, now faster for b; nowhere slower than dense bf16"

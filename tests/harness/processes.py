@@ -55,11 +55,16 @@ class Done:
     @property
     def result(self) -> dict[str, Any]:
         """Every value of its result, by name."""
-        return parse(self.folder.result).values()
+        return values_of(self.folder)
 
     @property
     def losses(self) -> list[float]:
         return [row["loss"] for row in self.folder.metrics() if "loss" in row]
+
+
+def values_of(folder: Folder) -> dict[str, Any]:
+    """Every value of a run's result, by name."""
+    return parse(folder.result).values()
 
 
 def environment(**extra: str) -> dict[str, str]:

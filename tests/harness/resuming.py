@@ -84,7 +84,7 @@ def final_state(folder: Folder) -> dict[str, torch.Tensor]:
 def differences(one: Folder, other: Folder) -> list[str]:
     """What is not equal to the bit in the rows, the result and the final state of two runs; empty if all is."""
     found = ["rows"] if numbers(one) != numbers(other) else []
-    found += ["test_loss of the result"] if one.result["test_loss"] != other.result["test_loss"] else []
+    found += ["test_loss of the result"] if one.result["scores"] != other.result["scores"] else []
     a, b = final_state(one), final_state(other)
     both = a.keys() & b.keys()
     return found + [n for n in sorted(a.keys() | b.keys()) if n not in both or not torch.equal(a[n], b[n])]

@@ -20,4 +20,4 @@ def test_the_full_resnet_with_synchronised_norms_equals_one_process(cache: Path,
     done, synced = train_run(cache, tmp_path / "synced", 8, *FULL, "sync_batchnorm=true", **KEEP)
     assert differences(synced, expected) == []
     assert done.result["last_batch"] == [1, 0] and done.result["devices"] == 2
-    assert "the same in all processes: each sees the statistics of the whole batch" in done.out
+    assert "the same on all ranks: each sees the statistics of the whole batch" in done.out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +56,6 @@ def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) ->
     assert split.status == whole.status == 0, split.err + whole.err
     assert len(split.losses) == 14
     assert split.losses == pytest.approx(whole.losses, abs=TOLERANCE, rel=0)
-    results = [json.loads((done.folder.path / "result.json").read_text()) for done in (split, whole)]
+    results = [done.result for done in (split, whole)]
     assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], abs=TOLERANCE, rel=0)
     assert results[0]["test_accuracy"] == results[1]["test_accuracy"]

@@ -109,5 +109,5 @@ def test_a_notice_while_the_model_is_exported_loses_nothing(tmp_path: Path, quic
     (entry,) = (entry for entry in EXPERIMENTS if entry.name == "sparse_prune")
     done = resume(entry, folder, "export=false", "int8=false")
     assert done.returncode == 0, done.stderr
-    assert folder.result["state"] == "finished" and folder.result["test_loss"] == before["test_loss"]
+    assert folder.result["state"] == "finished" and folder.result["scores"]["test_loss"] == before["test_loss"]
     assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 31))

@@ -11,7 +11,7 @@ import pytest
 
 from common.runs.folder import Folder
 from tests.harness.old_runs import VERSIONS, unpack
-from tests.harness.processes import ROOT, environment
+from tests.harness.processes import ROOT, environment, values_of
 
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -35,11 +35,11 @@ def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path
     }
     compared = call(tmp_path, "slurm", "compare")
     (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name))
-    score = finished.result["test_accuracy"]
+    score = values_of(finished)["test_accuracy"]
     assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
     evaluated = call(tmp_path, "slurm", "evaluate", "--", finished.path.name)
     if (finished.path / "model.safetensors").exists():
-        right = round(score * finished.result["test_samples"])
+        right = round(score * values_of(finished)["test_samples"])
         assert f"the run's own number: {right}" in evaluated.stdout, evaluated.stderr
     else:
         assert evaluated.returncode == 2 and evaluated.stderr.count("\n") == 1
@@ -57,4 +57,4 @@ def test_an_old_run_is_resumed_and_repeated(version: str, tmp_path: Path) -> Non
     (new,) = (p for p in (tmp_path / "runs").glob("mnist_pipeline-*") if p not in (stopped.path, finished.path))
     for run in (stopped, Folder(new)):  # another processor may round otherwise
         assert losses(run) == pytest.approx(losses(finished), rel=1e-4)
-        assert run.result["test_loss"] == pytest.approx(finished.result["test_loss"], rel=1e-4)
+        assert values_of(run)["test_loss"] == pytest.approx(values_of(finished)["test_loss"], rel=1e-4)

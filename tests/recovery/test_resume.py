@@ -69,7 +69,7 @@ def test_a_run_that_misses_only_the_last_evaluation_makes_it(
     done = resume(entry, folder)
     assert done.returncode == 0, done.stderr
     assert numbers(folder) == numbers(whole.folder)
-    assert folder.result["test_loss"] == whole.folder.result["test_loss"]
+    assert folder.result["scores"] == whole.folder.result["scores"]
 
 
 @every
