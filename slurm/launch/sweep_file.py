@@ -8,6 +8,8 @@
     parallel: 1                       points at once
     nodes: 1                          hosts of each point
 
+Or a Python grid of one experiment, as configs/sweeps/amp_accum.py, whose points `sweep=true` runs on this machine.
+
 Read as text and checked by the types of the experiment's settings, all points before the first one starts.
 Imports no torch.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import itertools
 import json
 import re
@@ -30,6 +33,7 @@ from common.core.errors import UserError
 from common.pipeline import schedules
 from common.runs import wandb_tracker
 from configs.shared import Experiment
+from configs.sweeps import to_text
 from slurm.arguments import parse_experiment
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
@@ -74,10 +78,11 @@ def read(path: str, more: list[str]) -> Grid:
     """The sweep of a file, with `key=value` words for all of its points on top. Raises UserError."""
     if not path:
         found = ", ".join(
-            str(file.relative_to(config.ROOT)) for file in (config.ROOT / "configs/sweeps").glob("*.yaml")
+            str(file.relative_to(config.ROOT)) for file in (config.ROOT / "configs/sweeps").glob("[a-z]*.*")
         )
         raise UserError(f"GRID is missing; write make sweep GRID=<file> (there are {found})")
-    tree, name = parsed(Path(path)), Path(path).stem
+    name = Path(path).stem
+    tree = python_grid(name, more) if is_python_grid(Path(path)) else parsed(Path(path))
     if not NAME.fullmatch(name):
         raise UserError(f"GRID={path}: the sweep is named after its file; use letters, digits and ._- alone")
     for key in tree:
@@ -102,6 +107,20 @@ def read(path: str, more: list[str]) -> Grid:
         if len(list(same)) > 1:
             raise UserError(f"{path}: the point {dict(json.loads(key)[0])} is there more than once")
     return Grid(name, experiment, common, points, parallel)
+
+
+def is_python_grid(path: Path) -> bool:
+    """Whether a file is one of configs/sweeps/*.py."""
+    return path.suffix == ".py" and path.absolute().parent == config.ROOT / "configs" / "sweeps"
+
+
+def python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
+    """The points of configs/sweeps/NAME.py as a tree of text, for a machine without GPUs."""
+    cfg = config.load_config(config.import_schema(experiment), more)
+    grid = importlib.import_module(f"configs.sweeps.{experiment}").GRID
+    repeats = str(cfg.repeats) if grid.new_seeds else "1"  # type: ignore[attr-defined]
+    points = [to_text(cell) for cell in grid.points(cfg, 0)]
+    return {"experiment": experiment, "points": points, "repeats": repeats}
 
 
 def parsed(path: Path) -> dict[str, Any]:

@@ -109,3 +109,20 @@ def test_repeats_have_seeds_of_their_own(tmp_path: Path, cache: Path) -> None:
 def test_every_grid_is_valid(file: Path) -> None:
     assert sweep_file.read(str(file), []).points
     assert re.match(r"#.*make sweep GRID=configs/sweeps/", file.read_text())
+
+
+@pytest.mark.parametrize(("experiment", "points"), [("amp_accum", 9), ("resnet_dataparallel", 2)])
+def test_a_python_grid_has_the_points_that_its_experiment_sweeps(experiment: str, points: int) -> None:
+    grid = sweep_file.read(f"configs/sweeps/{experiment}.py", ["launch.device=cpu"])
+    assert grid.experiment == experiment and len(grid.points) == points
+
+
+def test_repeats_of_a_python_grid_have_seeds_of_their_own_where_accuracy_counts() -> None:
+    words = ["levels=[0.8]", "criteria=[taylor]", "repeats=2"]
+    grid = sweep_file.read("configs/sweeps/sparse_prune.py", words)
+    assert [(point.values.get("criterion"), point.settings.seed) for point in grid.points] == [
+        (None, 0),
+        ("taylor", 0),
+        (None, 1),
+        ("taylor", 1),
+    ]
