@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dic
     found = {}
     for side in sides:
         values = sorted(factor * value for value in part["samples"][side]["seconds"])
-        found[side.replace(", ", "\n")] = values[len(values) // 2], (values[-1] - values[0]) / 2
+        found[textwrap.fill(side, 14)] = values[len(values) // 2], (values[-1] - values[0]) / 2
     return found
 
 
@@ -81,7 +82,7 @@ def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
 
 def draw_sizes(path: Path, part: Mapping[str, Any]) -> None:
     """Milliseconds a batch against the microbatch of the pipeline."""
-    found = {name: (mid, half) for name, (mid, half) in heights(part, list(part["samples"]), 1e3).items()}
+    found = {" ".join(name.split()): pair for name, pair in heights(part, list(part["samples"]), 1e3).items()}
     points = [(float(name.split()[-1]), *found[name]) for name in found if name.startswith("pipelined")]
     levels = {name: found[name][0] for name in ("single", "naive")}
     plots.curves(path, {"pipelined": points}, "samples in a microbatch", "ms a batch", levels, log=True)
