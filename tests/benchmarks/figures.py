@@ -101,8 +101,8 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
     **steps_of(
         "mnist_pipeline/wide",
         {
-            "own gpipe": "mnist_pipeline, GPipe, width 1024, a measured step",
-            "own 1f1b": "mnist_pipeline, 1F1B, width 1024, a measured step",
+            "built-in gpipe": "mnist_pipeline, GPipe, width 1024, a measured step",
+            "built-in 1f1b": "mnist_pipeline, 1F1B, width 1024, a measured step",
         },
     ),
     **steps_of(

@@ -39,7 +39,7 @@ NAME = "mnist_pipeline"
 UNSPLIT = ("stages=1", "microbatches=1")
 ACCUMULATING = ("stages=1", "microbatches=4", "schedule=naive")
 ONE, TWO = ("launch.threads=1",), ("launch.threads=2",)
-ENGINES = {"own": "engine=own", "torch": "engine=torch"}
+ENGINES = {"built-in": "engine=own", "torch": "engine=torch"}
 TOLERANCE = 1e-3  # of losses that differ by the order of additions
 
 # ---- a run as the README shows it
@@ -100,9 +100,9 @@ def same_losses(scratch: Path, taken: Samples) -> None:
 def small_table(taken: Samples) -> Table:
     rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
     for name in ("naive", "gpipe", "1f1b"):
-        rows.append(at_least(f"torch {name} / own {name}", taken.ratio(f"torch {name}", f"own {name}"), 3))
+        rows.append(at_least(f"torch {name} / built-in {name}", taken.ratio(f"torch {name}", f"built-in {name}"), 3))
     for side in ("unsplit, 1 thread", "unsplit, 2 threads"):
-        rows.append(Row(f"{side} / own 1f1b (above 1 the pipeline pays)", [taken.ratio(side, "own 1f1b")]))
+        rows.append(Row(f"{side} / built-in 1f1b (above 1 the pipeline pays)", [taken.ratio(side, "built-in 1f1b")]))
     return Table(("measured", "value"), rows)
 
 
@@ -110,7 +110,7 @@ def wide_table(taken: Samples, microbatches: int = 4) -> Table:
     ideal = 2 * microbatches / (microbatches + 1)
     rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
     for name in ("gpipe", "1f1b"):
-        own = f"own {name}"
+        own = f"built-in {name}"
         rows += [
             at_least(f"torch {name} / {own}", taken.ratio(f"torch {name}", own), 1.1),
             at_least(f"unsplit, 1 thread / {own} (ideal {ideal:.2f})", taken.ratio("unsplit, 1 thread", own), 1.3),
@@ -336,20 +336,20 @@ PARTS = [
     Part(
         f"{NAME}/schedules",
         "width 128, batch 64, 4 microbatches: engines and schedules in two processes",
-        lambda scratch: pipelines(scratch, ALL, ["own", "torch"], *SMALL[1:], keep=IDLE),
+        lambda scratch: pipelines(scratch, ALL, ["built-in", "torch"], *SMALL[1:], keep=IDLE),
         small_table,
         check=same_losses,
         facts={"threads": "1 a process", "batch": 64},
-        more=timelines("own naive", "own gpipe", "own 1f1b"),
+        more=timelines("built-in naive", "built-in gpipe", "built-in 1f1b"),
     ),
     Part(
         f"{NAME}/wide",
         "width 1024, batch 1024, depth 2, 4 microbatches: engines and schedules in two processes",
-        lambda scratch: pipelines(scratch, ALL[1:], ["own", "torch"], *WIDE, keep=IDLE),
+        lambda scratch: pipelines(scratch, ALL[1:], ["built-in", "torch"], *WIDE, keep=IDLE),
         wide_table,
         check=same_losses,
         facts={"threads": "1 a process", "batch": 1024},
-        more=timelines("own gpipe", "own 1f1b"),
+        more=timelines("built-in gpipe", "built-in 1f1b"),
     ),
     Part(
         f"{NAME}/widths",
