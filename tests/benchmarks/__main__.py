@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +25,8 @@ from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
 from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Record
+
+FAILURES = (RuntimeError, AssertionError, OSError, KeyError, ValueError, subprocess.SubprocessError, SystemExit)
 
 
 def all_parts() -> list[Part]:
@@ -70,10 +74,10 @@ def measure(part: Part, record: Record, seconds: float, rounds: int) -> Samples:
         return interleave(part.sides(scratch), Pace(rounds or part.rounds, part.drop, seconds), keep)
 
 
-def print_summary(record: Record, names: Sequence[str], left_out: dict[str, str]) -> None:
+def print_summary(record: Record, left_out: dict[str, str]) -> None:
     """One table: what was measured, the goal, met or missed."""
     lines = [["part", "measured", "value", "goal"]]
-    for name in names:
+    for name in record.written:
         part = record.content["parts"][name]
         for row in part["table"]["rows"]:
             value = "  ".join(map(records.text_of, row["cells"]))
@@ -87,21 +91,29 @@ def print_summary(record: Record, names: Sequence[str], left_out: dict[str, str]
     print(f"every sample: {os.path.relpath(record.path)}")
 
 
-def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> None:
+def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> int:
+    """Measure the parts and print what came out; returns the exit status."""
     parts, record = choose_parts(names), Record(folder)
-    deadline, done, left_out = time.monotonic() + 60 * minutes, list[str](), dict[str, str]()
+    deadline, left_out = time.monotonic() + 60 * minutes, dict[str, str]()
     machine, versions = record.content["machine"], record.content["versions"]
     print(f"{machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}; budget {minutes:g} minutes")
-    for number, part in enumerate(parts):
-        left = deadline - time.monotonic()
-        if why := part.missing():
-            left_out[part.name] = why
-        elif left <= 0:
-            left_out[part.name] = f"the budget was over; make bench NAME={part.name}"
-        else:
-            measure(part, record, left / (len(parts) - number), rounds)
-            done.append(part.name)
-    print_summary(record, done, left_out)
+    status = 0
+    try:
+        for number, part in enumerate(parts):
+            left = deadline - time.monotonic()
+            if why := part.missing():
+                left_out[part.name] = why
+            elif left <= 0:
+                left_out[part.name] = f"the budget was over; make bench NAME={part.name}"
+            else:
+                try:
+                    measure(part, record, left / (len(parts) - number), rounds)
+                except FAILURES as error:  # the other parts are measured all the same
+                    left_out[part.name], status = f"failed: {error}", 1
+    except KeyboardInterrupt:
+        status = 130
+    print_summary(record, left_out)
+    return status
 
 
 if __name__ == "__main__":
@@ -116,4 +128,5 @@ if __name__ == "__main__":
             minutes, rounds = float(asked.minutes or 5), int(asked.rounds or 0)
         except ValueError:
             raise UserError(f"MINUTES={asked.minutes}: give a number of minutes, such as MINUTES=5") from None
-        main([name for word in asked.names for name in word.split()], minutes, rounds, asked.folder)
+        status = main([name for word in asked.names for name in word.split()], minutes, rounds, asked.folder)
+        sys.exit(status)

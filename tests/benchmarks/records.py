@@ -81,6 +81,7 @@ class Record:
         self.path = folder / f"{date}-{slug}-{machine['cores']}-cores.json"
         self.content: Json = json.loads(self.path.read_text()) if self.path.exists() else {"parts": {}}
         versions = {"python": platform.python_version()} | {name: provenance.package_version(name) for name in PACKAGES}
+        self.written: list[str] = []  # the parts that this record was given
         self.content |= {"format": FORMAT, "date": date, "machine": machine, "versions": versions}
 
     def put(self, name: str, part: Json, samples: Samples, table: Table) -> None:
@@ -93,6 +94,8 @@ class Record:
         """Write a table and what is known of its origin: title, command, rounds."""
         commit = (provenance.run_git("rev-parse", "--short", "HEAD") or "").strip() or None
         shown = {"columns": list(table.columns), "rows": [row.json() for row in table.rows]}
+        if name not in self.written:
+            self.written.append(name)
         self.content["parts"][name] = part | {"commit": commit, "table": shown}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)

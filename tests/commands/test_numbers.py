@@ -6,12 +6,15 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks import __main__ as bench
 from tests.benchmarks import figures, measure, records, tables
 from tests.benchmarks.measure import Number, Pace, Samples, Task, interleave
+from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Record, Row, Table, at_least, at_most
 from tests.harness.processes import ROOT
 
@@ -109,6 +112,32 @@ def test_publishing_adds_parts_to_those_of_the_same_day(tmp_path: Path) -> None:
         results.write_text(json.dumps({"format": 1, "parts": parts}))
         tables.publish(results, names, folder)
     assert json.loads((folder / results.name).read_text())["parts"] == {"a/b": 1, "a/c": 3}
+
+
+def test_a_failing_part_and_an_interrupt_leave_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(number: int) -> dict[str, float]:
+        raise RuntimeError("no such run")
+
+    def interrupted(number: int) -> dict[str, float]:
+        if number:
+            raise KeyboardInterrupt
+        return {"seconds": 1.5}
+
+    def part(name: str, run: Callable[[int], dict[str, float]]) -> Part:
+        return Part(name, "", lambda scratch: [Task("side", run)], lambda taken: Table(("", "s"), [row(taken)]))
+
+    def row(taken: Samples) -> Row:
+        return at_most("side", taken.number("side"), 1)
+
+    parts = [part("x/failing", failing), part("x/interrupted", interrupted), part("x/never", failing)]
+    monkeypatch.setattr(bench, "all_parts", lambda: parts)
+    assert bench.main(["x"], 1, 0, tmp_path) == 130
+    told = capsys.readouterr().out
+    assert "x/interrupted  side      1.5    <= 1, missed" in told and "x/failing: failed: no such run" in told
+    (file,) = tmp_path.iterdir()
+    assert list(json.loads(file.read_text())["parts"]) == ["x/interrupted"]
 
 
 def test_no_round_begins_that_would_end_after_the_budget() -> None:
