@@ -24,7 +24,7 @@ from common.measure.metrics_log import MetricsLog
 from common.measure.step_timing import Pace, StepTimes
 from common.runs.folder import Folder, write_json
 from common.runs.metrics_writer import MetricsWriter
-from common.training.progress import Screen
+from common.runs.progress import Screen
 from configs.shared import Experiment
 
 HEARTBEAT = 5.0  # seconds
