@@ -34,7 +34,7 @@ def several(runs: Path, count: int, steps: int) -> None:
 
 
 def measure_reading(runs: Path, command: Sequence[str]) -> dict[str, float]:
-    """Seconds, seconds of one core and GB that a command takes for the runs in `runs`."""
+    """Seconds and seconds of one core that a command takes for the runs in `runs`."""
     began = time.perf_counter()
     done = subprocess.Popen(
         [sys.executable, "-m", *command[:2], f"--runs={runs}", *command[2:]], stdout=subprocess.DEVNULL
@@ -44,4 +44,4 @@ def measure_reading(runs: Path, command: Sequence[str]) -> dict[str, float]:
     if status:
         raise RuntimeError(f"{' '.join(command)} failed")
     seconds = time.perf_counter() - began
-    return {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime, "peak_gb": used.ru_maxrss / 1e6}
+    return {"seconds": seconds, "cpu": used.ru_utime + used.ru_stime}

@@ -177,11 +177,8 @@ def reading_sides(scratch: Path) -> list[Task]:
 
 
 def reading_table(taken: Samples) -> Table:
-    rows = [
-        Row(side, [taken.number(side), taken.number(side, "cpu"), taken.number(side, "peak_gb", 1000)])
-        for side in taken.values
-    ]
-    return Table(("command", "s", "s of one core", "MB at most"), rows)
+    rows = [Row(side, [taken.number(side), taken.number(side, "cpu")]) for side in taken.values]
+    return Table(("command", "s", "s of one core"), rows)
 
 
 PARTS = [

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from common.core.errors import UserError
 from tests.benchmarks import __main__ as bench
 from tests.benchmarks import figures, measure, records, tables
 from tests.benchmarks.measure import Number, Pace, Samples, Task, interleave
@@ -163,6 +162,5 @@ def test_figures_are_small_and_shown() -> None:
 
 
 def test_an_unknown_benchmark_is_refused() -> None:
-    command = [sys.executable, "-m", "tests.benchmarks", "--minutes=1", "--", "nonsense"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "there are mnist_pipeline, ddp_multinode" in done.stderr
+    with pytest.raises(UserError, match="NAME=nonsense: no such benchmark; there are mnist_pipeline, ddp_multinode"):
+        bench.choose_parts(["nonsense"])
