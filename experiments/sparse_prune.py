@@ -110,12 +110,14 @@ class Pruner:
             return
         if cfg.schedule != "rigl":
             chosen = choose_masks(cfg, self.scores(step), sparsity)
-            masks.set([old & new for old, new in zip(masks.kept, chosen, strict=True)])  # even if an attempt asks less
+            masks.assign(
+                [old & new for old, new in zip(masks.kept, chosen, strict=True)]
+            )  # even if an attempt asks less
         elif step:
             drop_and_grow(cfg, masks, self.optimizer, step / (cfg.end * total))
         else:
-            masks.set(random_masks(cfg, masks))
-        masks.agree()
+            masks.assign(random_masks(cfg, masks))
+        masks.assert_equal()
 
 
 # ---- masks: which weights stay
@@ -158,10 +160,10 @@ def drop_and_grow(cfg: Config, masks: Masks, optimizer: Optimizer, done: float) 
         staying.append(stays)
         # lowest of -|gradient| is the largest gradient; +1 keeps those that stay out of it
         grown.append(stays | pruning_masks.select_lowest([-weight.grad.abs().masked_fill(stays, -1)], count)[0])
-    masks.set(staying)
+    masks.assign(staying)
     masks.apply()  # what goes, and what comes, begins at zero and without momentum
-    masks.apply_to_memory(optimizer)
-    masks.set(grown)
+    masks.apply_to_state(optimizer)
+    masks.assign(grown)
 
 
 # ---- schedule: when masks change
@@ -208,7 +210,7 @@ def main(cfg: Config, run: Run) -> None:
 
     done = run.resume(state)
     masks.refresh()  # a checkpoint may have brought other masks
-    masks.agree()
+    masks.assert_equal()
     if done == 0:
         pruner.prune(0)
         masks.apply()
@@ -230,7 +232,7 @@ def main(cfg: Config, run: Run) -> None:
 
 def summarise(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Facts]:
     """What pruning has left, and what it saves. All ranks call it; rank 0 measures."""
-    digest, test = masks.agree(), run.test_set
+    digest, test = masks.assert_equal(), run.test_set
     if not run.world.is_main:
         return []
 

@@ -1,4 +1,4 @@
-"""A trained model as a file for other programs, and what that file gives in a process without this project."""
+"""Export of a trained model for other programs, checked in a process without this project."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from common.core.errors import UserError
 
-PATIENCE = 300  # seconds for a process that imports torch, perhaps from a slow disk
+PATIENCE = 300  # seconds for the other process, which imports torch, perhaps from a slow disk
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 
-# what the other process does: it knows torch, and no file of this project
+# the program of the other process, which imports torch and nothing of this project
 RUN = """
 import sys, torch
 program, given, answer = sys.argv[1:]
@@ -31,10 +31,9 @@ sys.exit(f"it imports {sorted(ours)}" if ours else 0)
 
 
 def write_program(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Write a model in eval mode as a program of torch's own operations, for any number of samples shaped like those
-    of x [n, ...]; returns the outputs for x that a new process computes with the file alone.
+    """Write a model in eval mode with torch.export, for inputs [any N, ...] like x [n, ...].
 
-    Raises RuntimeError if that fails.
+    Returns the outputs for x that a new process computes from the file alone. Raises RuntimeError if that fails.
     """
     program = torch.export.export(
         model.cpu(), (make_two_samples(x),), dynamic_shapes=({0: torch.export.Dim("samples", min=1)},)
@@ -44,21 +43,22 @@ def write_program(model: nn.Module, x: Tensor, path: Path) -> Tensor:
 
 
 def make_two_samples(x: Tensor) -> Tensor:
-    """Two samples: an example with one would fix the number at one."""
+    """Return zeros [2, ...] like x [n, ...]: an example with one sample would fix N at 1."""
     return torch.zeros(2, *x.shape[1:], dtype=x.dtype)
 
 
 def run_in_new_process(path: Path, x: Tensor) -> Tensor:
-    """The outputs of a written program for x, from a new process that imports torch and nothing of this project.
+    """Return a program's outputs for x [n, ...], computed by a new process that imports nothing of this project.
 
-    Raises RuntimeError if that fails.
+    Raises RuntimeError if that fails, subprocess.TimeoutExpired after PATIENCE seconds.
     """
     given, answer = path.with_suffix(".in.pt"), path.with_suffix(".out.pt")
     try:
         torch.save(x.cpu().clone(), given)
         words = [sys.executable, "-P", "-c", RUN, *(str(file.absolute()) for file in (path, given, answer))]
-        place = path.parent  # not this project's folder
-        done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(  # not in this project's folder
+            words, cwd=path.parent, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
         if done.returncode:
             raise RuntimeError(f"{path} cannot be run by itself: {done.stderr.strip()}")
         found: Tensor = torch.load(answer, weights_only=True)
@@ -69,9 +69,9 @@ def run_in_new_process(path: Path, x: Tensor) -> Tensor:
 
 
 def write_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Write a model in eval mode as ONNX, for any number of samples; returns what onnxruntime gives for x.
+    """Write a model in eval mode as ONNX, for inputs [any N, ...]; returns onnxruntime's outputs for x [n, ...].
 
-    Raises UserError where the optional packages are missing.
+    Raises UserError if the optional packages are missing.
     """
     try:
         runtime: Any = [importlib.import_module(name) for name in ONNX][-1]

@@ -1,4 +1,4 @@
-"""Weights and activations of linear layers in int8, by torchao."""
+"""Linear layers with int8 weights and activations, by torchao."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MISSING = "not measured: torchao is missing or too old; pip install --upgrade to
 
 
 def has_torchao() -> bool:
-    """Whether torchao is there, with what is used of it. Importing it takes a second."""
+    """Return whether torchao is installed, in a version that has what is used here. Importing it takes a second."""
     try:
         torchao = importlib.import_module("torchao.quantization")
     except ImportError:
@@ -20,8 +20,11 @@ def has_torchao() -> bool:
 
 
 def quantize_to_int8(model: nn.Module) -> nn.Module:
-    """A copy of a model in float32 and eval mode: weights int8, with a scale for each output; activations are rounded
-    to int8 sample by sample. Convolutions, biases and norms stay as they are."""
+    """Return a copy of a model (float32, eval mode) with int8 linear layers, by post-training quantization.
+
+    Weights [out, in] have one scale an output; activations are quantized dynamically, sample by sample. Convolutions,
+    biases and norms stay in float32. Method: Jacob et al. 2017, arXiv 1712.05877.
+    """
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     found = copy.deepcopy(model)

@@ -1,7 +1,7 @@
-"""The trained model of a run, in files that need nothing of this project: model.safetensors, and model.json beside it.
+"""The trained model of a run, in two files that need nothing of this project: model.safetensors and model.json.
 
-model.safetensors holds parameters and buffers under the names of the whole model, whatever stages, shards and replicas
-it was trained in. model.json says how to build that model, how its inputs are normalised, and how it scored.
+model.safetensors holds parameters and buffers under the names of the unsplit model, whatever stages, shards and
+replicas it was trained in. model.json holds what builds that model, the normalisation of its inputs, and its scores.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NEEDED = {"class", "arguments", "step", "shape", "dtype", "precision", "channels
 
 
 def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | None, facts: Mapping[str, Any]) -> None:
-    """Write both files, each whole or not at all. Raises OSError.
+    """Write both files, each atomically. Raises OSError.
 
-    Of a model with a recipe only what the built model has is written: no masks, no state of hooks.
+    Of a model with a recipe, only the tensors of the built model are written: no masks, no state of hooks.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -42,9 +42,9 @@ def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | No
     try:
         try:
             save_file(tensors, draft, metadata={"format": "pt"})
-        except SafetensorError as error:  # as it tells of a full disk
+        except SafetensorError as error:  # such as a full disk
             raise OSError(str(error)) from None
-        draft.chmod(folder.path.stat().st_mode & 0o666)  # the library writes for the owner alone
+        draft.chmod(folder.path.stat().st_mode & 0o666)  # the library gives access to the owner only
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
         own = {"format": FORMAT, "sha256": hash_file(draft)} | (recipe or {"class": None, "arguments": None})
@@ -55,7 +55,7 @@ def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | No
 
 
 def read_model(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The facts and the tensors of a run's model. Raises UserError."""
+    """Return model.json and the tensors of a run's model. Raises UserError if they are missing or damaged."""
     file, facts = folder.path / MODEL, read_json(folder.path / MODEL_FACTS)
     if not file.is_file() and not facts:
         if folder.result.get("state") != "finished":
@@ -73,7 +73,7 @@ def read_model(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises UserError."""
+    """Return the tensors of a safetensors file. Raises UserError."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -84,7 +84,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
-    """The model that a recipe describes, untrained. Raises UserError for a recipe of no known model."""
+    """Build the model that a recipe describes, untrained. Raises UserError for an unknown model."""
     kind, arguments = networks.KINDS.get(str(recipe.get("class"))), recipe.get("arguments")
     if kind is None or not isinstance(arguments, dict):
         raise UserError(
@@ -99,7 +99,7 @@ def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -
 
 
 def load_model(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
-    """The facts and the trained model of a run, in eval mode and its dtype. Raises UserError."""
+    """Return model.json and the trained model of a run, in eval mode and in its dtype. Raises UserError."""
     facts, state = read_model(folder)
     model = build_model(facts, torch.device("meta"))
     try:
@@ -111,13 +111,13 @@ def load_model(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
     return facts, model.eval().requires_grad_(False)
 
 
-# ---- weights to begin with
+# ---- initial weights
 
 
 def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
-    """The state dict that `weights=` names: of a run, a checkpoint folder, a safetensors file or one of torch.save.
+    """Return the state dict that `weights=` names: a run, a checkpoint folder, or a file of safetensors or torch.save.
 
-    Raises UserError.
+    Raises UserError if there is none or it cannot be read.
     """
     path = find_weights(text, runs)
     if (path / "config.yaml").is_file():
@@ -128,7 +128,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
         return read_safetensors(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # noqa: BLE001 (torch raises many kinds, and advises to read what could run anything)
+    except Exception:  # noqa: BLE001 (torch raises many kinds, and advises an unsafe load)
         raise UserError(
             f"weights={text}: not a file that torch.save wrote of tensors alone; name a state dict"
         ) from None
@@ -138,7 +138,10 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
 
 
 def find_weights(text: str, runs: Path) -> Path:
-    """The file or folder that `weights=` names; a run may be named by its id or its last four characters."""
+    """Return the file or folder that `weights=` names; a run's id or its last four characters will do.
+
+    Raises UserError.
+    """
     name = Path(text).name  # a job's settings hold absolute paths
     for path in (Path(text), runs / name, *runs.glob(f"*-{name}" if len(name) == 4 and name.isalnum() else "\0")):
         if path.exists():
@@ -149,11 +152,14 @@ def find_weights(text: str, runs: Path) -> Path:
 
 
 def read_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
-    """The model in a checkpoint folder, such as runs/<id>/attempts/0001/checkpoints/step-00000100."""
+    """Return the model in a checkpoint folder, such as runs/<id>/attempts/0001/checkpoints/step-00000100.
+
+    Raises UserError.
+    """
     try:
-        place = path.absolute()
+        path = path.absolute()
         snapshot = CheckpointPath(
-            Folder(place.parents[3], int(place.parents[1].name)), int(place.name.removeprefix("step-"))
+            Folder(path.parents[3], int(path.parents[1].name)), int(path.name.removeprefix("step-"))
         )
         return checkpointer.read_full_model(snapshot)
     except (ValueError, IndexError):

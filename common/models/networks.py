@@ -1,6 +1,7 @@
-"""The models. Each is a `nn.Sequential` of named layers, so that any of them can be cut into stages.
+"""The networks. Each is an `nn.Sequential` of named layers, so that each can be split into pipeline stages.
 
-Images are [N, H, W] (grey) or [N, C, H, W]; a shape is that of one image, without N.
+All take images [N, H, W] (grey) or [N, C, H, W] and return logits [N, classes]; `shape` is that of one image, without
+N. `recipe` is what builds the network again.
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ from torch import Tensor, nn
 from common.checkpoint.state_dicts import strip_wrapper_prefix
 from common.core.errors import UserError
 
-Recipe = dict[str, Any]  # "class" and "arguments": what builds a model again
+Recipe = dict[str, Any]  # "class" and "arguments" of the constructor
 
 
 def make_recipe(kind: str, **arguments: Any) -> Recipe:
-    """What builds a model again, in types that JSON knows."""
+    """Return a network's class and constructor arguments as plain JSON types."""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
     return {"class": kind, "arguments": plain}
 
 
 class LinearReLU(nn.Linear):
-    """A linear layer with its ReLU: one unit that no cut can part."""
+    """A linear layer with its ReLU as one layer, [N, in] -> [N, out], so that no stage boundary separates them."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
 class FlatLinearReLU(LinearReLU):
-    """A linear layer with its ReLU that takes images [N, H, W] or [N, C, H, W] as vectors."""
+    """A linear layer with its ReLU that flattens its input [N, ...] first."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.flatten(1))
 
 
 class SimpleNN(nn.Sequential):
-    """The 784-128-64-10 network for MNIST; with `width` and `depth`, a wider and deeper one.
+    """The 784-128-64-10 network for MNIST, or with `width` and `depth` a wider and deeper one.
 
-    `depth` hidden layers have `width` units each, but the last one has half as many. Layers are
-    named fc1, fc2, ... Takes images [N, 28, 28], gives logits [N, 10].
+    Each of `depth` hidden layers has `width` units, the last one half as many. Layers are named fc1, fc2, ...
+    Images [N, 28, 28] to logits [N, 10].
     """
 
     def __init__(self, width: int = 128, depth: int = 2) -> None:
@@ -62,7 +63,7 @@ class SimpleNN(nn.Sequential):
 
 
 class Toy(nn.Sequential):
-    """Two linear layers with 10 units between them: 10-10-5 for vectors of 10 numbers and 5 classes; any shape fits."""
+    """Two linear layers with 10 units between them, for inputs of any shape; 10-10-5 for the set `vectors`."""
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         first, last = FlatLinearReLU(math.prod(shape), 10), nn.Linear(10, classes)
@@ -71,11 +72,12 @@ class Toy(nn.Sequential):
 
 
 def count_channels(shape: Sequence[int]) -> int:
+    """Return C of one image's shape [C, H, W]; 1 for [H, W]."""
     return shape[0] if len(shape) == 3 else 1
 
 
 class ImageConv2d(nn.Conv2d):
-    """A convolution that takes grey images [N, H, W] too."""
+    """A convolution that also takes grey images [N, H, W], as [N, 1, H, W]."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input if input.dim() == 4 else input.unsqueeze(1))
@@ -89,7 +91,7 @@ class ConvReLU(ImageConv2d):
 
 
 class ConvNet(nn.Sequential):
-    """Two 3x3 convolutions of 32 and 64 channels, average pooling, 100 units, and the classes."""
+    """Two 3x3 convolutions of 32 and 64 channels, 2x2 average pooling, a layer of 100 units, and the classes."""
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -103,7 +105,7 @@ class ConvNet(nn.Sequential):
 
 
 class LeNet300(nn.Sequential):
-    """LeNet-300-100 (LeCun et al. 1998), for images of 28x28 pixels: 266,610 parameters."""
+    """LeNet-300-100 (LeCun et al. 1998), for images [N, 28, 28]: 266,610 parameters."""
 
     def __init__(self) -> None:
         first, second, last = FlatLinearReLU(28 * 28, 300), LinearReLU(300, 100), nn.Linear(100, 10)
@@ -112,8 +114,10 @@ class LeNet300(nn.Sequential):
 
 
 class LeNet5(nn.Sequential):
-    """LeNet-5 as pruning papers know it, that of Caffe: 5x5 convolutions of 20 and 50 channels, each with its pooling,
-    and 500 units. 431,080 parameters for images of 28x28 pixels and 10 classes."""
+    """LeNet-5 as pruning papers use it, Caffe's variant: 431,080 parameters for 28x28 pixels and 10 classes.
+
+    5x5 convolutions of 20 and 50 channels, each with 2x2 max pooling, a layer of 500 units, and the classes.
+    """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -127,21 +131,21 @@ class LeNet5(nn.Sequential):
 
 @torch.no_grad()
 def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
-    """The numbers that come out of the layers for one image: computed, not guessed."""
+    """Return the number of outputs of the layers for one image, by a forward of zeros [1, *shape]."""
     return layers(torch.zeros(1, *shape)).numel()
 
 
 def make_shortcut(before: int, after: int, stride: int) -> nn.Module:
-    """What stands beside a block's convolutions: nothing, or a 1x1 convolution where the sizes differ."""
+    """Return a residual block's shortcut: the identity, or a 1x1 convolution where channels or sizes differ."""
     if stride == 1 and before == after:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
 
 
 class BasicBlock(nn.Module):
-    """ResNet's basic block: two 3x3 convolutions beside a shortcut."""
+    """ResNet's basic block: two 3x3 convolutions and a shortcut."""
 
-    grows = 1
+    expansion = 1
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -157,12 +161,12 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """ResNet's block for deep networks: 1x1, 3x3 and 1x1 convolutions, the last four times as wide.
+    """ResNet's bottleneck block: 1x1, 3x3 and 1x1 convolutions, the last one four times as wide, and a shortcut.
 
-    As in torchvision, the stride is that of the 3x3 convolution (ResNet v1.5).
+    As in torchvision, the stride is in the 3x3 convolution (ResNet v1.5).
     """
 
-    grows = 4
+    expansion = 4
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -185,15 +189,16 @@ RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
     "resnet101": (Bottleneck, (3, 4, 23, 3)),
 }
-LARGE = 64  # pixels from which on a ResNet begins as for ImageNet
+LARGE = 64  # least pixels for ImageNet's stem
 OTHER_STEM = f"images from {LARGE} pixels on have ImageNet's stem of 7x7, smaller ones one of 3x3: set data.image_size"
 
 
 class ResNet(nn.Sequential):
-    """A ResNet (He et al. 2015, arXiv 1512.03385), a layer a block: layer1_0, layer1_1, ...
+    """A ResNet (He et al. 2015, arXiv 1512.03385) with one layer a block: layer1_0, layer1_1, ...
 
-    Images of less than 64 pixels get the CIFAR stem, a 3x3 convolution and no pooling; larger ones ImageNet's,
-    a 7x7 convolution with stride 2 and a pooling. `width` are the channels of the first group of blocks.
+    Images of less than 64 pixels get the CIFAR stem, a 3x3 convolution without pooling; larger ones ImageNet's, a 7x7
+    convolution with stride 2 and max pooling; `large` overrides this. `width` is the number of channels of the first
+    group of blocks.
     """
 
     def __init__(
@@ -213,7 +218,7 @@ class ResNet(nn.Sequential):
             for number in range(depth):
                 stride = 2 if group and not number else 1
                 layers[f"layer{group + 1}_{number}"] = kind(before, width << group, stride)
-                before = (width << group) * kind.grows
+                before = (width << group) * kind.expansion
         layers["pool"] = nn.AdaptiveAvgPool2d(1)
         layers["flatten"] = nn.Flatten()
         layers["fc"] = nn.Linear(before, classes)
@@ -225,14 +230,14 @@ class ResNet(nn.Sequential):
 
 
 class ResNet18(ResNet):
-    """ResNet-18 with the CIFAR stem, whatever the size of the images."""
+    """ResNet-18 with the CIFAR stem for images of any size."""
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         super().__init__("resnet18", shape, classes, large=False)
 
 
 def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
-    """The model of that name for images of one shape."""
+    """Build the network of that name for images of one shape ([H, W] or [C, H, W])."""
     if name in ("lenet300", "mlp"):
         return LeNet300() if name == "lenet300" else SimpleNN()
     kinds = {"lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}
@@ -245,15 +250,15 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 
 
 def convert_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict under our names: torchvision's layer1.0 is our layer1_0, and DDP puts module. before each name."""
+    """Return a state dict under our names: torchvision's layer1.0 is layer1_0 here, and DDP's module. is removed."""
     plain = strip_wrapper_prefix(state)
     return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): value for name, value in plain.items()}
 
 
 def load_weights(model: nn.Module, found: Mapping[str, Tensor], file: str) -> None:
-    """Copy the state dict of a file into a model. Raises UserError, naming what does not fit.
+    """Copy the state dict of a file into a model. Raises UserError, naming the tensor that does not fit.
 
-    Old files do not tell how many batches BatchNorm has seen: there the model's own count stays.
+    Old files lack BatchNorm's num_batches_tracked: the model's own value stays.
     """
     own = model.state_dict()
     state = {name: value for name, value in own.items() if name.endswith(".num_batches_tracked")} | convert_names(found)

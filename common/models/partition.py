@@ -1,7 +1,6 @@
-"""Cutting a sequential model into stages, and joining the stages again.
+"""Partition of a sequential model into stages of about equal cost.
 
-A stage keeps the names of its layers: the state dicts of all stages, put together, are the state
-dict of the model, and the other way round.
+A stage keeps the names of its layers: the union of all stages' state dicts is the state dict of the model.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from common.measure.timing import time_calls
 
 
 def starts_in_place(stage: nn.Module) -> bool:
-    """Whether a stage's first layer writes into its input, which autograd allows on a copy only."""
+    """Return whether a stage's first layer overwrites its input, which autograd allows on a copy only."""
     first = next((module for module in stage.modules() if not any(module.children())), None)
     return bool(getattr(first, "inplace", False))
 
 
 def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
-    """The stages of a model; `starts` names the layers that begin a new stage, in order.
+    """Split a model into stages; `starts` names the layers that begin a new stage, in order.
 
-    The stages share the model's layers (no copy). Raises ValueError for a name that is not a layer,
-    is the first one, or is out of order.
+    The stages share the model's layers (no copy). Raises ValueError for a name that is not a layer, is the first one,
+    or is out of order.
     """
     layers = list(model.named_children())
     names = [name for name, _ in layers]
@@ -42,14 +41,16 @@ def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Se
 
 
 def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
-    """Where to cut so that the costliest stage is as cheap as can be: the layers that begin a new stage.
+    """Return the layers that begin a new stage, so that the costliest stage is as cheap as possible.
 
-    `costs` gives the cost of each layer in order. Raises ValueError for more stages than layers.
+    `costs` holds the cost of each layer in order, in any unit. Exact, by dynamic programming over the linear partition
+    problem, as PipeDream does it for stages on equal devices (Narayanan et al. 2019; arXiv 1806.03377, section 3.1).
+    Raises ValueError for more stages than layers.
     """
     names, values = list(costs), list(costs.values())
     if stages > len(names):
         raise ValueError(f"stages={stages} exceeds the {len(names)} layers of the model")
-    # best[n] = (cost of the costliest stage, where the stages begin) for the layers from 0 to n
+    # best[n] = (cost of the costliest stage, first layers of the stages) for layers 0 to n - 1
     best = {n: (sum(values[:n]), [0]) for n in range(1, len(names) + 1)}
     for count in range(2, stages + 1):
         best = {
@@ -60,19 +61,19 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
 
 
 def count_parameters(model: nn.Sequential) -> dict[str, float]:
-    """Parameters of each layer."""
+    """Return the number of parameters of each layer, as a cost for `balance_stages`."""
     return {name: float(sum(p.numel() for p in layer.parameters())) for name, layer in model.named_children()}
 
 
 def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
-    """Seconds of each layer for forward and backward on `x`, the median of `repeats`, after one that warms up.
+    """Return the seconds of forward and backward of each layer for the input x [N, ...], medians of `repeats`.
 
-    As in training nobody asks for the gradient of `x` itself. One copied layer at a time is on the device of `x`: a
-    model that fits on none of them can be measured, too, and the model itself stays as it is.
+    As in training, no gradient of `x` itself is computed. One copied layer at a time is on the device of `x`: this
+    also measures a model that fits on no single device, and leaves the model unchanged.
     """
     costs: dict[str, float] = {}
     for number, (name, layer) in enumerate(model.named_children()):
-        twin = copy.deepcopy(layer).to(x.device).train()  # BatchNorm counts what it sees
+        twin = copy.deepcopy(layer).to(x.device).train()  # a copy: BatchNorm updates its statistics
         x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
         step = LayerStep(twin, x)
         costs[name] = median(time_calls(step, x.device, repeats, prepare=step.prepare))

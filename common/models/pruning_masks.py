@@ -1,7 +1,9 @@
-"""Which weights are zero: choosing exactly as many as asked, and masks that keep them so.
+"""Pruning masks: selecting exactly as many weights as asked by their scores, and keeping pruned weights at zero.
 
-A mask is true where a weight lives. Scores are never negative; what is pruned already has the score -1, so that it is
-chosen first and stays pruned. All functions take one tensor a layer, [out, in, ...].
+A mask is bool, true where a weight is kept. Scores are not negative, such as a weight's magnitude (Han et al. 2015,
+arXiv 1506.02626) or its first-order Taylor importance (Molchanov et al. 2019, arXiv 1906.10771); a weight that is
+pruned already has PRUNED_SCORE, so that it is selected first and stays pruned. Scores and masks are lists with one
+tensor a layer, of the shape of its weight: [out, in] or [out, in, kernel, kernel].
 """
 
 from __future__ import annotations
@@ -16,29 +18,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-SAMPLE = 1 << 16  # numbers that tell roughly where a rank lies among many more
+SAMPLE = 1 << 16  # values that bound where the k-th smallest of many more lies
 PRUNED_SCORE = -1.0  # the score of a weight that is pruned already
 
 
-# ---- exactly so many
+# ---- selection of exactly k weights
 
 
 def count_nonzero(chosen: Tensor) -> int:
-    """How many are true, or not zero: a twentieth of the time of `sum`, which makes them numbers first."""
+    """Return the number of elements that are true or not zero; 20 times as fast as `sum` of a bool tensor."""
     return int(chosen.count_nonzero())
 
 
 def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
-    """The k-th smallest of all n values in the parts, 1 <= k <= n, exactly.
+    """Return the k-th smallest of all n values in the parts (any shapes), 1 <= k <= n, exactly, as a 0-d tensor.
 
-    Of many, a sample tells between which two it must lie: then one look at all counts those below, and only the few
-    between are sorted. Where the sample misleads, all are.
+    For many values, a sorted sample gives two bounds; one pass counts the values below them, and only those between
+    are sorted. If the bounds fail, all values are sorted.
     """
     flat, total = [part.flatten() for part in parts], sum(part.numel() for part in parts)
     if total <= 16 * SAMPLE:
         return torch.cat(flat).kthvalue(k).values
     sample = torch.cat([part[:: total // SAMPLE] for part in flat]).sort().values
-    middle, margin = k * len(sample) // total, 2 * math.isqrt(len(sample))  # four deviations
+    middle, margin = k * len(sample) // total, 2 * math.isqrt(len(sample))  # four standard deviations
     low, high = sample[max(0, middle - margin)], sample[min(len(sample) - 1, middle + margin)]
     below, near = 0, []
     for part in flat:
@@ -52,7 +54,7 @@ def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
 
 
 def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
-    """True for exactly `number` of the lowest scores in all parts; among equal ones the earlier are taken."""
+    """Return bool tensors, true for exactly the `number` lowest scores of all parts; of equal ones, the first."""
     if number <= 0:
         return [torch.zeros_like(part, dtype=torch.bool) for part in parts]
     limit = find_kth_smallest(parts, min(number, sum(part.numel() for part in parts)))
@@ -67,52 +69,59 @@ def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
 
 
 def prune_globally(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """Masks without the lowest scores of all layers together."""
-    gone = select_lowest(scores, round(sparsity * sum(score.numel() for score in scores)))
-    return [mask.logical_not_() for mask in gone]
+    """Return masks that drop the fraction `sparsity` with the lowest scores of all layers together."""
+    dropped = select_lowest(scores, round(sparsity * sum(score.numel() for score in scores)))
+    return [mask.logical_not_() for mask in dropped]
 
 
 def prune_layers(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
-    """Masks without the lowest scores of each layer, at its own sparsity; exactly as many as all together make."""
-    wanted = [share * score.numel() for score, share in zip(scores, sparsity, strict=True)]
+    """Return masks that drop each layer's lowest scores at its own sparsity; the total is rounded only once."""
+    wanted = [fraction * score.numel() for score, fraction in zip(scores, sparsity, strict=True)]
     counts = [math.floor(number) for number in wanted]
-    by_rest = sorted(range(len(counts)), key=lambda i: counts[i] - wanted[i])  # those that lost most by the floor
-    for i in by_rest[: round(sum(wanted)) - sum(counts)]:
+    by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - wanted[i])
+    for i in by_remainder[: round(sum(wanted)) - sum(counts)]:
         counts[i] += 1
     return [~select_lowest([score], number)[0] for score, number in zip(scores, counts, strict=True)]
 
 
 def prune_channels(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """Masks without the least channels or units of each layer, by the length of their scores; the last layer, whose
-    units are the classes, stays whole, and of every layer at least one channel."""
+    """Return masks that drop whole output channels (or units) of each layer, those with the lowest L2 norm of scores.
+
+    The last layer, whose units are the classes, is not pruned, and each layer keeps at least one channel.
+    """
     masks = []
     for score in scores[:-1]:
         rows = score.flatten(1)
-        worth = rows.clamp(min=0).norm(dim=1).masked_fill((rows < 0).all(1), PRUNED_SCORE)
-        gone = select_lowest([worth], min(round(sparsity * len(worth)), len(worth) - 1))[0]
-        masks.append((~gone).view(-1, *[1] * (score.dim() - 1)).expand_as(score))
+        norms = rows.clamp(min=0).norm(dim=1).masked_fill((rows < 0).all(1), PRUNED_SCORE)
+        dropped = select_lowest([norms], min(round(sparsity * len(norms)), len(norms) - 1))[0]
+        masks.append((~dropped).view(-1, *[1] * (score.dim() - 1)).expand_as(score))
     return [*masks, torch.ones_like(scores[-1], dtype=torch.bool)]
 
 
 def prune_groups(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tensor]:
-    """Masks without the lowest of each `size` scores in a row of [out, rest]: as many as fit into the sparsity.
+    """Return N:M masks: each group of `size` neighbours in a row of [out, rest] loses its lowest scores.
 
-    What is left of a row that is no multiple of `size` stays.
+    2:4 is `size` = 4 at a sparsity of 0.5 (Mishra et al. 2021, arXiv 2104.08378). Each group loses as many as fit into
+    the sparsity; the end of a row that fills no group is kept.
     """
-    gone, masks = math.floor(sparsity * size + 1e-3), []  # thirds are written with few digits
+    dropped, masks = math.floor(sparsity * size + 1e-3), []  # 1e-3: thirds are written with few digits
     for score in scores:
         mask = torch.ones_like(score, dtype=torch.bool)
         rows, end = mask.view(len(score), -1), score[0].numel() // size * size
         order = score.flatten(1)[:, :end].reshape(len(score), -1, size).argsort(dim=2, stable=True)
-        groups = torch.ones_like(order, dtype=torch.bool).scatter_(2, order[..., :gone], False)
+        groups = torch.ones_like(order, dtype=torch.bool).scatter_(2, order[..., :dropped], False)
         rows[:, :end] = groups.flatten(1)
         masks.append(mask)
     return masks
 
 
 def allocate_erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[float]:
-    """The sparsity of each layer in RigL's distribution ERK: its density goes as the sum of its sides over their
-    product, so that small layers stay denser; a layer that would be more than dense is dense."""
+    """Return the sparsity of each layer under the Erdos-Renyi-Kernel distribution (RigL, arXiv 1911.11134).
+
+    A layer's density is proportional to the sum of its dimensions over their product, so that small layers stay
+    denser; a layer whose density would exceed 1 is dense. `shapes` are those of the weights, `sparsity` the overall
+    fraction of zeros.
+    """
     budget = (1 - sparsity) * sum(shape.numel() for shape in shapes)
     dense: set[int] = set()
     while True:
@@ -131,8 +140,8 @@ def allocate_erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[
 class Masks:
     """The masks of a model's linear and convolutional weights; biases and norms are never pruned.
 
-    They are buffers of the layers, `weight_mask`, bool: so they travel into checkpoints and back with the model. To
-    multiply with them they are kept as numbers, too, which takes a tenth of the time; `refresh` makes these anew.
+    They are bool buffers of the layers, `weight_mask`, and so part of checkpoints. `factors` holds them as numbers of
+    the weights' type, too: multiplying by those takes a tenth of the time. Call `refresh` after changing a buffer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,42 +156,44 @@ class Masks:
 
     @property
     def kept(self) -> list[Tensor]:
+        """The masks themselves, one a layer: bool, true where a weight is kept."""
         return [layer.get_buffer("weight_mask") for layer in self.layers.values()]
 
     @torch.no_grad()
-    def set(self, masks: Sequence[Tensor]) -> None:
+    def assign(self, masks: Sequence[Tensor]) -> None:
+        """Replace all masks; the weights change at the next `apply`."""
         for own, mask in zip(self.kept, masks, strict=True):
             own.copy_(mask)
         self.refresh()
 
     def refresh(self) -> None:
-        """After the buffers were changed, as by a checkpoint."""
+        """Recompute the factors and the sparsity from the buffers, as after loading a checkpoint."""
         for factor, mask in zip(self.factors, self.kept, strict=True):
             factor.copy_(mask)
         self.sparsity = 1 - sum(map(count_nonzero, self.kept)) / self.total
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Make pruned weights exactly zero."""
+        """Set pruned weights to exactly zero."""
         torch._foreach_mul_(self.weights, self.factors)
 
     @torch.no_grad()
-    def apply_to_memory(self, optimizer: Optimizer) -> None:
-        """Let the optimizer forget pruned weights: one that comes back starts without momentum."""
+    def apply_to_state(self, optimizer: Optimizer) -> None:
+        """Set the optimizer's state of pruned weights to zero: a weight that grows back starts without momentum."""
         for weight, factor in zip(self.weights, self.factors, strict=True):
             for value in optimizer.state[weight].values():
                 if isinstance(value, Tensor) and value.shape == weight.shape:
                     value.mul_(factor)
 
     def digest(self) -> str:
-        """A hash of all masks, the same for the same masks on whatever device."""
+        """Return the SHA-256 of all masks, independent of the device."""
         found = hashlib.sha256()
         for name, mask in zip(self.layers, self.kept, strict=True):
             found.update(name.encode() + np.packbits(mask.cpu().numpy()).tobytes())
         return found.hexdigest()
 
-    def agree(self) -> str:
-        """The hash, if all processes have the same. All processes call it. Raises RuntimeError where they differ."""
+    def assert_equal(self) -> str:
+        """Return the hash of the masks. All ranks call it. Raises RuntimeError if their masks differ."""
         found: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(found, self.digest())
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]

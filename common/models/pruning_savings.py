@@ -1,6 +1,6 @@
-"""What a pruned model saves: bytes of its file, time of its forward.
+"""What a pruned model saves: bytes of its file, and time of its forward.
 
-torch has sparse kernels for linear layers only: those of a model are computed in CSR, convolutions stay dense.
+torch has sparse kernels for linear layers only: these are computed in CSR, convolutions stay dense.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from common.models import exporting
 from common.models import int8 as quantise
 from common.models.networks import LinearReLU
 
-ROUNDS, TURN = 9, 4e-3  # of timing: turns of each side, and seconds that one takes at least
+ROUNDS, TURN = 9, 4e-3  # of timing: turns of each side, and the least seconds of a turn
 
 
 def strip_masks(model: nn.Module) -> nn.Module:
-    """A copy in float32 and eval mode, without masks and gradients."""
+    """Return a copy in float32 and eval mode, without masks and gradients."""
     found = copy.deepcopy(model).float().eval().requires_grad_(False)
     for module in found.modules():
         module._buffers.pop("weight_mask", None)
     for parameter in found.parameters():
         parameter.grad = None
-        parameter.add_(0.0)  # a mask makes -0.0 of what is negative: signs by chance, which compress badly
+        parameter.add_(0.0)  # turns the -0.0 of masked negative weights into 0.0: random signs compress badly
     return found
 
 
@@ -43,24 +43,24 @@ def strip_masks(model: nn.Module) -> nn.Module:
 
 
 def measure_file_size(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the model's file as torch.save writes it, and compressed by zlib."""
+    """Return the bytes of the model's file as torch.save writes it, and of the same compressed by zlib."""
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # CSR is said to be in beta
+        warnings.simplefilter("ignore", UserWarning)  # that CSR is in beta
         torch.save(model.state_dict(), file)
     return file.tell(), len(zlib.compress(file.getvalue()))
 
 
 class CsrLinear(nn.Module):
-    """A linear layer, with the flattening and the ReLU that ours may have, of the weights that are not zero.
+    """A linear layer whose weight [out, in] is stored in CSR; keeps the flattening and the ReLU of our layers.
 
-    The matrix stands on the left: five times as fast as giving it to F.linear, which puts it on the right.
+    Computes (weight @ x.T).T: five times as fast as F.linear, which multiplies by the sparse matrix from the right.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         rows = layer.weight.detach().to_sparse_csr()
-        parts = rows.crow_indices().int(), rows.col_indices().int(), rows.values()  # what MKL takes
+        parts = rows.crow_indices().int(), rows.col_indices().int(), rows.values()  # MKL's kernels take int32
         self.register_buffer("weight", torch.sparse_csr_tensor(*parts, size=rows.shape))
         self.bias = layer.bias
         self.relu = isinstance(layer, LinearReLU)
@@ -71,10 +71,10 @@ class CsrLinear(nn.Module):
 
 
 def convert_to_csr(model: nn.Module) -> nn.Module:
-    """A copy of a bare model whose linear layers keep the weights that are not zero, and where they stand."""
+    """Return a copy of a model without masks whose linear layers are stored and computed in CSR."""
     found = copy.deepcopy(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # CSR is said to be in beta
+        warnings.simplefilter("ignore", UserWarning)  # that CSR is in beta
         for name, layer in list(found.named_modules()):
             if isinstance(layer, nn.Linear):
                 found.set_submodule(name, CsrLinear(layer))
@@ -82,13 +82,16 @@ def convert_to_csr(model: nn.Module) -> nn.Module:
 
 
 def is_two_of_four(weight: Tensor) -> bool:
-    """Whether at most two of each four weights that follow each other in a row are not zero."""
+    """Return whether a weight [out, in] is 2:4: at most two of each four neighbours in a row are not zero."""
     return weight.size(1) % 4 == 0 and bool((weight.unflatten(1, (-1, 4)).count_nonzero(2) <= 2).all())
 
 
 def convert_to_two_of_four(model: nn.Module) -> nn.Module:
-    """A copy of a bare model in float16 whose linear layers run on the sparse tensor cores of an NVIDIA GPU (Ampere
-    and newer): those that are 2:4 and have a shape that these take. The others stay dense."""
+    """Return a float16 copy whose 2:4 linear layers run on the sparse tensor cores of an NVIDIA GPU (Ampere, newer).
+
+    Layers that are not 2:4, or of a shape that the kernels refuse, stay dense. 2:4: Mishra et al. 2021, arXiv
+    2104.08378.
+    """
     from torch.sparse import to_sparse_semi_structured
 
     found = copy.deepcopy(model).half()
@@ -103,7 +106,7 @@ def convert_to_two_of_four(model: nn.Module) -> nn.Module:
 
 
 def time_in_turns(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
-    """Seconds of one call of each side: they take turns, and the median counts. Slow ones take fewer turns."""
+    """Return the median seconds of one call of each side; the sides take turns. Slow sides take fewer turns."""
 
     def turn(side: Callable[[], Tensor], count: int) -> float:
         def repeat() -> None:
@@ -125,8 +128,10 @@ def time_in_turns(sides: Mapping[str, Callable[[], Tensor]], device: torch.devic
 
 
 def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Seconds of a bare model's forward: dense in float32 and bf16, and with linear layers in CSR; on a GPU that has
-    sparse tensor cores also in float16, dense and with linear layers 2:4."""
+    """Return the seconds of a forward on x [N, ...]: dense in float32 and bf16, and with linear layers in CSR.
+
+    On a GPU with sparse tensor cores also in float16, dense and with 2:4 linear layers. `model` has no masks.
+    """
     brain, low, sparse = copy.deepcopy(model).bfloat16(), x.bfloat16(), convert_to_csr(model)
     sides = {"fp32": lambda: model(x), "bf16": lambda: brain(low), "csr": lambda: sparse(x)}
     if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0):
@@ -135,7 +140,7 @@ def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
     return time_in_turns(sides, x.device)
 
 
-# ---- all of it, as numbers and in words
+# ---- all savings, as numbers and as text
 
 MEASURED = {  # which of the numbers each run measures anew
     *(f"{name}_seconds" for name in ("fp32", "bf16", "csr", "fp16", "two_of_four")),
@@ -146,8 +151,11 @@ MEASURED = {  # which of the numbers each run measures anew
 def measure_savings(
     model: nn.Module, x: Tensor, accuracy: Callable[[nn.Module], float] | None, path: Path, exports: bool
 ) -> dict[str, Any]:
-    """For the result: bytes and seconds of a trained model for the samples x; with `accuracy`, which measures it, of
-    int8, too; if it `exports`, the file at `path`, and by how much its outputs differ in another process."""
+    """Return, for result.json, the bytes of a trained model and its seconds on the samples x [N, ...].
+
+    With `accuracy`, which returns a model's accuracy, also those of its int8 copy. If it `exports`, also the file
+    written to `path`, and the largest difference of its outputs in another process.
+    """
     model = strip_masks(model)
     raw, squeezed = measure_file_size(model)
     facts: dict[str, Any] = {
@@ -164,7 +172,7 @@ def measure_savings(
 
 
 def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
-    """The file, and by how much its outputs differ elsewhere; or why there is none: that costs a run no result."""
+    """Export a model and compare its outputs in a new process; a failure is reported and does not fail the run."""
     try:
         with torch.no_grad():
             expected = model(x).cpu()
@@ -176,7 +184,7 @@ def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any
 
 
 def format_rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
-    """For the table of one run."""
+    """Return the rows of a run's final table; `facts` as `measure_savings` returns them."""
     csr, fp32, bf16 = (facts[f"{name}_seconds"] for name in ("csr", "fp32", "bf16"))
 
     def against(dense: float) -> str:

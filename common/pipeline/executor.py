@@ -1,4 +1,4 @@
-"""The executor: plays one process's list of actions, with messages that overlap computing."""
+"""The built-in engine: executes one rank's actions of a schedule, with messages that overlap computation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Marks = list[tuple[Action, Stamp, Stamp]]
 
 @torch.no_grad()
 def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
-    """The shape of one sample behind each stage.
+    """Return the shape of one sample after each stage, without N; `sample` is that of one input.
 
-    Found by sending one through, in eval mode, so that BatchNorm does not count it. (The meta device would
-    compute nothing, but takes a second to import.)
+    Sends a sample of zeros through the stages in eval mode, so that BatchNorm's statistics stay. (The meta device
+    would compute nothing, but takes a second to import.)
     """
     shapes, value = [], torch.zeros(1, *sample, dtype=dtype)
     for stage in stages:
@@ -38,11 +38,11 @@ def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dt
 
 
 class PipelineEngine:
-    """One process's stages of a model, trained by a schedule.
+    """One rank's stages of a model, trained by a schedule.
 
-    `stages` are all stages of the model; this process keeps and moves to its device those that
-    `local_stages` gives it. `loss` must be a mean over samples: a microbatch then counts by its share
-    of the batch, and gradients equal those of the whole batch. `sample` is the shape of one input.
+    `stages` are all stages of the model; the rank moves those that `local_stages` gives it to its device. `loss` must
+    be a mean over samples: divided by the number of microbatches, the gradients equal those of the whole batch.
+    `batch` is the number of samples in a step of this pipeline, `sample` the shape of one input without N.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class PipelineEngine:
         self.copied = {s for s in self.local if s and starts_in_place(self.local[s])}
         self.clock = DeviceClock(world.device)
         if len(set(world.hosts)) > 1:
-            dist.barrier(world.group)  # replicas may lie otherwise: not all of them have several hosts
-            self.clock.start_now()  # hosts count from their own start: the same moment becomes everybody's zero
+            dist.barrier(world.group)  # not the world's: other replicas may be on one host
+            self.clock.start_now()  # hosts have unrelated clocks: all count from the end of the barrier
         self.history: deque[Marks] = deque(maxlen=HISTORY)
         found = list_routes(self.plan, self.shapes, self.size)
         self.messages = Messages(world, found, dtype, self.microbatches, settings.transport)
@@ -80,10 +80,11 @@ class PipelineEngine:
 
     @property
     def module(self) -> nn.ModuleList:
-        """The local stages, for the optimizer."""
+        """The local stages, such as for the optimizer."""
         return nn.ModuleList(self.local.values())
 
     def train(self, mode: bool = True) -> None:
+        """Set the local stages to train or eval mode."""
         for stage in self.local.values():
             stage.train(mode)
 
@@ -92,19 +93,20 @@ class PipelineEngine:
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
         """Forward and backward of one batch; gradients are added to the parameters' `.grad`.
 
-        The process with the first stage passes inputs `x`, the one with the last stage targets `y`.
-        Returns the mean loss, not yet synchronised, on the process with the last stage, else None.
+        The rank with the first stage passes inputs x [batch, ...], the one with the last stage targets y [batch].
+        Returns the mean loss, a 0-d tensor that the device may still be computing, on the rank with the last stage,
+        else None. Raises TimeoutError if a message does not arrive in time.
         """
         self.clock.begin()
-        self.xs = self._pieces(x) if x is not None and self.has_first else ()
-        self.ys = self._pieces(y) if y is not None and self.has_last else ()
+        self.xs = self._split(x) if x is not None and self.has_first else ()
+        self.ys = self._split(y) if y is not None and self.has_last else ()
         self.total: Tensor | None = None
         marks: Marks = []
         stamp, messages, last = self.clock.stamp, self.messages, self.count - 1
         messages.begin()
         for action in self.plan[self.world.rank]:
             kind, stage, _ = action
-            # an end of the pipeline is given nothing: inputs and the loss are at hand
+            # the first forward and the last backward receive no message
             given = messages.take(action) if stage != (0 if kind == "F" else last) else None
             start = stamp()
             made = self._forward(action, given) if kind == "F" else self._backward(action, given)
@@ -115,8 +117,8 @@ class PipelineEngine:
         self.history.append(marks)
         return self.total
 
-    def _pieces(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """The microbatches of a batch. A whole batch stays as it is: a view of it makes each operation on it slower."""
+    def _split(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """Return the microbatches of a batch; a single one is the batch itself: operations on a view are slower."""
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 
     def _forward(self, action: Action, given: Tensor | None) -> Message | None:
@@ -134,7 +136,7 @@ class PipelineEngine:
     def _backward(self, action: Action, gradient: Tensor | None) -> Message | None:
         _, stage, m = action
         x, out = self.saved.pop((stage, m))
-        if out.requires_grad:  # not behind a first stage without parameters
+        if out.requires_grad:  # false after a first stage without parameters
             torch.autograd.backward(out, gradient)
         if stage == 0:
             return None
@@ -144,17 +146,17 @@ class PipelineEngine:
 
     @torch.no_grad()
     def predict(self, x: Tensor | None, count: int) -> Tensor | None:
-        """The model's output for `count` samples on the process with the last stage, else None.
+        """Return the model's output [count, ...] for inputs x on the rank with the last stage, else None.
 
-        All processes call it, and a collective after the last call: a stage sends its output and goes on to the
-        next batch while later stages work.
+        All ranks call it, and a collective after the last call: a stage sends its output and continues with the next
+        batch while later stages work.
         """
-        if not count:  # a replica's share of few samples
+        if not count:  # the shard of a replica may be empty
             return None
         network, apart = self.messages.network, self.world.size > 1
         value = x
         for stage, module in self.local.items():
-            here = Action("F", stage, self.microbatches)  # a number no training message has
+            here = Action("F", stage, self.microbatches)  # a number that no training message has
             if stage and apart:
                 value = torch.empty(count, *self.shapes[stage - 1], dtype=self.dtype, device=self.world.device)
                 network.receive(here, value).wait()
@@ -165,11 +167,11 @@ class PipelineEngine:
         return value if self.has_last else None
 
     def spans(self) -> list[list[Span]]:
-        """The kept steps of this process, oldest first, with times in seconds."""
+        """Return this rank's newest steps, oldest first, with times in seconds."""
         seconds = self.clock.seconds
         return [[Span(a, seconds(s), seconds(e)) for a, s, e in step] for step in self.history]
 
     @property
     def last_rank(self) -> int:
-        """The process with the last stage, of the first replica: it knows the loss."""
+        """The rank that holds the last stage in the first replica, and so the loss."""
         return (self.count - 1) % self.world.size

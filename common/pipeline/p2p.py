@@ -1,8 +1,7 @@
-"""What the processes of a pipeline send each other: through shared memory within a host, else through the network.
+"""Point-to-point messages of a pipeline: through shared memory within a host, else through the network.
 
-A message is named by the action that consumes it: the forward of a later stage gets an activation, the backward of
-an earlier one a gradient. Which messages there are, and in which order each process sends them, follows from the
-schedule.
+A message is named by the action that consumes it: the forward of a later stage gets an activation, the backward of an
+earlier one a gradient. The messages, and the order in which each rank sends them, follow from the schedule.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from common.pipeline.shared_memory import Route
 
 
 def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[Route]:
-    """All messages of a step in the order in which each sender sends them; those inside a process are none.
+    """Return all messages between ranks in a step, in the order in which each rank sends them.
 
-    `shapes` are those of one sample behind each stage, `size` is the number of samples in a microbatch.
+    `shapes` are those of one sample after each stage, `size` is the number of samples in a microbatch.
     """
     found = []
     for source, actions in enumerate(plan):
@@ -37,10 +36,10 @@ def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list
 
 
 class Messages:
-    """One process's messages of a step: `begin`, then `take` and `give` in the order of the schedule, then `end`.
+    """One rank's messages of a step: `begin`, then `take` and `give` in the order of the schedule, then `end`.
 
-    Those that come through the network are all asked for at the beginning, and sending is never waited for until the
-    end; so they travel beside the arithmetic.
+    All receives from the network are posted at the beginning, and sends are waited for at the end only: messages
+    overlap computation.
     """
 
     def __init__(self, world: World, found: Sequence[Route], dtype: torch.dtype, microbatches: int, how: str) -> None:
@@ -62,10 +61,11 @@ class Messages:
         self.inside: dict[Action, Tensor] = {}
 
     def begin(self) -> None:
+        """Post all receives of a step."""
         self.coming = {action: (self.network.receive(action, value), value) for action, value in self.buffers}
 
     def give(self, consumer: Action, value: Tensor) -> None:
-        """Send a tensor to the action that consumes it."""
+        """Send a tensor (activation or gradient of a microbatch) to the action that consumes it."""
         if consumer.stage % self.world.size == self.world.rank:
             self.inside[consumer] = value
         elif self.memory and consumer in self.near:
@@ -74,7 +74,7 @@ class Messages:
             self.network.send(consumer, value)
 
     def take(self, consumer: Action) -> Tensor:
-        """Wait for what an action consumes. It may be overwritten when the next step begins."""
+        """Wait for the tensor that an action consumes. It is valid until the next step begins."""
         if consumer in self.inside:
             return self.inside.pop(consumer)
         if self.memory and consumer in self.near:
@@ -84,11 +84,12 @@ class Messages:
         return value
 
     def end(self) -> None:
+        """Wait until all tensors of the step are sent."""
         self.network.finish(0)
 
 
 class Network:
-    """Point-to-point messages of torch.distributed: gloo tells them apart by tag, nccl only by their order."""
+    """Point-to-point messages of torch.distributed: gloo matches them by tag, nccl only by their order."""
 
     def __init__(self, world: World, microbatches: int) -> None:
         self.world, self.microbatches = world, microbatches
@@ -97,6 +98,7 @@ class Network:
         self._connect()
 
     def send(self, consumer: Action, value: Tensor) -> None:
+        """Begin to send a tensor to the action that consumes it."""
         value = value.contiguous()
         target = self.world.global_rank(consumer.stage % self.world.size)
         work = dist.isend(value, target, self.groups[self._channel(consumer)], self._tag(consumer))
@@ -104,7 +106,7 @@ class Network:
         self.sends.append((work, value))  # the tensor must live until it is sent
 
     def receive(self, consumer: Action, value: Tensor) -> dist.Work:
-        """Begin to receive what an action consumes."""
+        """Begin to receive the tensor that an action consumes, into `value`."""
         source = (consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1) % self.world.size
         work = dist.irecv(
             value, self.world.global_rank(source), self.groups[self._channel(consumer)], self._tag(consumer)
@@ -113,24 +115,24 @@ class Network:
         return work
 
     def finish(self, left: int) -> None:
-        """Wait until at most `left` tensors are still on their way."""
+        """Wait until at most `left` tensors are not sent yet."""
         while len(self.sends) > left:
             self.sends.pop(0)[0].wait()
 
     def _tag(self, consumer: Action) -> int:
-        """A number of its own for each message; a stage has one microbatch number more than it trains: evaluation's."""
+        """Return a unique tag of a message; each stage has one microbatch number more, for evaluation."""
         return (consumer.stage * (self.microbatches + 1) + consumer.microbatch) * 2 + (consumer.kind == "F")
 
     def _channel(self, consumer: Action) -> tuple[str, bool]:
-        """The direction of a message: its kind, and whether it goes from the last process to the first or back.
+        """Return the direction of a message: its kind, and whether it wraps around between the last and first rank.
 
-        With several stages in a process, stage p follows stage p - 1 round the ring of p processes.
+        With several stages a rank, stage p follows stage p - 1 around the ring of p ranks.
         """
         later = consumer.stage if consumer.kind == "F" else consumer.stage + 1
         return consumer.kind, later % self.world.size == 0
 
     def _groups(self) -> dict[tuple[str, bool], dist.ProcessGroup | None]:
-        """A group for each direction on nccl; gloo needs none."""
+        """Return a process group for each direction on nccl; gloo needs none."""
         channels = [(kind, wraps) for kind in "FB" for wraps in (False, True)]
         if self.world.backend != "nccl" or self.world.size == 1:
             return dict.fromkeys(channels)
@@ -139,9 +141,9 @@ class Network:
         return {channel: cast(dist.ProcessGroup, dist.new_group(members, **alone)) for channel in channels}
 
     def _connect(self) -> None:
-        """Send a first message on every channel, one after the other in one order on all processes.
+        """Send a first message on every channel, in the same order on all ranks.
 
-        nccl connects a pair at its first message and both sides must be at it; within a step they are not.
+        nccl connects a pair at its first message, in which both sides must take part; within a step they do not.
         """
         token, size = torch.zeros(1, device=self.world.device), self.world.size
         for (kind, wraps), group in self.groups.items():

@@ -1,14 +1,14 @@
-"""Pipeline schedules as plain data: for each process, the list of what it does in which order.
+"""Pipeline schedules as plain data: for each rank, the ordered list of its actions.
 
-An action is (kind, stage, microbatch). A kind is F, forward; B, backward; and, where a library splits
-the backward, I, the gradient of the input, and W, the gradient of the weights. A schedule says
-nothing about messages: they follow from it. Imports no torch.
+An action is (kind, stage, microbatch). A kind is F, forward; B, backward; and, where a library splits the backward,
+I, the gradient of the input, and W, the gradient of the weights. Messages are not part of a schedule: they follow
+from it. Imports no torch.
 
-    python -m common.pipeline.schedules gpipe 2 4            prints a schedule: its name, processes, microbatches
-    python -m common.pipeline.schedules mine.py:f 2 4 2      your own one, with two stages a process
+    python -m common.pipeline.schedules gpipe 2 4            print a schedule: name, ranks, microbatches
+    python -m common.pipeline.schedules mine.py:f 2 4 2      your own schedule, with two stages a rank
 
-GPipe is Huang et al. 2019 (arXiv 1811.06965); 1F1B is PipeDream-Flush, Narayanan et al. 2021
-(arXiv 2006.09503), section 2.
+GPipe is Huang et al. 2019 (arXiv 1811.06965); 1F1B is PipeDream-Flush, Narayanan et al. 2021 (arXiv 2006.09503),
+section 2.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from configs.pipeline import PipelineConfig, Stages
 
 
 class Action(NamedTuple):
+    """One unit of work: the forward (F), backward (B), or half a backward (I, W) of a microbatch on a stage."""
+
     kind: str
     stage: int
     microbatch: int
@@ -38,13 +40,13 @@ Schedule = list[list[Action]]
 Maker = Callable[[int, int, int], Schedule]
 
 
-def local_stages(process: int, processes: int, stages: int) -> list[int]:
-    """The stages of a process: every `processes`-th one, so that a microbatch visits all processes in turn."""
-    return list(range(process, stages, processes))
+def local_stages(rank: int, ranks: int, stages: int) -> list[int]:
+    """Return the stages of a rank: every `ranks`-th one, so that a microbatch visits all ranks in turn."""
+    return list(range(rank, stages, ranks))
 
 
 def naive(processes: int, stages: int, microbatches: int) -> Schedule:
-    """A microbatch goes through all stages and back before the next one starts: one stage works at a time."""
+    """Return the schedule without overlap: a microbatch passes all stages and back before the next one starts."""
     plan: Schedule = []
     for process in range(processes):
         mine = local_stages(process, processes, stages)
@@ -56,7 +58,7 @@ def naive(processes: int, stages: int, microbatches: int) -> Schedule:
 
 
 def gpipe(processes: int, stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards. Keeps the activations of every microbatch."""
+    """Return GPipe's schedule: all forwards, then all backwards. Keeps the activations of every microbatch."""
     plan: Schedule = []
     for process in range(processes):
         mine = local_stages(process, processes, stages)
@@ -66,9 +68,9 @@ def gpipe(processes: int, stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(processes: int, stages: int, microbatches: int) -> Schedule:
-    """A backward as soon as one is ready, and never more than `stages - s` microbatches in flight at stage s.
+    """Return the 1F1B schedule: a backward as soon as one is ready, at most `stages - s` in flight at stage s.
 
-    As long a step as GPipe with less memory. Built by playing it through in ticks of equal length.
+    As long as GPipe, with less memory. Built by simulating ticks of equal length.
     """
     plan: Schedule = [[] for _ in range(processes)]
     done: set[Action] = set()
@@ -92,7 +94,7 @@ SCHEDULES: dict[str, Maker] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one
 
 
 def find_dependencies(action: Action, stages: int) -> list[Action]:
-    """What must be done before an action can start (B stands for B or I)."""
+    """Return the actions that must be done before an action can start (B stands for B or I)."""
     kind, stage, m = action
     if kind == "F":
         return [Action("F", stage - 1, m)] if stage else []
@@ -111,7 +113,10 @@ class Span(NamedTuple):
 
 
 def simulate(plan: Schedule, stages: int, cost: Mapping[str, float] | None = None) -> list[list[Span]]:
-    """When each action runs if messages take no time. Raises ValueError, naming the action, on a deadlock."""
+    """Return when each rank's actions run if messages take no time; `cost` is the time of each kind.
+
+    Raises ValueError, naming the action, on a deadlock.
+    """
     cost = cost or {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in plan]
@@ -156,18 +161,18 @@ def check_schedule(plan: Schedule, processes: int, stages: int, microbatches: in
 
 
 def compute_makespan(spans: Sequence[Sequence[Span]]) -> float:
-    """The time from the first start to the last end over all processes."""
+    """Return the time from the first start to the last end over all ranks."""
     return max(span.end for mine in spans for span in mine) - min(span.start for mine in spans for span in mine)
 
 
 def compute_bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """The share of all processes' time in which they wait."""
+    """Return the bubble: the fraction of all ranks' time in which they are idle."""
     busy = sum(span.end - span.start for mine in spans for span in mine)
     return 1 - busy / (compute_makespan(spans) * len(spans))
 
 
 def make_schedule(settings: PipelineConfig) -> Schedule:
-    """The schedule that the settings name, checked. Raises UserError for one that cannot work."""
+    """Return the schedule that the config names. Raises UserError for a custom one that cannot work."""
     name, sizes = settings.schedule, (settings.processes, settings.stages, settings.microbatches)
     maker = SCHEDULES[name] if name in SCHEDULES else load_custom_schedule(name)
     if name in SCHEDULES:
@@ -181,7 +186,7 @@ def make_schedule(settings: PipelineConfig) -> Schedule:
 
 
 def load_custom_schedule(name: str) -> Maker:
-    """The function of `FILE.py:function`, called as function(processes, stages, microbatches)."""
+    """Return the function of `FILE.py:function`, called as function(ranks, stages, microbatches). Raises UserError."""
     file, _, function = name.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
@@ -198,10 +203,10 @@ def load_custom_schedule(name: str) -> Maker:
 
 
 def draw_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
-    """One line of text a process: a digit is a forward of that microbatch, a letter a backward, a dot is waiting.
+    """Return one line of text a rank: a digit is a forward of that microbatch, a letter a backward, a dot is idle.
 
-    Microbatch 0 shows as 0 and a, 1 as 1 and b, and so on, from the start again after ten. Of a backward in two
-    parts, the input's gradient is the small letter and the weights' gradient the capital.
+    Microbatch 0 is shown as 0 and a, 1 as 1 and b, and so on, repeating after ten. Where the backward is split, the
+    gradient of the input is the small letter and that of the weights the capital.
     """
     marks = {"F": "0123456789", "W": "ABCDEFGHIJ"}
     start = min(span.start for mine in spans for span in mine)
@@ -220,13 +225,13 @@ def draw_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]
 
 
 def check_config(settings: object) -> None:
-    """Refuse a schedule that cannot work before anything starts; settings without one pass."""
+    """Raise UserError for a config whose schedule cannot work; configs without a pipeline pass."""
     if isinstance(settings, Stages) and settings.pipeline().engine == "own":
         make_schedule(settings.pipeline())
 
 
 def main() -> None:
-    """Print a schedule as a diagram, one line a process."""
+    """Print a schedule as a diagram, one line a rank."""
     parser = argparse.ArgumentParser(prog="python -m common.pipeline.schedules", description=main.__doc__)
     parser.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, or FILE.py:function")
     for number in ("processes", "microbatches"):

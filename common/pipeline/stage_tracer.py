@@ -1,4 +1,4 @@
-"""When each stage of a process works on which microbatch, by time stamps that do not wait for the device."""
+"""Timeline of the stages of one process, by time stamps that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from common.pipeline.schedules import Action, Span
 
 
 class StageTracer:
-    """When the stages of one process work on which microbatch, each on its own device, forward and backward.
+    """Records when each stage, on its own device, works on which microbatch, forward and backward.
 
-    Backward runs inside autograd, so it is stamped by hooks: when it reaches what the stage put out, and when it
-    leaves through what the stage was given.
+    Backward runs inside autograd, so hooks record it: when it reaches the stage's output, and when it leaves through
+    the stage's input.
     """
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         self.stages = stages
         self.clocks = [DeviceClock(device) for device in devices]
         self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=HISTORY)
-        # a first stage is given no gradient to hook on: its first layer tells
+        # the input of the first stage has no gradient: hook its first layer instead
         next(stages[0].children()).register_forward_hook(self._behind_first)
         self.on_first = 0
 
     def begin(self) -> None:
-        """A new step."""
+        """Begin a step."""
         for clock in self.clocks:
             clock.begin()
         self.history.append({})
 
     def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
-        """The stage's output for a microbatch, with stamps before and behind, and again in the backward."""
+        """Return the stage's output [n, ...] for a microbatch x [n, ...], and record its forward and backward."""
         if not torch.is_grad_enabled():
             return self.stages[stage](x)
         if stage and x.requires_grad:
             x = x.clone() if starts_in_place(self.stages[stage]) else x.view_as(x)
             assert x.grad_fn is not None
-            x.grad_fn.register_hook(lambda *_: self._mark("B", stage, microbatch))  # a node of the stage's own
+            x.grad_fn.register_hook(
+                lambda *_: self._mark("B", stage, microbatch)
+            )  # view_as or clone: a node of this stage alone
         self.on_first = microbatch
         self._mark("F", stage, microbatch)
         out: Tensor = self.stages[stage](x)
@@ -60,7 +62,7 @@ class StageTracer:
         self.history[-1].setdefault(Action(kind, stage, microbatch), []).append(self.clocks[stage].stamp())
 
     def spans(self) -> list[list[list[Span]]]:
-        """For each stage its kept steps, oldest first, with times in seconds."""
+        """Return each stage's newest steps, oldest first, with times in seconds."""
         return [[self._of(stage, step) for step in self.history] for stage in range(len(self.stages))]
 
     def _of(self, stage: int, step: dict[Action, list[Stamp]]) -> list[Span]:

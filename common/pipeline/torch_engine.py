@@ -1,4 +1,7 @@
-"""The same pipeline on torch.distributed.pipelining, to compare with and to reach its other schedules."""
+"""The pipeline on torch.distributed.pipelining, to compare with and for its further schedules.
+
+Interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2. Zero bubble: Qi et al. 2023, arXiv 2401.10241.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ MULTI = {
 
 
 class Contiguous(nn.Module):
-    """A stage whose messages gloo and nccl can send: the output, and the gradient of the input, lie in one piece."""
+    """A stage whose output and input gradient are contiguous, as gloo and nccl need them; [n, ...] -> [n, ...]."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class Contiguous(nn.Module):
 
 
 class TimedStage(pipelining.PipelineStage):
-    """A stage of the library that notes when it computes what."""
+    """A stage of the library that records when it computes."""
 
     owner: TorchPipelineEngine
 
@@ -58,11 +61,10 @@ class TimedStage(pipelining.PipelineStage):
 
 
 class TorchPipelineEngine(PipelineEngine):
-    """`Pipeline` with its training step done by the library; evaluation stays the same.
+    """`PipelineEngine` whose training step is the library's; evaluation is inherited.
 
-    Shapes are given for both ends of each stage: with one missing, the library infers them by a real
-    forward in train mode, which counts as a batch for BatchNorm. The library's own naive schedule does
-    not exist: it is GPipe with one microbatch at a time.
+    The shapes of both ends of each stage are given: otherwise the library infers them by a forward in train mode,
+    which changes BatchNorm's statistics. The library has no naive schedule: it is GPipe with one microbatch at a time.
     """
 
     def __init__(self, settings: PipelineConfig, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
@@ -70,7 +72,7 @@ class TorchPipelineEngine(PipelineEngine):
         self.at_once = 1 if settings.schedule == "naive" else self.microbatches
         parts = [self._stage(index, module, sample) for index, module in self.local.items()]
         name = "gpipe" if settings.schedule == "naive" else settings.schedule
-        common: dict[str, Any] = {"n_microbatches": self.at_once, "loss_fn": self._share, "scale_grads": False}
+        common: dict[str, Any] = {"n_microbatches": self.at_once, "loss_fn": self._scaled_loss, "scale_grads": False}
         self.schedule: Any
         if settings.stages_per_process == 1 and name in SINGLE:
             self.schedule = SINGLE[name](parts[0], **common)
@@ -85,15 +87,15 @@ class TorchPipelineEngine(PipelineEngine):
             torch.empty(self.size, *shape, dtype=self.dtype, device=self.world.device)
             for shape in shapes[index : index + 2]
         )
-        after.requires_grad_()  # the library sends gradients only for what asks for them
+        after.requires_grad_()  # the library sends gradients only to inputs that require them
         before.requires_grad_(index > 0)
         ends: Any = {"input_args": before, "output_args": after, "group": self.world.group}
         stage = TimedStage(Contiguous(module), index, self.count, self.world.device, **ends)
         stage.owner = self
         return stage
 
-    def _share(self, output: Tensor, target: Tensor) -> Tensor:
-        """A microbatch's share of the mean loss."""
+    def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return a microbatch's contribution to the mean loss of the batch."""
         return self.loss(output, target) / self.microbatches
 
     def _plan(self) -> Schedule:
@@ -101,35 +103,33 @@ class TorchPipelineEngine(PipelineEngine):
         return schedules.make_schedule(self.settings) if known else [[] for _ in range(self.world.size)]
 
     def _library_plan(self) -> Schedule:
-        """The library's own order of computing, as our data."""
+        """Return the library's own order of actions as a `Schedule`."""
         orders = self.schedule.pipeline_order
         return [
-            [
-                Action(a.computation_type.value, a.stage_index, a.microbatch_index)
-                for a in orders[process]
-                if a is not None
-            ]
-            for process in range(self.world.size)
+            [Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in orders[rank] if a is not None]
+            for rank in range(self.world.size)
         ]
 
     def timed(self, kind: str, stage: Any, chunk: int, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a call for a microbatch of a stage and record its time."""
         start = self.clock.stamp()
         value = call(*args, **kwargs)
         self.marks.append((Action(kind, stage.stage_index, self.offset + chunk), start, self.clock.stamp()))
         return value
 
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+        """Forward and backward of one batch, as `PipelineEngine.step`."""
         self.clock.begin()
         self.marks: Marks = []
         losses: list[Tensor] = []
-        share: list[Tensor] = []  # the library empties it at every call
+        newest: list[Tensor] = []  # the library clears it at every call
         rounds = self.microbatches // self.at_once
         xs = x.chunk(rounds) if x is not None and self.has_first else None
         ys = y.chunk(rounds) if y is not None and self.has_last else None
         for self.offset in range(rounds):
             inputs = (xs[self.offset],) if xs else ()
-            targets = {"target": ys[self.offset], "losses": share} if ys else {}
+            targets = {"target": ys[self.offset], "losses": newest} if ys else {}
             self.schedule.step(*inputs, **targets, return_outputs=False)
-            losses += share
+            losses += newest
         self.history.append(self.marks)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None

@@ -156,8 +156,8 @@ MISTAKES = [
     Mistake(
         "layer-pruned-to-nothing",
         "common/models/pruning_masks.py",
-        "min(round(sparsity * len(worth)), len(worth) - 1)",
-        "min(round(sparsity * len(worth)), len(worth))",
+        "min(round(sparsity * len(norms)), len(norms) - 1)",
+        "min(round(sparsity * len(norms)), len(norms))",
     ),
     Mistake(
         "stride-of-first-convolution",  # ResNet v1 instead of v1.5: the same shapes and names

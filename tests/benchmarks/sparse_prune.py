@@ -101,7 +101,7 @@ def mask_sides(world: World) -> dict[str, Side]:
     def ours() -> float:
         def work() -> None:
             with torch.no_grad():
-                masks.set(pruning_masks.prune_globally([weight.abs() for weight in masks.weights], SHARE))
+                masks.assign(pruning_masks.prune_globally([weight.abs() for weight in masks.weights], SHARE))
 
         return timed(work)
 

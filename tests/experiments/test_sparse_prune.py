@@ -85,17 +85,17 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     pruner = sparse_prune.Pruner(cfg, nothing, model, masks, nothing)
     with torch.no_grad():
         masks.weights[0].mul_(100)
-    masks.set(pruning_masks.prune_globally(pruner.scores(0), 0.1))
+    masks.assign(pruning_masks.prune_globally(pruner.scores(0), 0.1))
     shares = [float(mask.float().mean()) for mask in masks.kept]
     assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
     cfg.criterion = "random"
     before = [mask.clone() for mask in masks.kept]
-    masks.set(pruning_masks.prune_globally(pruner.scores(1), 0.8))
+    masks.assign(pruning_masks.prune_globally(pruner.scores(1), 0.8))
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.total)
     assert not any((now & ~then).any() for now, then in zip(masks.kept, before, strict=True)), "none comes back"
     cfg.criterion, cfg.normalize = "magnitude", "layer"
-    masks.set([torch.ones_like(mask) for mask in masks.kept])
-    masks.set(pruning_masks.prune_globally(pruner.scores(0), 0.5))
+    masks.assign([torch.ones_like(mask) for mask in masks.kept])
+    masks.assign(pruning_masks.prune_globally(pruner.scores(0), 0.5))
     assert [float(mask.float().mean()) for mask in masks.kept] == pytest.approx([0.5] * 3, abs=0.04)
 
 
@@ -141,7 +141,7 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
     masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
     source = torch.Generator().manual_seed(0)
-    masks.set(pruning_masks.prune_layers([torch.rand(weight.shape, generator=source)], [0.5]))
+    masks.assign(pruning_masks.prune_layers([torch.rand(weight.shape, generator=source)], [0.5]))
     masks.apply()
     weight.grad = torch.randn(weight.shape, generator=source)
     optimizer.step()
@@ -345,7 +345,7 @@ def a_model(share: float = 0.9) -> nn.Module:
     torch.manual_seed(seeds.derive_seed(0, "init"))
     model = networks.build_network("lenet5", (28, 28), 10)
     masks = Masks(model)
-    masks.set(pruning_masks.prune_globally([weight.abs() for weight in masks.weights], share))
+    masks.assign(pruning_masks.prune_globally([weight.abs() for weight in masks.weights], share))
     masks.apply()
     return model
 

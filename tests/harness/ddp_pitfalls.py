@@ -156,13 +156,13 @@ def masks_per_rank() -> Any:
         gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
 
         def chosen() -> str:
-            masks.set(pruning_masks.prune_globally([gradient.abs() for gradient in gradients], 0.9))
+            masks.assign(pruning_masks.prune_globally([gradient.abs() for gradient in gradients], 0.9))
             return masks.digest()
 
-        own, refused = chosen(), attempt(masks.agree)
+        own, refused = chosen(), attempt(masks.assert_equal)
         for gradient in gradients:
             dist.all_reduce(gradient)
-        return [own, refused, chosen(), attempt(masks.agree)]
+        return [own, refused, chosen(), attempt(masks.assert_equal)]
 
     return in_two(work)
 
