@@ -13,8 +13,9 @@ from PIL import Image
 
 from common.data.prepare import prepare_digits
 from configs.shared import Data
-from tests.harness.processes import ROOT, script
+from tests.harness.processes import script
 from tests.harness.shared import Make, make_once, run_once
+from tests.harness.warm import ROOT
 
 torch.set_num_threads(1)  # tests run two at a time, and threads that wait for each other burn the other's core
 

@@ -11,7 +11,8 @@ import pytest
 
 from common.data.prepare import prepare_digits
 from tests.cluster import faults
-from tests.cluster.lab import Lab, laboratory, locked
+from tests.cluster.lab import Lab, laboratory
+from tests.harness.shared import locked
 from tests.harness.site import FIRST, Site, up
 
 SEED = "FAULT_SEED"

@@ -20,8 +20,8 @@ from common.runs.folder import Folder, read_json
 from slurm.local_cluster import daemons
 from slurm.local_cluster.slurm_conf import CONTROLLER
 from tests.cluster.lab import CRAWLING, DISK, EVERY, SLOW, Lab, Running, last_step
-from tests.harness.processes import ROOT
 from tests.harness.site import until
+from tests.harness.warm import ROOT
 
 Mend = Callable[[], object]
 

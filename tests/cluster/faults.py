@@ -31,8 +31,8 @@ from tests.benchmarks import records as benchmarks
 from tests.benchmarks.records import Record, Table
 from tests.cluster.fault_kinds import FAULTS, Fault
 from tests.cluster.lab import EVERY, EXPERIMENTS, STEPS, USUAL, Lab, Running, laboratory, last_step
-from tests.harness.processes import ROOT
 from tests.harness.site import until
+from tests.harness.warm import ROOT
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 GOING_ON = ("RUNNING", "COMPLETING")

@@ -18,9 +18,10 @@ from common.runs.folder import Folder, read_json
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster, folder_of
 from slurm.local_cluster.slurm_conf import Plan, search_path
-from tests.harness.processes import ROOT, environment, processes_of
+from tests.harness.processes import environment, processes_of
 from tests.harness.shared import locked
 from tests.harness.site import until
+from tests.harness.warm import ROOT
 
 STEPS, EVERY = 240, 20  # of a run; between two checkpoints
 TIMEOUT = 10  # seconds for a message, and until SLURM misses a host

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from slurm.local_cluster import cluster
-from tests.harness.processes import ROOT
 from tests.harness.site import folder, until
+from tests.harness.warm import ROOT
 
 KINDS = ("net", "mnt", "pid", "uts")
 FAULTS = ("SlurmdTimeout=5", "KillWait=2", "GraceTime=3", "SlurmctldParameters=preempt_send_user_signal")

@@ -17,8 +17,8 @@ import pytest
 from tests.cluster import faults
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.lab import Lab, Running
-from tests.harness.processes import ROOT
 from tests.harness.site import until
+from tests.harness.warm import ROOT
 
 pytestmark = pytest.mark.timeout(500)
 PLAN = faults.plan(int(os.environ.get("FAULT_ROUNDS", "1")), [])

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from common.runs.folder import Folder
-from slurm.local_cluster import cluster, daemons, namespaces
+from slurm.local_cluster import cluster, daemons, namespaces, slurm_conf
 from tests.harness.site import FIRST, Site, own_mounts, up
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,7 +65,7 @@ def host_knows(site: Site, number: int, names: str) -> Iterator[None]:
     environ = {"CLUSTER_DIR": str(site.folder)}
     process = namespaces.Process.load(cluster.folder_of("local", environ) / "holder")
     assert process
-    plan = cluster.Plan.load(cluster.folder_of("local", environ))
+    plan = slurm_conf.Plan.load(cluster.folder_of("local", environ))
 
     def on_host(*argv: str) -> None:
         def body() -> None:

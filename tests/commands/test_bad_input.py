@@ -22,7 +22,8 @@ from tests.harness import inside
 from tests.harness.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file
 from tests.harness.damaged_runs import OF_A_RUN
 from tests.harness.made_runs import Made
-from tests.harness.processes import ROOT, environment
+from tests.harness.processes import environment
+from tests.harness.warm import ROOT
 
 MNIST = ("data.name=mnist", "data.root={place}/raw", "data.download_timeout=0")
 

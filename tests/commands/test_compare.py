@@ -17,7 +17,8 @@ from slurm.reports import compare as compared
 from slurm.reports import selection
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made, write_six
-from tests.harness.processes import ROOT, environment
+from tests.harness.processes import environment
+from tests.harness.warm import ROOT
 
 
 def compare(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,8 @@ from slurm.__main__ import TARGETS, VERBS
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake
 from tests.harness.making import handed_over
-from tests.harness.processes import ROOT, Done, environment, processes_of, script
+from tests.harness.processes import Done, environment, processes_of, script
+from tests.harness.warm import ROOT
 
 HOSTILE = [
     "x; touch pwned",

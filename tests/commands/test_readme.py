@@ -15,7 +15,8 @@ from tests.benchmarks import tables
 from tests.benchmarks.__main__ import all_parts
 from tests.harness import making, warm
 from tests.harness.made_runs import Made
-from tests.harness.processes import ROOT, environment, run
+from tests.harness.processes import environment, run
+from tests.harness.warm import ROOT
 
 PAGES = tables.pages()
 TEXT = (ROOT / "README.md").read_text()

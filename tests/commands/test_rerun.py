@@ -18,7 +18,8 @@ from configs.profile import Profile
 from slurm.launch import rerun
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made
-from tests.harness.processes import ROOT, environment, run
+from tests.harness.processes import environment, run
+from tests.harness.warm import ROOT
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 

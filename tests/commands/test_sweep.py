@@ -13,8 +13,8 @@ import yaml
 from slurm.launch import sweep_file
 from tests.harness import inside
 from tests.harness.damaged_runs import DAMAGES
-from tests.harness.processes import ROOT
 from tests.harness.sweeps import DIVERGES, begin, cells, sweep, write
+from tests.harness.warm import ROOT
 
 
 def refused(file: Path, *words: str, cwd: Path = ROOT) -> str:

@@ -11,8 +11,9 @@ import pytest
 
 from tests.benchmarks import amp_accum, mnist_pipeline, resnet_modelparallel, sparse_prune
 from tests.benchmarks.parts import run_of
-from tests.harness.processes import ROOT, environment
+from tests.harness.processes import environment
 from tests.harness.registry import EXPERIMENTS, Entry
+from tests.harness.warm import ROOT
 
 KEEP = {
     "mnist_pipeline": tuple(mnist_pipeline.IDLE),

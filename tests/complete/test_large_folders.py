@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from configs.shared import Data
-from tests.harness.processes import ROOT
+from tests.harness.warm import ROOT
 
 
 def test_an_image_folder_need_not_fit_into_memory(many: Data) -> None:

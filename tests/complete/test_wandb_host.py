@@ -27,8 +27,9 @@ from common.runs.folder import Folder
 from tests.harness import warm
 from tests.harness.long_runs import only_folder, train_long
 from tests.harness.made_runs import Made
-from tests.harness.processes import ROOT, environment, processes_of, run, wait_until
+from tests.harness.processes import environment, processes_of, run, wait_until
 from tests.harness.tracked_runs import SECRET, exit_code, history, kill_rank, records, status, track
+from tests.harness.warm import ROOT
 
 BOUND = 30.0  # seconds; the waits under test take up to 4, without their bounds 20 and more
 LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")

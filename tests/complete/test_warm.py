@@ -14,8 +14,9 @@ import pytest
 
 from tests.harness import warm
 from tests.harness.both_ways import everything, execute_both, without_place
-from tests.harness.long_runs import ENDLESS, PATIENCE, only_folder, train_long
-from tests.harness.processes import ROOT, command, environment, processes_of, wait_until
+from tests.harness.long_runs import ENDLESS, only_folder, train_long
+from tests.harness.processes import PATIENCE, command, environment, processes_of, wait_until
+from tests.harness.warm import ROOT
 
 
 def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: tuple[str, ...]) -> None:

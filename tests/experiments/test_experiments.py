@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from common.core import config
-from tests.harness.processes import ROOT, Done, command, environment, run
+from tests.harness.processes import Done, command, environment, run
 from tests.harness.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
 from tests.harness.shared import Make, run_once
-from tests.harness.warm import Command
+from tests.harness.warm import ROOT, Command
 
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)

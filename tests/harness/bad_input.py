@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 from tests.harness import warm
-from tests.harness.processes import ROOT, Done, environment, processes_of
+from tests.harness.processes import Done, environment, processes_of
+from tests.harness.warm import ROOT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from tests.harness import warm
-from tests.harness.long_runs import PATIENCE, only_folder
-from tests.harness.processes import environment
+from tests.harness.long_runs import only_folder
+from tests.harness.processes import PATIENCE, environment
 
 # what differs between two real processes, too: the clock, processes, memory, and what is made of them
 BY_CHANCE = {

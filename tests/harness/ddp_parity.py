@@ -23,6 +23,7 @@ from common.distributed.rendezvous import World
 from common.measure import step_timing
 from common.models import networks
 from common.runs.folder import Folder
+from common.training import evaluate
 from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
@@ -109,7 +110,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     """One case on this rank; on rank 0 its losses, full state and scores."""
     run = (OneShard if mistake == "same_share" else Run)(cfg, folder, world, prepared)
     before: dict[str, Tensor] = {}
-    wrap, classify = ddp_multinode.wrap, ddp_multinode.classify_replicated
+    wrap, classify = ddp_multinode.wrap, evaluate.classify_replicated
 
     def wrap_wrongly(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         return make_mistake(wrap(cfg, model, run), mistake, world)

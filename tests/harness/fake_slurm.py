@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.harness import warm
-from tests.harness.processes import ROOT, environment
+from tests.harness.processes import environment
+from tests.harness.warm import ROOT
 
 
 class Fake:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from common.core.errors import user_errors
 from slurm.__main__ import main
-from tests.harness.processes import ROOT, environment
+from tests.harness.processes import environment
+from tests.harness.warm import ROOT
 
 
 def call(

@@ -24,8 +24,9 @@ from PIL import Image
 from common.runs.folder import Folder
 from tests.harness import warm
 from tests.harness.chance import open_stream
-from tests.harness.processes import ROOT, command, environment, processes_of
+from tests.harness.processes import command, environment, processes_of
 from tests.harness.resuming import differences
+from tests.harness.warm import ROOT
 
 CLASSES = 10
 SIDE = 32  # pixels

@@ -19,9 +19,10 @@ from common.runs.folder import Folder
 from tests.harness import warm
 from tests.harness.chance import open_stream
 from tests.harness.long_runs import only_folder, train_long
-from tests.harness.processes import PATIENCE, ROOT, Done, environment, wait_until
+from tests.harness.processes import PATIENCE, Done, environment, wait_until
 from tests.harness.registry import Entry
 from tests.harness.shared import run_once
+from tests.harness.warm import ROOT
 
 STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after each third
 ALONE = "launch.threads=1"  # several threads of one process wait for each other, and burn what another test needs

@@ -14,7 +14,8 @@ from typing import Any
 
 from common.runs import provenance
 from common.runs.folder import Folder
-from tests.harness.processes import ROOT, environment, processes_of, wait_until
+from tests.harness.processes import environment, processes_of, wait_until
+from tests.harness.warm import ROOT
 
 # before a command whose time is measured, as other tests go on beside it; only root may ask for that
 FIRST = ("nice", "--adjustment=-8") if os.getuid() == 0 else ()

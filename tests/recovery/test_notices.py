@@ -15,17 +15,8 @@ import pytest
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
-from tests.harness.long_runs import (
-    ENDLESS,
-    PATIENCE,
-    check_hanging_rank,
-    check_notice,
-    only_folder,
-    ranks_of,
-    train_long,
-    wait_until,
-)
-from tests.harness.processes import processes_of
+from tests.harness.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
+from tests.harness.processes import PATIENCE, processes_of, wait_until
 from tests.harness.registry import EXPERIMENTS, REPLICATED, STAGED, Entry
 from tests.harness.resuming import check_notice_in_evaluation, resume
 

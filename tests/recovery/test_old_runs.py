@@ -11,7 +11,8 @@ import pytest
 
 from common.runs.folder import Folder
 from tests.harness.old_runs import VERSIONS, unpack
-from tests.harness.processes import ROOT, environment, values_of
+from tests.harness.processes import environment, values_of
+from tests.harness.warm import ROOT
 
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -15,9 +15,9 @@ import pytest
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import Folder
-from tests.harness.long_runs import PATIENCE, only_folder, ranks_of
-from tests.harness.processes import ROOT, environment, processes_of, run, wait_until
-from tests.harness.warm import Command, end_session
+from tests.harness.long_runs import only_folder, ranks_of
+from tests.harness.processes import PATIENCE, environment, processes_of, run, wait_until
+from tests.harness.warm import ROOT, Command, end_session
 
 STEPS = 600
 

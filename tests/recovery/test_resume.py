@@ -15,7 +15,7 @@ import pytest
 from common.checkpoint import storage
 from tests.harness import warm
 from tests.harness.long_runs import only_folder
-from tests.harness.processes import ROOT, environment, run
+from tests.harness.processes import environment, run
 from tests.harness.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, Entry
 from tests.harness.resuming import (
     ALONE,
@@ -28,6 +28,7 @@ from tests.harness.resuming import (
     trained_steps,
     whole_run,
 )
+from tests.harness.warm import ROOT
 
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)

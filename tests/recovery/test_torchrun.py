@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from tests.harness import warm
-from tests.harness.long_runs import PATIENCE, free_port, only_folder, ranks_of
-from tests.harness.processes import command, environment, run, wait_until
+from tests.harness.long_runs import free_port, only_folder, ranks_of
+from tests.harness.processes import PATIENCE, command, environment, run, wait_until
 from tests.harness.resuming import trained_steps
 from tests.harness.warm import Command, end_session
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint import hashing_writer
 from common.checkpoint.hashing_writer import CHUNK_BYTES, CHUNKS, O_DIRECT, HashingWriter
 
 SIZES = [
@@ -54,9 +53,7 @@ def test_the_file_and_its_checksum_are_those_of_the_content(size: int, folder: s
 
 
 def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        hashing_writer.mmap, "PAGESIZE", 1
-    )  # so that the last write has a length that none can take directly
+    monkeypatch.setattr(mmap, "PAGESIZE", 1)  # so that the last write has a length that none can take directly
     with open(tmp_path / "probe", "xb", buffering=0) as file:
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | O_DIRECT)
         with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 
 import pytest
 import torch
 
-from common.checkpoint import preemption
 from common.checkpoint.preemption import StopAgreement, StopRequest
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
@@ -17,7 +17,7 @@ from configs.shared import Checkpoint
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(preemption.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 

@@ -25,8 +25,8 @@ from configs.amp_accum import Config as Precision
 from configs.resnet_modelparallel import Config as Split
 from slurm.reports import status
 from tests.harness import warm
-from tests.harness.long_runs import ENDLESS, PATIENCE, free_port, only_folder, ranks_of, train_long
-from tests.harness.processes import command, environment, processes_of, run, wait_until
+from tests.harness.long_runs import ENDLESS, free_port, only_folder, ranks_of, train_long
+from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",

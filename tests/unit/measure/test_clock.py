@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Played)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(device_clock.time, "perf_counter", lambda: Played.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: Played.now)
 
 
 STEP, DAY = 0.0123456, 86_400.0
@@ -103,7 +104,7 @@ def test_a_gpu_is_asked_only_for_steps_that_it_has_come_to_the_end_of(monkeypatc
 def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for booted in (0.0, 50_000.0):
-        monkeypatch.setattr(device_clock.time, "perf_counter", lambda booted=booted: Played.now - booted)
+        monkeypatch.setattr(time, "perf_counter", lambda booted=booted: Played.now - booted)
         host = device_clock.DeviceClock(torch.device("cpu"))
         monkeypatch.setattr(Played, "now", 60_000.0)
         host.start_now()  # behind a barrier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
-from common.training import loop
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from configs.shared import Checkpoint, Data
@@ -55,7 +55,7 @@ class Saved(TrainState):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played()
     monkeypatch.setattr(torch.cuda, "synchronize", played.synchronize)
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: played.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: played.now)
     return played
 
 

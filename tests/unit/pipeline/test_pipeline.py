@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from common.core.errors import UserError
-from common.distributed import rendezvous
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import choose_device
 from configs.shared import Launch
@@ -38,8 +37,8 @@ def test_a_gpu_each_where_there_are_enough(
     monkeypatch: pytest.MonkeyPatch, gpus: int, asked: str, processes: int, expected: tuple[str, str] | str
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(rendezvous.torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(rendezvous.torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     place, settings = RankInfo(rank=1, size=processes, local_rank=1, local_size=processes), Launch(device=asked)  # type: ignore[arg-type]
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):

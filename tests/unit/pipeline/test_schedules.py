@@ -12,7 +12,7 @@ from common.core.errors import UserError
 from common.pipeline import schedules
 from common.pipeline.schedules import Action, check_schedule, compute_bubble, draw_timeline, simulate
 from configs.pipeline import PipelineConfig
-from tests.harness.processes import ROOT
+from tests.harness.warm import ROOT
 
 SIZES = [(p, p * each, m) for p in (1, 2, 3, 4, 8) for each in (1, 2, 3) for m in (1, 2, 4, 7, 8)]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from common.training import optimizers
 from configs.shared import Optim
-from tests.harness.processes import ROOT
+from tests.harness.warm import ROOT
 
 
 def train(parameters: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
 from tests.harness.made_runs import Made
-from tests.harness.processes import ROOT
+from tests.harness.warm import ROOT
 
 GOLDEN = """#!/bin/bash
 

@@ -14,7 +14,7 @@ from common.core.errors import UserError
 from slurm.local_cluster import cli, cluster, namespaces, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness import warm
-from tests.harness.processes import ROOT
+from tests.harness.warm import ROOT
 
 PLAN = Plan("local", Path("/tmp/c"), 3, 2, 1000, "me", 1000, 100, "none", False, 5000, {})
 

@@ -14,7 +14,7 @@ from common.runs import provenance
 from common.runs.folder import Folder, write_json
 from slurm.scheduling import entry_points
 from slurm.scheduling.entry_points import CURRENT, VERSIONS, JobReference, find_entry_points
-from tests.harness.processes import ROOT
+from tests.harness.warm import ROOT
 
 
 def test_a_new_run_folder_carries_the_version_of_its_source(tmp_path: Path) -> None:
