@@ -1,1 +1,1 @@
-"""The ways in: `make exp` enters here, validates without torch, and starts the experiment."""
+"""Launching and scheduling runs, reports on them, and the local cluster."""

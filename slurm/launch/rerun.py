@@ -35,14 +35,14 @@ from slurm.launch import submit
 from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
 from slurm.scheduling.entry_points import find_entry_points
-from slurm.scheduling.scheduler import Scheduler, choose
+from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 DIFFERENT = 3  # exit status
 PLACES = ("runs", "data.root", "data.cache")  # where things lie changes no number
 Lines = Iterator[tuple[str, Any, Any]]
 
 
-def checked(run: str) -> Folder:
+def find_repeatable(run: str) -> Folder:
     """The folder of a run that is over and can be repeated. Raises UserError."""
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
@@ -59,30 +59,31 @@ def checked(run: str) -> Folder:
     return folder
 
 
-def resolved(old: Folder, words: list[str]) -> str:
+def resolve_settings(old: Folder, words: list[str]) -> str:
     """The settings as YAML, read and checked by the run's own source: keys may have come and gone since."""
     arguments = ["--config", str(old.path / "config.yaml"), *words, "--print-config"]
     given = [f"--args={shlex.join(arguments)}", "--", old.experiment]
     command = [sys.executable, "-m", *find_entry_points(old).submit, *given]
-    done = subprocess.run(command, env=submit.own_source(old), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=submit.source_environment(old), capture_output=True, text=True, check=False)
     if done.returncode:
         problem = done.stderr.strip().splitlines() or ["its own source cannot be imported"]
         raise UserError(problem[-1].removeprefix("error: "))
     return done.stdout
 
 
-def flat(text: str) -> dict[str, Any]:
+def read_flat(text: str) -> dict[str, Any]:
+    """The settings of a YAML text, by dotted name, as text."""
     return config.flatten(yaml.load(text, Loader=config.LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
 
 
-def as_known(name: str, text: str) -> Experiment:
-    """The settings as far as today's source knows their keys."""
+def read_known_settings(name: str, text: str) -> Experiment:
+    """The settings whose keys today's source knows."""
     schema = config.import_schema(name)
     known = config.list_keys(schema)
-    return config.build_config(schema, [{key: value for key, value in flat(text).items() if key in known}])
+    return config.build_config(schema, [{key: value for key, value in read_flat(text).items() if key in known}])
 
 
-def create(old: Folder, text: str, settings: Experiment, found: Prepared) -> Folder:
+def create_folder(old: Folder, text: str, settings: Experiment, found: Prepared) -> Folder:
     """A new run folder with the old run's source."""
     new = Folder.create(Path(settings.runs), old.experiment, text)
     try:
@@ -100,9 +101,11 @@ def create(old: Folder, text: str, settings: Experiment, found: Prepared) -> Fol
 # ---- before it starts
 
 
-def differences(old: Folder, text: str, settings: Experiment, found: Prepared, scheduler: Scheduler | None) -> Lines:
-    """What is not as it was: its name, then, now."""
-    then, now = flat((old.path / "config.yaml").read_text()), flat(text)
+def list_differences(
+    old: Folder, text: str, settings: Experiment, found: Prepared, scheduler: Scheduler | None
+) -> Lines:
+    """List what differs from the first time: name, value then, value now."""
+    then, now = read_flat((old.path / "config.yaml").read_text()), read_flat(text)
     for key in now | then:
         if key not in PLACES and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)
@@ -126,8 +129,8 @@ def differences(old: Folder, text: str, settings: Experiment, found: Prepared, s
         yield f"data {part} of {found.name} (sha256 of {file})", known[:16], prepare.hash_file(file)[:16]
 
 
-def say(lines: Lines, then: str, now: str) -> int:
-    """Print those that differ; returns how many."""
+def print_differences(lines: Lines, then: str, now: str) -> int:
+    """Print the lines that differ; returns how many."""
     count = 0
     for name, before, after in lines:
         if before is not None and before != after:
@@ -139,51 +142,53 @@ def say(lines: Lines, then: str, now: str) -> int:
 # ---- running
 
 
-def run_here(new: Folder, settings: Experiment) -> int:
+def run_locally(new: Folder, settings: Experiment) -> int:
     """Run on this machine to the end; returns the exit status."""
-    submit.say_no_slurm(settings)
+    submit.print_no_slurm(settings)
     script = new.path / "code" / "experiments" / f"{new.experiment}.py"
-    with subprocess.Popen([sys.executable, str(script), "--resume", str(new.path)], env=submit.own_source(new)) as run:
+    with subprocess.Popen(
+        [sys.executable, str(script), "--resume", str(new.path)], env=submit.source_environment(new)
+    ) as run:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it hears Ctrl-C itself, and saves
         signal.signal(signal.SIGTERM, lambda number, frame: run.send_signal(number))
         return run.wait()
 
 
-def run_there(new: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
+def run_on_cluster(new: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
     """Run on a cluster, followed to the end; returns the exit status."""
     try:
-        job = submit.queue(new, settings, text, profile, scheduler)
+        job = submit.submit_folder(new, settings, text, profile, scheduler)
     except BaseException:
         shutil.rmtree(new.path, ignore_errors=True)
         raise
-    submit.tell(new, settings, job, scheduler)
+    submit.print_job(new, settings, job, scheduler)
     return logs.follow_log(new, logs.find_rank_0_log(new))
 
 
 # ---- after it
 
 
-def losses(folder: Folder) -> dict[int, float | None]:
-    """Of each step; None for one that is no number."""
+def read_losses(folder: Folder) -> dict[int, float | None]:
+    """The loss of each step; None for one that is no number."""
     return {row["global_step"]: row["loss"] for row in folder.rows() if "loss" in row}
 
 
-def apart(a: Any, b: Any) -> float:
-    """How far two numbers are apart; infinitely if only one of them is a number."""
+def find_distance(a: Any, b: Any) -> float:
+    """The distance of two numbers; infinite if only one of them is a number."""
     both = isinstance(a, int | float) and isinstance(b, int | float)
     return float(abs(a - b)) if both else 0.0 if a == b else math.inf
 
 
-def outcome(folder: Folder) -> dict[str, Any]:
-    """What depends on the training alone, not on its speed: losses, accuracies, counts, masks."""
+def select_outcome(folder: Folder) -> dict[str, Any]:
+    """The part of a result that depends on the training alone, not on its speed."""
     return result.parse(folder.result).repeated()
 
 
-def compare(old: Folder, new: Folder) -> bool:
-    """Say whether two runs are equal to the bit, and how far apart if not."""
-    then, now = losses(old), losses(new)
+def compare_runs(old: Folder, new: Folder) -> bool:
+    """Print whether two runs are equal to the bit, or how far apart; returns whether they are equal."""
+    then, now = read_losses(old), read_losses(new)
     both = [step for step in then if step in now]
-    gaps = {step: apart(then[step], now[step]) for step in both}
+    gaps = {step: find_distance(then[step], now[step]) for step in both}
     wrong = [step for step in both if gaps[step]]
     finished = old.result.get("state") == "finished"
     missing = len(then) - len(both) + (len(now) - len(both) if finished else 0)
@@ -198,10 +203,10 @@ def compare(old: Folder, new: Folder) -> bool:
     if not finished:
         print(f"result      the run that was repeated did not finish ({old.result.get('state', 'no result')})")
         return bool(both) and not wrong and not missing
-    a, b = outcome(old), outcome(new)
+    a, b = select_outcome(old), select_outcome(new)
     odd = [key for key in a | b if a.get(key) != b.get(key)]
     for key in odd:
-        gap = apart(a.get(key), b.get(key))
+        gap = find_distance(a.get(key), b.get(key))
         words = f", {gap:.3g} apart" if gap < math.inf else ""
         print(f"result      {key}: then {a.get(key)}, now {b.get(key)}{words}")
     if not odd:
@@ -209,43 +214,46 @@ def compare(old: Folder, new: Folder) -> bool:
     return bool(both) and not wrong and not missing and not odd
 
 
-def worlds(old: Folder, new: Folder) -> Lines:
-    """What can only be known when the processes have met."""
+def list_world_differences(old: Folder, new: Folder) -> Lines:
+    """List what is known only after the ranks have met."""
     then, now = (read_json(folder.path / "meta.json").get("world") or {} for folder in (old, new))
     for key in ("launched_by", "nodes", "device", "backend", "threads"):
         yield key, then.get(key), now.get(key)
 
 
-def profile_of(old: Folder, cluster: str, words: list[str]) -> Profile:
+def find_profile(old: Folder, cluster: str, words: list[str]) -> Profile:
     """The cluster's profile: the one that is named, else the run's own, else the default; `words` on top of it."""
     job: Mapping[str, Any] = read_json(old.path / "meta.json").get("job") or {}
     known = {key: value for key, value in (job.get("profile") or {}).items() if key in vars(Profile())}
     if cluster or not known:
         return sbatch.load_profile(cluster or "default", words)
-    return sbatch.checked_profile(flat(yaml.safe_dump(known)), words)
+    return sbatch.make_profile(read_flat(yaml.safe_dump(known)), words)
 
 
 def main(given: argparse.Namespace) -> int:
-    old = checked(given.run)
+    """Repeat a run; returns the exit status."""
+    old = find_repeatable(given.run)
     words, for_profile = parse_settings(given.args)
-    profile = profile_of(old, given.cluster, for_profile)
-    scheduler = choose(given.launch or "auto")
-    text = resolved(old, [f"runs={old.path.parent}", *words])
-    settings = as_known(old.experiment, text)
+    profile = find_profile(old, given.cluster, for_profile)
+    scheduler = choose_scheduler(given.launch or "auto")
+    text = resolve_settings(old, [f"runs={old.path.parent}", *words])
+    settings = read_known_settings(old.experiment, text)
     if scheduler is not None:  # the job starts in another folder
-        text = resolved(old, words + [f"{key}={Path(path).absolute()}" for key, path in settings.paths().items()])
-        settings = as_known(old.experiment, text)
-        submit.check_patience(settings, profile)
+        text = resolve_settings(
+            old, words + [f"{key}={Path(path).absolute()}" for key, path in settings.paths().items()]
+        )
+        settings = read_known_settings(old.experiment, text)
+        submit.check_step_timeout(settings, profile)
         scheduler.check(settings.launch.nodes, profile.partition)
     found = prepare.prepare(settings.data, fallback=False)
     print(f"repeats     {old.path}", flush=True)
-    if not say(differences(old, text, settings, found, scheduler), "then", "now"):
+    if not print_differences(list_differences(old, text, settings, found, scheduler), "then", "now"):
         print("differs     nothing that is known before it starts", flush=True)
     found.verify()
-    new = create(old, text, settings, found)
-    code = run_there(new, settings, text, profile, scheduler) if scheduler else run_here(new, settings)
+    new = create_folder(old, text, settings, found)
+    code = run_on_cluster(new, settings, text, profile, scheduler) if scheduler else run_locally(new, settings)
     if new.result.get("state") != "finished":
         print(f"the repetition did not finish; see {new.path}", file=sys.stderr)
         return code or 1
-    say(worlds(old, new), "then", "now")
-    return 0 if compare(old, new) else DIFFERENT
+    print_differences(list_world_differences(old, new), "then", "now")
+    return 0 if compare_runs(old, new) else DIFFERENT

@@ -28,30 +28,31 @@ from slurm.arguments import parse_experiment, parse_node_count, parse_switch, sp
 from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
 from slurm.scheduling.entry_points import find_entry_points
-from slurm.scheduling.scheduler import Scheduler, choose
+from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 
-def own_source(folder: Folder) -> dict[str, str]:
-    """The environment in which a run's own code/ is imported, and nothing beside it."""
+def source_environment(folder: Folder) -> dict[str, str]:
+    """The environment in which only a run's own code/ is imported."""
     return dict(os.environ) | {"PYTHONPATH": str(folder.path / "code"), "PYTHONSAFEPATH": "1"}
 
 
-def say_no_slurm(settings: Experiment) -> None:
+def print_no_slurm(settings: Experiment) -> None:
+    """Print a line where hosts are only laid out as processes of this machine."""
     if settings.launch.nodes > 1:
         print(f"no SLURM is used: {settings.launch.nodes} nodes are laid out as processes on this machine", flush=True)
 
 
-def here(name: str, settings: Experiment, words: list[str], resumed: Folder | None) -> None:
+def exec_script(name: str, settings: Experiment, words: list[str], resumed: Folder | None) -> None:
     """Become the experiment's script, for a resumed run the one it was started with; never returns."""
     script = (resumed.path / "code" if resumed else ROOT) / "experiments" / f"{name}.py"
     if resumed and not script.is_file():
         raise UserError(f"{resumed.path} has no source in code/ any more, and cannot go on; start a new run")
-    say_no_slurm(settings)
-    environ = own_source(resumed) if resumed else dict(os.environ)
+    print_no_slurm(settings)
+    environ = source_environment(resumed) if resumed else dict(os.environ)
     os.execve(sys.executable, [sys.executable, str(script), *words], environ)
 
 
-def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
+def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
     """A run folder with everything the job needs: data, settings, source, description."""
     found = prepare.prepare(settings.data, fallback=scheduler is None or scheduler.local is not None)
     if found.notice:
@@ -72,8 +73,8 @@ def prepared_folder(name: str, settings: Experiment, scheduler: Scheduler | None
     return folder
 
 
-def checked_run(run: str, name: str) -> Folder:
-    """The folder of a run that can go on. Raises UserError."""
+def find_resumable(run: str, name: str) -> Folder:
+    """The folder of a run that can be resumed. Raises UserError."""
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
@@ -83,36 +84,36 @@ def checked_run(run: str, name: str) -> Folder:
     return folder
 
 
-def give(
+def submit_run(
     name: str, settings: Experiment, profile: Profile, scheduler: Scheduler, resumed: Folder | None
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
-    folder = resumed or prepared_folder(name, settings, scheduler)
+    folder = resumed or prepare_folder(name, settings, scheduler)
     known = folder.path / "config.yaml"
     text = config.to_known_yaml(settings, known) if resumed else config.to_yaml(settings)
     try:
-        return folder, queue(folder, settings, text, profile, scheduler)
+        return folder, submit_folder(folder, settings, text, profile, scheduler)
     except BaseException:
         if not resumed:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
 
-def queue(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
+def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
     """Submit a run folder that holds all the job needs; `text` are its settings as YAML. Returns the job id."""
     nodes = settings.launch.nodes
     per_node, entry_points = settings.processes // nodes, find_entry_points(folder)
-    asked = sbatch.parameters(profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points)
-    made = sbatch.executor(folder, scheduler, asked)
+    asked = sbatch.make_parameters(profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points)
+    made = sbatch.make_executor(folder, scheduler, asked)
     write_atomic(made.room / "config.yaml", text)
     folder.retire_result()
-    job = sbatch.submit(made)
+    job = sbatch.submit_job(made)
     provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
 
 
-def tell(folder: Folder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
-    """Where a job's run is, and how to follow and end it."""
+def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
+    """Print where a job's run is, and how to follow and end it."""
     nodes, run = settings.launch.nodes, shlex.quote(selection.name_run(folder))
     print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes} nodes, {settings.processes} processes")
     print(
@@ -121,13 +122,14 @@ def tell(folder: Folder, settings: Experiment, job: str, scheduler: Scheduler) -
     )
 
 
-def settle(settings: Experiment, profile: Profile) -> None:
-    """Where the processes of a host are not set: one for each GPU that the profile asks for."""
+def resolve_processes(settings: Experiment, profile: Profile) -> None:
+    """Set the ranks per host, where the settings leave it open: one for each GPU of the profile."""
     if getattr(settings, "processes_per_node", None) == 0:
         settings.processes_per_node = profile.per_node  # type: ignore[attr-defined]
 
 
-def check_patience(settings: Experiment, profile: Profile) -> None:
+def check_step_timeout(settings: Experiment, profile: Profile) -> None:
+    """Raise UserError where a job that hangs could not save before its time is over."""
     if settings.launch.step_timeout >= profile.signal_seconds:
         raise UserError(
             f"launch.step_timeout={settings.launch.step_timeout:g} is no shorter than cluster.signal_seconds="
@@ -136,25 +138,26 @@ def check_patience(settings: Experiment, profile: Profile) -> None:
 
 
 def check_source_knows(folder: Folder, words: list[str]) -> None:
-    """Raise UserError for a setting that came after the source of a run that goes on."""
+    """Raise UserError for a setting that the source of a resumed run does not know."""
     known = config.read_config_file(folder.path / "config.yaml")
     new = [name for name in config.parse_command_line(words).values if name not in known]
     if new:
         raise UserError(f"{folder.path.name} was made with a source that has no setting {', '.join(new)}; leave it out")
 
 
-def show(name: str, settings: Experiment, profile: Profile) -> None:
-    """What would be submitted, without a trace."""
+def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
+    """Print what would be submitted; nothing is left behind."""
     nodes = settings.launch.nodes
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(Path(scratch))
-        asked = sbatch.parameters(profile, name, nodes, settings.processes // nodes, folder.path)
-        print(sbatch.executor(folder, None, asked).text().replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
+        asked = sbatch.make_parameters(profile, name, nodes, settings.processes // nodes, folder.path)
+        print(sbatch.make_executor(folder, None, asked).text().replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
     print(f"# {name}: settings\n{config.to_yaml(settings)}", end="")
 
 
 def main(given: argparse.Namespace) -> int:
-    resumed = checked_run(given.resume, given.name) if given.resume else None
+    """Run an experiment or resume a run; returns the exit status."""
+    resumed = find_resumable(given.resume, given.name) if given.resume else None
     name = parse_experiment(resumed.experiment if resumed else given.name)
     words, for_profile = split_arguments(given.args)
     if given.nodes:
@@ -166,13 +169,13 @@ def main(given: argparse.Namespace) -> int:
     schedules.check_config(settings)
     wandb_tracker.read_requested_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
-    check_patience(settings, profile)
+    check_step_timeout(settings, profile)
     if strict and provenance.has_uncommitted_changes():
         raise UserError(
             "STRICT=1, but the checkout has changes that are not committed; commit them, or leave STRICT out"
         )
     if dry:
-        show(name, settings, profile)
+        print_dry_run(name, settings, profile)
         return 0
     if resumed and resumed.result.get("state") == "finished" and not extension.asks_for_more_steps(resumed, settings):
         print(extension.describe_finished(resumed, settings))
@@ -182,14 +185,14 @@ def main(given: argparse.Namespace) -> int:
         raise UserError(
             "sweep=true runs on this machine, one run after the other; leave LAUNCH=slurm out, or see make sweep"
         )
-    scheduler = None if alone else choose(given.launch or "auto")
+    scheduler = None if alone else choose_scheduler(given.launch or "auto")
     if scheduler is None:
-        here(name, settings, words, resumed)
+        exec_script(name, settings, words, resumed)
         return 0
     if resumed:
         check_source_knows(resumed, words)
     scheduler.check(settings.launch.nodes, profile.partition)
-    settle(settings, profile)
-    folder, job = give(name, settings, profile, scheduler, resumed)
-    tell(folder, settings, job, scheduler)
+    resolve_processes(settings, profile)
+    folder, job = submit_run(name, settings, profile, scheduler, resumed)
+    print_job(folder, settings, job, scheduler)
     return logs.follow_log(folder, logs.find_rank_0_log(folder)) if follow else 0

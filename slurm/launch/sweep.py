@@ -33,14 +33,14 @@ from slurm.launch.sweep_file import Grid, Point
 from slurm.reports import selection, status
 from slurm.scheduling import sbatch
 from slurm.scheduling.entry_points import CURRENT, find_entry_points
-from slurm.scheduling.scheduler import Scheduler, choose
+from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 GO_ON = ("CANCELLED", "PREEMPTED", "LOST")  # these go on where they were saved
 PAUSE = 2.0  # seconds between two looks at all points
 
 
 class Sweep:
-    """A sweep's folder: which run belongs to which point."""
+    """The folder of a sweep, which lists the run of each point."""
 
     def __init__(self, path: Path, plan: Grid) -> None:
         self.path, self.plan, self.runs = path, plan, path.parent.parent
@@ -50,7 +50,9 @@ class Sweep:
                 raise UserError(
                     f"{path} was begun with other {what} ({known[what]}); give the file another name, or remove {path}"
                 )
-        self.cells = {sweep_file.key_of(cell["values"], cell.get("repeat", 0)): cell for cell in known.get("cells", [])}
+        self.cells = {
+            sweep_file.make_key(cell["values"], cell.get("repeat", 0)): cell for cell in known.get("cells", [])
+        }
 
     def folder(self, point: Point) -> Folder | None:
         """The run folder of a point; None where it has none, or one that was never started."""
@@ -66,7 +68,7 @@ class Sweep:
         return "MISSING" if folder is None else status.read_state(folder)[0]
 
     def put(self, point: Point, folder: Folder, state: str) -> None:
-        """Note a point's run; one that it replaces is remembered."""
+        """Note a point's run; the one that it replaces is kept as an earlier one."""
         known = self.cells.get(point.key, {})
         earlier = known.get("earlier", [])
         if known.get("run") not in (None, folder.path.name):
@@ -75,7 +77,7 @@ class Sweep:
         self.cells[point.key] = cell | ({"earlier": earlier} if earlier else {})
 
     def forget(self, point: Point) -> None:
-        """A run that could not be submitted."""
+        """Forget a run that could not be submitted."""
         cell = self.cells.pop(point.key)
         if cell.get("earlier"):
             self.cells[point.key] = cell | {"run": cell["earlier"][-1], "earlier": cell["earlier"][:-1]}
@@ -87,7 +89,7 @@ class Sweep:
         write_json(self.path / "sweep.json", facts | {"cells": cells})
 
     def states(self) -> dict[str, str]:
-        """Of every point, noted."""
+        """Read and note the state of every point."""
         found = {point.key: self.state(point) for point in self.plan.points}
         for point in self.plan.points:
             if point.key in self.cells:
@@ -97,8 +99,8 @@ class Sweep:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """One `make sweep` at a time for a sweep. Raises UserError where there is another."""
+def lock_sweep(path: Path) -> Iterator[None]:
+    """Hold the lock of a sweep. Raises UserError where another command holds it."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -112,8 +114,8 @@ def alone(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def to_run(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tuple[Point, Folder | None]]:
-    """The points to start now, each with the folder in which it goes on."""
+def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tuple[Point, Folder | None]]:
+    """The points to start now, each with the run folder that it resumes, if any."""
     found: list[tuple[Point, Folder | None]] = []
     for point in sweep.plan.points:
         state = states[point.key]
@@ -127,25 +129,27 @@ def to_run(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tuple[Poi
 # ---- on a cluster
 
 
-def shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
-    """Hosts, processes on each, and the module that is executed: the same for all tasks of an array."""
+def find_shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
+    """Hosts, ranks on each, and the module that is executed: equal for all tasks of an array."""
     nodes = point.settings.launch.nodes
     return nodes, point.settings.processes // nodes, (find_entry_points(folder) if folder else CURRENT).job
 
 
-def send(sweep: Sweep, chosen: list[tuple[Point, Folder | None]], profile: Profile, scheduler: Scheduler) -> None:
+def submit_points(
+    sweep: Sweep, chosen: list[tuple[Point, Folder | None]], profile: Profile, scheduler: Scheduler
+) -> None:
     """Submit points as arrays of jobs, one for each number of hosts and processes."""
     for point, _ in chosen:
-        submit.settle(point.settings, profile)
-        submit.check_patience(point.settings, profile)
+        submit.resolve_processes(point.settings, profile)
+        submit.check_step_timeout(point.settings, profile)
     for nodes in {point.settings.launch.nodes for point, _ in chosen}:
         scheduler.check(nodes, profile.partition)
-    ordered = sorted(chosen, key=lambda one: shape(*one))
-    for (nodes, per_node, _), same in itertools.groupby(ordered, lambda one: shape(*one)):
-        send_array(sweep, list(same), nodes, per_node, profile, scheduler)
+    ordered = sorted(chosen, key=lambda one: find_shape(*one))
+    for (nodes, per_node, _), same in itertools.groupby(ordered, lambda one: find_shape(*one)):
+        submit_as_array(sweep, list(same), nodes, per_node, profile, scheduler)
 
 
-def send_array(
+def submit_as_array(
     sweep: Sweep,
     chosen: list[tuple[Point, Folder | None]],
     nodes: int,
@@ -153,13 +157,14 @@ def send_array(
     profile: Profile,
     scheduler: Scheduler,
 ) -> None:
+    """Submit points with equal hosts and processes as one array of jobs. Leaves no new folder if refused."""
     folders: list[Folder] = []
     try:
         for point, given in chosen:
-            folders.append(given or submit.prepared_folder(sweep.plan.experiment, point.settings, scheduler))
+            folders.append(given or submit.prepare_folder(sweep.plan.experiment, point.settings, scheduler))
             sweep.put(point, folders[-1], "pending")
         sweep.save()
-        made = sbatch.array(sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel)
+        made = sbatch.make_array_executor(sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel)
         jobs = sbatch.submit_array(made, folders)
     except BaseException:
         for (point, given), folder in zip(chosen, folders, strict=False):
@@ -176,8 +181,8 @@ def send_array(
           f"{nodes} nodes and {nodes * per_node} processes each", flush=True)  # fmt: skip
 
 
-def follow(sweep: Sweep) -> int:
-    """Tell what becomes of the points until all are over; returns the exit status."""
+def follow_sweep(sweep: Sweep) -> int:
+    """Print each change of a point's state until all are over; returns the exit status."""
     told: dict[str, str] = {}
     try:
         while True:
@@ -197,18 +202,18 @@ def follow(sweep: Sweep) -> int:
 # ---- here
 
 
-def start_here(point: Point, folder: Folder) -> subprocess.Popen[bytes]:
-    """Start a point on this machine; what it says goes into its folder."""
+def start_point(point: Point, folder: Folder) -> subprocess.Popen[bytes]:
+    """Start a point on this machine; its output goes into its folder."""
     script = folder.path / "code" / "experiments" / f"{folder.experiment}.py"
     with disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
         command = [sys.executable, str(script), "--resume", str(folder.path)]
         return subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=submit.own_source(folder)
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=submit.source_environment(folder)
         )
 
 
-def work_off(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
-    """Run points on this machine, some at once; returns the exit status. Ctrl-C lets those that run save and leave."""
+def run_points(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
+    """Run points on this machine, some at once; returns the exit status. After Ctrl-C they save and stop."""
     busy: dict[subprocess.Popen[bytes], Point] = {}
     waiting, stopped, bad = list(chosen), 0, 0
 
@@ -224,8 +229,8 @@ def work_off(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
         while busy or (waiting and not stopped):
             while waiting and len(busy) < sweep.plan.parallel and not stopped:
                 point, given = waiting.pop(0)
-                folder = given or submit.prepared_folder(sweep.plan.experiment, point.settings, None)
-                run = start_here(point, folder)
+                folder = given or submit.prepare_folder(sweep.plan.experiment, point.settings, None)
+                run = start_point(point, folder)
                 busy[run] = point
                 sweep.put(point, folder, "running")
                 sweep.save()
@@ -246,37 +251,39 @@ def work_off(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
 # ---- the command
 
 
-def show(sweep: Sweep, states: dict[str, str]) -> None:
+def print_points(sweep: Sweep, states: dict[str, str]) -> None:
+    """Print the state, settings and run of each point."""
     for point in sweep.plan.points:
         run = sweep.cells.get(point.key, {}).get("run", "")
         print(f"  {states[point.key]:<9}  {point.words}  {run}".rstrip())
 
 
 def main(given: argparse.Namespace) -> int:
+    """Run the points of a sweep that have no run yet; returns the exit status."""
     failed, wants, dry = (parse_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
     words, for_profile = parse_settings(given.args)
-    plan = sweep_file.read(given.grid, words)
+    plan = sweep_file.read_sweep_file(given.grid, words)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
-    scheduler = choose(given.launch or "auto")
+    scheduler = choose_scheduler(given.launch or "auto")
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
     if dry:
         sweep = Sweep(path, plan)
-        show(sweep, {point.key: sweep.state(point) for point in plan.points})
+        print_points(sweep, {point.key: sweep.state(point) for point in plan.points})
         return 0
-    with alone(path):
+    with lock_sweep(path):
         sweep = Sweep(path, plan)
         states = sweep.states()
-        chosen = to_run(sweep, states, failed)
+        chosen = choose_points(sweep, states, failed)
         counts = ", ".join(f"{count} {state.lower()}" for state, count in Counter(states.values()).items())
         print(f"sweep {plan.name}: {len(plan.points)} points of {plan.experiment} ({counts}); {len(chosen)} to run now")
         print(f"  folder   {path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
         if "FAILED" in states.values() and not failed:
             print("  failed ones begin anew with FAILED=1", flush=True)
         if chosen and scheduler is None:
-            return work_off(sweep, chosen)
+            return run_points(sweep, chosen)
         if chosen:
             assert scheduler is not None
-            send(sweep, chosen, profile, scheduler)
+            submit_points(sweep, chosen, profile, scheduler)
         if wants:
-            return follow(sweep)
+            return follow_sweep(sweep)
         return 0

@@ -55,13 +55,13 @@ class Point:
 
     @property
     def key(self) -> str:
-        """What tells it from the others."""
-        return key_of(self.values, self.repeat)
+        """The text that tells the point from the others."""
+        return make_key(self.values, self.repeat)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A sweep as its file says it."""
+    """A sweep as its file describes it."""
 
     name: str
     experiment: str
@@ -70,11 +70,12 @@ class Grid:
     parallel: int
 
 
-def key_of(values: Mapping[str, str], repeat: int) -> str:
+def make_key(values: Mapping[str, str], repeat: int) -> str:
+    """The text that tells a point from the others of its sweep."""
     return json.dumps([sorted(values.items()), repeat])
 
 
-def read(path: str, more: list[str]) -> Grid:
+def read_sweep_file(path: str, more: list[str]) -> Grid:
     """The sweep of a file, with `key=value` words for all of its points on top. Raises UserError."""
     if not path:
         found = ", ".join(
@@ -82,7 +83,7 @@ def read(path: str, more: list[str]) -> Grid:
         )
         raise UserError(f"GRID is missing; write make sweep GRID=<file> (there are {found})")
     name = Path(path).stem
-    tree = python_grid(name, more) if is_python_grid(Path(path)) else parsed(Path(path))
+    tree = read_python_grid(name, more) if is_python_grid(Path(path)) else read_tree(Path(path))
     if not NAME.fullmatch(name):
         raise UserError(f"GRID={path}: the sweep is named after its file; use letters, digits and ._- alone")
     for key in tree:
@@ -92,17 +93,17 @@ def read(path: str, more: list[str]) -> Grid:
     try:
         if not tree.get("experiment"):
             raise UserError(f"experiment is missing; write a line such as experiment: {config.list_experiments()[0]}")
-        experiment = parse_experiment(scalar(tree.get("experiment", ""), "experiment"))
-        repeats, parallel, nodes = (number(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes"))
-        common = group(tree.get("settings") or {}, "settings") | config.parse_command_line(more).values
-        cells = cells_of(tree)
+        experiment = parse_experiment(parse_scalar(tree.get("experiment", ""), "experiment"))
+        repeats, parallel, nodes = (parse_count(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes"))
+        common = flatten_settings(tree.get("settings") or {}, "settings") | config.parse_command_line(more).values
+        cells = list_cells(tree)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     seeds = [cell.get("seed", common.get("seed")) for cell in cells] if repeats > 1 else []
     if any("seed" in cell for cell in cells) and seeds:
         raise UserError(f"{path}: repeats={repeats} chooses seeds, and so do the points; leave one of them out")
     common |= {"launch.nodes": str(nodes)} if nodes > 1 else {}
-    points = [point(path, name, experiment, common, cell, r) for r in range(repeats) for cell in cells]
+    points = [make_point(path, name, experiment, common, cell, r) for r in range(repeats) for cell in cells]
     for key, same in itertools.groupby(sorted(points, key=lambda one: one.key), lambda one: one.key):
         if len(list(same)) > 1:
             raise UserError(f"{path}: the point {dict(json.loads(key)[0])} is there more than once")
@@ -114,7 +115,7 @@ def is_python_grid(path: Path) -> bool:
     return path.suffix == ".py" and path.absolute().parent == config.ROOT / "configs" / "sweeps"
 
 
-def python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
+def read_python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
     """The points of configs/sweeps/NAME.py as a tree of text, for a machine without GPUs."""
     cfg = config.load_config(config.import_schema(experiment), more)
     grid = importlib.import_module(f"configs.sweeps.{experiment}").GRID
@@ -123,7 +124,7 @@ def python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
     return {"experiment": experiment, "points": points, "repeats": repeats}
 
 
-def parsed(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
     """The file's tree, all scalars as text."""
     try:
         tree = yaml.load(path.read_text(), Loader=config.LOADER)  # noqa: S506 (it builds only str, list, dict)
@@ -136,20 +137,22 @@ def parsed(path: Path) -> dict[str, Any]:
     return tree
 
 
-def scalar(value: Any, key: str) -> str:
+def parse_scalar(value: Any, key: str) -> str:
+    """Return a value that is one text. Raises UserError."""
     if not isinstance(value, str):
         raise UserError(f"{key}: expected one value")
     return value
 
 
-def number(value: Any, key: str) -> int:
-    found = config.parse_number(int, scalar(value, key))
+def parse_count(value: Any, key: str) -> int:
+    """Read a number of points, repeats or hosts. Raises UserError."""
+    found = config.parse_number(int, parse_scalar(value, key))
     if found is None or not 1 <= found <= MOST:
         raise UserError(f"{key}: {value!r} is no number from 1 to {MOST}")
     return int(found)
 
 
-def group(tree: Any, key: str) -> dict[str, str]:
+def flatten_settings(tree: Any, key: str) -> dict[str, str]:
     """Nested or dotted settings, each one value; a list is written as on the command line."""
     if not isinstance(tree, dict):
         raise UserError(f"{key}: expected `key: value`")
@@ -157,7 +160,7 @@ def group(tree: Any, key: str) -> dict[str, str]:
     return {name: f"[{','.join(value)}]" if isinstance(value, list) else str(value) for name, value in flat.items()}
 
 
-def cells_of(tree: Mapping[str, Any]) -> list[dict[str, str]]:
+def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
     """Every combination of the grid, and the single points after them."""
     axes, listed = tree.get("grid") or {}, tree.get("points") or []
     if not isinstance(axes, dict) or not isinstance(listed, list):
@@ -168,13 +171,15 @@ def cells_of(tree: Mapping[str, Any]) -> list[dict[str, str]]:
             raise UserError(f"grid: {key}: expected a list of values, as in [1, 2]")
     product = itertools.product(*([(key, value) for value in values] for key, values in flat.items()))
     cells = [dict(cell) for cell in product] if flat else []
-    cells += [group(one, "points") for one in listed]
+    cells += [flatten_settings(one, "points") for one in listed]
     if not cells or len(cells) > MOST:
         raise UserError(f"{len(cells)} points; name some in grid or points, at most {MOST}")
     return cells
 
 
-def point(path: str, name: str, experiment: str, common: dict[str, str], cell: dict[str, str], repeat: int) -> Point:
+def make_point(
+    path: str, name: str, experiment: str, common: dict[str, str], cell: dict[str, str], repeat: int
+) -> Point:
     """One point, its settings checked as those of a run are. Raises UserError that says where."""
     grouped = {"wandb.group": name} | common
     schema = config.import_schema(experiment)

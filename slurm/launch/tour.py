@@ -25,9 +25,10 @@ SMALLEST: dict[str, tuple[str, ...]] = {
 
 
 def main(given: argparse.Namespace) -> int:
+    """Run every experiment at its smallest and compare the runs; returns the exit status."""
     more = given.words
     root = Path(config.parse_command_line(more).values.get("runs", "runs"))
-    before = {folder.path for folder in selection.everything(root)}
+    before = {folder.path for folder in selection.list_runs(root)}
     began, failed = time.monotonic(), []
     for name in config.list_experiments():
         words = shlex.join([*FEW_STEPS, *SMALLEST.get(name, ()), *more])
@@ -36,7 +37,7 @@ def main(given: argparse.Namespace) -> int:
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
     print(f"\n---- side by side, after {time.monotonic() - began:.0f} s", flush=True)
-    made = [str(folder.path) for folder in selection.everything(root) if folder.path not in before]
+    made = [str(folder.path) for folder in selection.list_runs(root) if folder.path not in before]
     shown = 0
     if made:
         command = [sys.executable, "-m", "slurm", "compare", f"--runs={root}", f"--pick={shlex.join(made)}"]

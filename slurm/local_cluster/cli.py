@@ -28,15 +28,15 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from slurm.local_cluster import daemons, slurm_conf
-from slurm.local_cluster.cluster import DEFAULT, Cluster, folder_of, needed, running
-from slurm.local_cluster.namespaces import Process, checked_user
+from slurm.local_cluster.cluster import DEFAULT, Cluster, find_folder, find_running, require_running
+from slurm.local_cluster.namespaces import Process, check_user
 from slurm.local_cluster.slurm_conf import Plan
 
 
 @contextlib.contextmanager
-def own_folder(name: str) -> Iterator[Path]:
+def lock_folder(name: str) -> Iterator[Path]:
     """The state folder, made if need be, ours alone, and locked against another `up` or `down`."""
-    folder = slurm_conf.checked_folder(folder_of(name))
+    folder = slurm_conf.check_folder(find_folder(name))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -48,16 +48,16 @@ def own_folder(name: str) -> Iterator[Path]:
         yield folder
 
 
-def up(given: argparse.Namespace) -> None:
+def start_cluster(given: argparse.Namespace) -> None:
     """Start a cluster and wait until its hosts are idle."""
-    nodes = slurm_conf.checked_number("--nodes", given.nodes or "2", slurm_conf.MOST_NODES)
-    cpus = slurm_conf.checked_number("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
-    settings, database = slurm_conf.checked_settings(given.conf), slurm_conf.checked_switch("--db", given.db)
+    nodes = slurm_conf.parse_number("--nodes", given.nodes or "2", slurm_conf.MOST_NODES)
+    cpus = slurm_conf.parse_number("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
+    settings, database = slurm_conf.parse_settings(given.conf), slurm_conf.parse_switch("--db", given.db)
     auth = given.auth or slurm_conf.choose_auth()
     slurm_conf.check_programs(auth, database)
-    user = checked_user(os.getuid())
-    with own_folder(given.name) as folder:
-        if found := running(given.name):
+    user = check_user(os.getuid())
+    with lock_folder(given.name) as folder:
+        if found := find_running(given.name):
             if given.nodes and nodes != found.plan.nodes:
                 down = "make cluster-down" + ("" if given.name == DEFAULT else f" NAME={given.name}")
                 raise UserError(f"cluster {given.name} is up already, with NODES={found.plan.nodes}; first: {down}")
@@ -68,34 +68,34 @@ def up(given: argparse.Namespace) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
         uid, gid, first = os.getuid(), os.getgid(), slurm_conf.next_job_id(int(last))
         plan = Plan(given.name, folder, nodes, cpus, memory, user, uid, gid, auth, database, first, settings)
-        slurm_conf.write(plan)
-        daemons.create(plan)
+        slurm_conf.write_files(plan)
+        daemons.create_cluster(plan)
         try:
             wait_until_idle(plan, seconds=30 + nodes + 30 * database)
         except BaseException:  # also Ctrl-C: half a cluster is of no use
-            end(folder)
+            end_cluster(folder)
             raise
     hosts = f"{nodes} host{'s' * (nodes > 1)} with {cpus} CPU{'s' * (cpus > 1)} each"
     print(f"cluster {given.name} is up: {hosts}, idle after {time.monotonic() - began:.1f} s")
 
 
 def wait_until_idle(plan: Plan, seconds: float) -> None:
-    """Until SLURM would start a job on every host; UserError with the daemons' complaint if that does not come."""
+    """Wait until every host is idle. Raises UserError with the daemons' complaint."""
     end = time.monotonic() + seconds
     asked = ("sinfo", "--noheader", "--partition=main", "--states=idle", "--responding", "--format=%D")
     while time.monotonic() < end:
-        cluster = running(plan.name)
+        cluster = find_running(plan.name)
         if not cluster:
             break
         # asked too early, sinfo would sleep for a second
-        if daemons.record(plan, plan.nodes).exists() and cluster.run(*asked, check=False) == str(plan.nodes):
+        if daemons.find_record(plan, plan.nodes).exists() and cluster.run(*asked, check=False) == str(plan.nodes):
             return
         time.sleep(0.02)
-    raise UserError(f"cluster {plan.name} did not start: {complaint(plan.folder / 'log')}; see {plan.folder}/log")
+    raise UserError(f"cluster {plan.name} did not start: {find_complaint(plan.folder / 'log')}; see {plan.folder}/log")
 
 
-def complaint(logs: Path) -> str:
-    """What a daemon died of, else what kept the cluster from starting."""
+def find_complaint(logs: Path) -> str:
+    """The error that a daemon died of, else the one that kept the cluster from starting."""
     lines = [line for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
     for mark in ("Parsing error", "fatal: "):
         for line in lines:
@@ -105,7 +105,7 @@ def complaint(logs: Path) -> str:
     return own[0] if own else "its hosts did not become idle in time"
 
 
-def end(folder: Path) -> None:
+def end_cluster(folder: Path) -> None:
     """End the cluster of a folder, if it runs."""
     process = Process.load(folder / "holder")
     if process:
@@ -113,33 +113,33 @@ def end(folder: Path) -> None:
     (folder / "holder").unlink(missing_ok=True)
 
 
-def down(given: argparse.Namespace) -> None:
+def stop_cluster(given: argparse.Namespace) -> None:
     """End a cluster. Its logs stay until the next `up`."""
-    if not running(given.name):
+    if not find_running(given.name):
         print(f"cluster {given.name} is not up")
         return
-    with own_folder(given.name) as folder:
-        end(folder)
+    with lock_folder(given.name) as folder:
+        end_cluster(folder)
         for name in set(slurm_conf.FOLDERS) - {"log"}:
             shutil.rmtree(folder / name, ignore_errors=True)
     print(f"cluster {given.name} is down; its logs are in {folder}/log")
 
 
-def status(given: argparse.Namespace) -> None:
+def print_status(given: argparse.Namespace) -> None:
     """Print what is up and the state of every host."""
-    cluster = needed(given.name)
+    cluster = require_running(given.name)
     plan = cluster.plan
     print(f"cluster {plan.name} is up: first process {cluster.process.pid}, files in {plan.folder}", flush=True)
     states = dict(line.split() for line in cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %T").splitlines())
     cluster.as_root(lambda: daemons.print_hosts(plan, states))
 
 
-def enter(given: argparse.Namespace) -> None:
+def run_inside(given: argparse.Namespace) -> None:
     """Run a command inside, in this folder, in place of this process."""
-    cluster = needed(given.name)
-    number = checked_host(cluster, given.node) if given.verb == "node" else 0
+    cluster = require_running(given.name)
+    number = parse_host(cluster, given.node) if given.verb == "node" else 0
     if number:
-        cluster.as_root(lambda: daemons.running_host(cluster.plan, number))
+        cluster.as_root(lambda: daemons.require_host(cluster.plan, number))
     argv = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.verb == "shell":
         argv = [os.environ.get("SHELL", "/bin/sh")]
@@ -150,22 +150,22 @@ def enter(given: argparse.Namespace) -> None:
     os.execvp(command[0], command)
 
 
-def checked_host(cluster: Cluster, text: str) -> int:
+def parse_host(cluster: Cluster, text: str) -> int:
     """The number of a host, given as `2` or `node2`."""
-    return slurm_conf.checked_number("N", text.removeprefix("node"), cluster.plan.nodes)
+    return slurm_conf.parse_number("N", text.removeprefix("node"), cluster.plan.nodes)
 
 
-def fault(given: argparse.Namespace) -> None:
+def cause_fault(given: argparse.Namespace) -> None:
     """Cut, join, power-off or power-on."""
-    cluster = needed(given.name)
-    number = checked_host(cluster, given.node)
+    cluster = require_running(given.name)
+    number = parse_host(cluster, given.node)
     cluster.as_root(lambda: daemons.VERBS[given.verb](cluster.plan, number))
-    print(f"{given.verb}: {slurm_conf.host(number)}")
+    print(f"{given.verb}: {slurm_conf.host_name(number)}")
 
 
-def preempt(given: argparse.Namespace) -> None:
+def preempt_job(given: argparse.Namespace) -> None:
     """Submit a short job of high priority that wants the hosts of one job, or all hosts, for itself."""
-    cluster = needed(given.name)
+    cluster = require_running(given.name)
     where = "--states=idle,mixed,allocated", "--responding", "--format=%N"
     nodes = cluster.run("sinfo", "--noheader", "--partition=main", *where).replace("\n", ",")
     if given.job:
@@ -178,9 +178,9 @@ def preempt(given: argparse.Namespace) -> None:
     print(f"job {number} of partition high asks for {nodes}")
 
 
-def requeue(given: argparse.Namespace) -> None:
+def requeue_job(given: argparse.Namespace) -> None:
     """Put a running job back into the queue, as an administrator would."""
-    needed(given.name).run("scontrol", "requeue", given.job)
+    require_running(given.name).run("scontrol", "requeue", given.job)
 
 
 ARGUMENTS = {
@@ -198,7 +198,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(name: str, function: Callable[[argparse.Namespace], None], *words: str) -> argparse.ArgumentParser:
-        described = function.__doc__ if function is not fault else daemons.VERBS[name].__doc__
+        described = function.__doc__ if function is not cause_fault else daemons.VERBS[name].__doc__
         added = verbs.add_parser(name, help=str(described).partition("\n")[0], description=described)
         added.add_argument("--name", default=DEFAULT, type=lambda text: text or DEFAULT, help="of the cluster (local)")
         added.set_defaults(function=function)
@@ -206,27 +206,28 @@ def make_parser() -> argparse.ArgumentParser:
             added.add_argument(word, nargs=argparse.REMAINDER if word == "command" else None, help=ARGUMENTS[word])
         return added
 
-    options = add("up", up)
+    options = add("up", start_cluster)
     options.add_argument("--nodes", default="", help=f"hosts, 1 to {slurm_conf.MOST_NODES} (2)")
     options.add_argument("--cpus", default="", help="CPUs that each host claims to have (the machine's, at least 2)")
     options.add_argument("--db", nargs="?", const="1", default="", help="accounting in a private MariaDB")
     options.add_argument("--conf", action="append", default=[], metavar="Key=Value", help="a line of slurm.conf")
     options.add_argument("--auth", choices=("none", "munge"), help="none if SLURM was built with it")
-    add("down", down)
-    add("status", status)
-    add("shell", enter).set_defaults(command=[])
-    add("exec", enter, "command")
-    add("node", enter, "node", "command")
+    add("down", stop_cluster)
+    add("status", print_status)
+    add("shell", run_inside).set_defaults(command=[])
+    add("exec", run_inside, "command")
+    add("node", run_inside, "node", "command")
     for name in daemons.VERBS:
-        add(name, fault, "node")
-    add("preempt", preempt).add_argument("job", nargs="?", help="id of the job to preempt (all hosts)")
-    add("requeue", requeue, "job")
+        add(name, cause_fault, "node")
+    add("preempt", preempt_job).add_argument("job", nargs="?", help="id of the job to preempt (all hosts)")
+    add("requeue", requeue_job, "job")
     return top
 
 
 def main(arguments: list[str]) -> None:
+    """Carry out one verb of `python -m slurm cluster`. Raises UserError."""
     given = make_parser().parse_args(arguments)
-    if os.environ.get("SLURM_CONF") == str(folder_of(given.name) / "slurm.conf"):
+    if os.environ.get("SLURM_CONF") == str(find_folder(given.name) / "slurm.conf"):
         raise UserError(
             f"this is inside cluster {given.name}, where its processes look different; leave its shell first"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from slurm.local_cluster import daemons, slurm_conf
-from slurm.local_cluster.namespaces import Process, inside
+from slurm.local_cluster.namespaces import Process, run_inside
 from slurm.local_cluster.slurm_conf import Plan
 
 DEFAULT = "local"
@@ -27,7 +27,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What programs inside need besides the caller's environment: SLURM_CONF and PATH."""
+        """The variables that programs inside need besides the caller's environment: SLURM_CONF and PATH."""
         return self.plan.environment
 
     def command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
@@ -36,11 +36,11 @@ class Cluster:
         user = ["--user", "--preserve-credentials"] if self.plan.uid else []
         prefix = ["nsenter", f"--target={self.process.pid}", *user, *doors, "--"]
         if node:
-            pid = daemons.record(self.plan, node).read_text().split()[0]
+            pid = daemons.find_record(self.plan, node).read_text().split()[0]
             prefix += ["nsenter", f"--target={pid}", *doors, "--"]
         variables = [f"{key}={value}" for key, value in self.environment.items()]
         # env changes the folder last: a namespace's mounts are entered at their root
-        return [*prefix, *daemons.as_caller(self.plan), "env", f"--chdir={cwd or Path.cwd()}", *variables, *argv]
+        return [*prefix, *daemons.caller_prefix(self.plan), "env", f"--chdir={cwd or Path.cwd()}", *variables, *argv]
 
     def run(self, *argv: str, check: bool = True) -> str:
         """The output of a program on the controller; UserError with its complaint if it fails."""
@@ -51,27 +51,27 @@ class Cluster:
 
     def as_root(self, function: Callable[[], object]) -> None:
         """Run a function as root of the cluster's namespaces; exit with its status if it fails."""
-        status = inside(self.process, function)
+        status = run_inside(self.process, function)
         if status:
             sys.exit(status)  # it has said why
 
 
-def folder_of(name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where a cluster keeps everything."""
+def find_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of a cluster's state."""
     base = environ.get("CLUSTER_DIR") or environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 (checked on use)
-    return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.checked_name(name)}"
+    return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.check_name(name)}"
 
 
-def running(name: str = DEFAULT) -> Cluster | None:
+def find_running(name: str = DEFAULT) -> Cluster | None:
     """The cluster of that name, if it is up. Inside a cluster the answer is None: sbatch works there as it is."""
-    folder = folder_of(name)
+    folder = find_folder(name)
     process = Process.load(folder / "holder")
     return Cluster(Plan.load(folder), process) if process else None
 
 
-def needed(name: str) -> Cluster:
+def require_running(name: str) -> Cluster:
     """The cluster of that name; UserError if it is not up."""
-    cluster = running(name)
+    cluster = find_running(name)
     if not cluster:
         named = "" if name == DEFAULT else f" NAME={name}"
         raise UserError(f"cluster {name} is not up; start it with: make cluster-up{named}")

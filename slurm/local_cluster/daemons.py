@@ -1,4 +1,4 @@
-"""What happens inside a cluster: the controller and the hosts start, lose their cable, lose their power.
+"""The daemons of a cluster: start of the controller and the hosts, and their loss of cable or power.
 
 Every function here runs as root of the cluster's namespaces, except `create`, which makes them.
 """
@@ -14,73 +14,76 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from slurm.local_cluster import namespaces
-from slurm.local_cluster.slurm_conf import CONTROLLER, Plan, address, host
+from slurm.local_cluster.slurm_conf import CONTROLLER, Plan, host_address, host_name
 
 BRIDGE = "switch"
 
 
-def create(plan: Plan) -> None:
+def create_cluster(plan: Plan) -> None:
     """Start a cluster. On return its first process is recorded and goes on by itself."""
 
     def ancestor() -> None:
         if plan.uid:
             namespaces.become_root(plan.uid, plan.gid)
         namespaces.unshare("pid")
-        pid = namespaces.child(lambda: controller(plan))
+        pid = namespaces.fork_child(lambda: run_controller(plan))
         namespaces.Process.of(pid).save(plan.folder / "holder")
 
-    status = namespaces.exit_status(namespaces.child(ancestor))
+    status = namespaces.wait_for_child(namespaces.fork_child(ancestor))
     if status:
         raise SystemExit(status)  # it has said why
 
 
-def controller(plan: Plan) -> None:
+def run_controller(plan: Plan) -> None:
     """The first process of the cluster: the switch, the services, slurmctld, then the hosts."""
     namespaces.detach(plan.folder / "log" / "ctl.log")
     namespaces.unshare("net", "uts", "mnt")
-    namespaces.mounts(plan.folder / "etc")
+    namespaces.make_mounts(plan.folder / "etc")
     socket.sethostname("ctl")
     up, addr = f"link set {BRIDGE} up", f"addr add {CONTROLLER}/24 dev {BRIDGE}"
-    namespaces.ip("link set lo up", f"link add {BRIDGE} type bridge", addr, up)
+    namespaces.run_ip("link set lo up", f"link add {BRIDGE} type bridge", addr, up)
     if plan.auth == "munge":
-        munge(plan)
+        start_munge(plan)
     if plan.database:
-        database(plan)
-    daemon(plan, "slurmctld")
-    wait("slurmctld", CONTROLLER, 16817)  # a slurmd that finds nobody would try again a second later
+        start_database(plan)
+    start_daemon(plan, "slurmctld")
+    wait_for_port("slurmctld", CONTROLLER, 16817)  # a slurmd that finds nobody would try again a second later
     for number in range(1, plan.nodes + 1):
-        if namespaces.exit_status(namespaces.child(lambda number=number: start_host(plan, number))):  # type: ignore[misc]
-            raise UserError(f"{host(number)} did not start")
-    namespaces.rest((plan.folder / "holder").exists)  # a cluster whose folder was deleted could not be found any more
+        child = namespaces.fork_child(lambda number=number: start_host(plan, number))  # type: ignore[misc]
+        if namespaces.wait_for_child(child):
+            raise UserError(f"{host_name(number)} did not start")
+    namespaces.wait_while(
+        (plan.folder / "holder").exists
+    )  # a cluster whose folder was deleted could not be found any more
 
 
 def start_host(plan: Plan, number: int) -> None:
     """Plug a host in and switch it on. Called in a process to be thrown away."""
-    name = host(number)
+    name = host_name(number)
 
     def first(other_end: socket.socket) -> None:
         namespaces.detach(plan.folder / "log" / f"{name}.log", keep=other_end)
-        namespaces.mounts()
+        namespaces.make_mounts()
         other_end.send(b".")
         if not other_end.recv(1):  # nobody plugged us in
             return
         other_end.close()
         socket.sethostname(name)
         up, route = "link set eth0 up", f"route add default via {CONTROLLER}"
-        namespaces.ip("link set lo up", f"addr add {address(number)}/24 dev eth0", up, route)
-        daemon(plan, "slurmd", "-N", name)
-        namespaces.rest(lambda: True)
+        namespaces.run_ip("link set lo up", f"addr add {host_address(number)}/24 dev eth0", up, route)
+        start_daemon(plan, "slurmd", "-N", name)
+        namespaces.wait_while(lambda: True)
 
-    namespaces.plug_host(name, BRIDGE, record(plan, number), first)
-
-
-def record(plan: Plan, number: int) -> Path:
-    """Where a host's first process is noted, by its number in the cluster's process table."""
-    return plan.folder / "hosts" / host(number)
+    namespaces.plug_host(name, BRIDGE, find_record(plan, number), first)
 
 
-def as_caller(plan: Plan) -> list[str]:
-    """What turns the root of an ordinary user's namespace back into that user.
+def find_record(plan: Plan, number: int) -> Path:
+    """The file that records a host's first process, by its number in the cluster's process table."""
+    return plan.folder / "hosts" / host_name(number)
+
+
+def caller_prefix(plan: Plan) -> list[str]:
+    """The command prefix that turns the root of an ordinary user's namespace back into that user.
 
     The daemons, told that they are root, would ask for rights that the namespace cannot give.
     """
@@ -89,19 +92,21 @@ def as_caller(plan: Plan) -> list[str]:
     return ["unshare", "--user", f"--map-user={plan.uid}", f"--map-group={plan.gid}", "--"]
 
 
-def surroundings(plan: Plan) -> dict[str, str]:
+def daemon_environment(plan: Plan) -> dict[str, str]:
     """A daemon's environment: none of the caller's secrets."""
     return {"HOME": "/", "LC_ALL": "C.UTF-8"} | plan.environment
 
 
-def daemon(plan: Plan, *argv: str) -> None:
+def start_daemon(plan: Plan, *argv: str) -> None:
     """Start a program that goes to the background by itself."""
-    done = subprocess.run([*as_caller(plan), *argv], env=surroundings(plan), stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        [*caller_prefix(plan), *argv], env=daemon_environment(plan), stdin=subprocess.DEVNULL, check=False
+    )
     if done.returncode:
         raise UserError(f"{argv[0]} ended with status {done.returncode}")
 
 
-def munge(plan: Plan) -> None:
+def start_munge(plan: Plan) -> None:
     """A private munged; its socket lies in the folder that all hosts share."""
     run = plan.folder / "run"
     key = run / "munge.key"
@@ -109,10 +114,10 @@ def munge(plan: Plan) -> None:
     key.chmod(0o400)
     files = {"socket": "sock", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     options = [f"--{option}={run}/munge.{ending}" for option, ending in files.items()]
-    daemon(plan, "munged", "--force", f"--key-file={key}", *options)
+    start_daemon(plan, "munged", "--force", f"--key-file={key}", *options)
 
 
-def database(plan: Plan) -> None:
+def start_database(plan: Plan) -> None:
     """A private MariaDB with slurmdbd on top: in memory, and without a password, as nobody else reaches it."""
     namespaces.mount("none", str(plan.folder / "db"), "tmpfs", namespaces.NOSUID | namespaces.NODEV)
     folder, log = plan.folder, (plan.folder / "log" / "db.log").open("a")
@@ -121,20 +126,20 @@ def database(plan: Plan) -> None:
     address = ["--bind-address=127.0.0.1", "--port=13306", f"--socket={folder}/run/db.sock"]
     install = ["mariadb-install-db", *common, "--skip-test-db", "--auth-root-authentication-method=normal"]
     files = [f"--pid-file={folder}/run/db.pid", "--skip-grant-tables", "--skip-log-bin"]
-    as_user, env = as_caller(plan), surroundings(plan)
+    as_user, env = caller_prefix(plan), daemon_environment(plan)
     done = subprocess.run([*as_user, *install], env=env, stdout=log, stderr=log, check=False)
     if done.returncode:
         raise UserError(f"mariadb-install-db ended with status {done.returncode}")
     argv = [*as_user, "mariadbd", *common, *address, *speed, *files]
     subprocess.Popen(argv, env=env, stdout=log, stderr=log)
-    wait("mariadbd", "127.0.0.1", 13306)
-    daemon(plan, "slurmdbd")
-    wait("slurmdbd", CONTROLLER, 16819)
-    daemon(plan, "sacctmgr", "--immediate", "add", "cluster", plan.name)
+    wait_for_port("mariadbd", "127.0.0.1", 13306)
+    start_daemon(plan, "slurmdbd")
+    wait_for_port("slurmdbd", CONTROLLER, 16819)
+    start_daemon(plan, "sacctmgr", "--immediate", "add", "cluster", plan.name)
 
 
-def wait(name: str, address: str, port: int, seconds: float = 20) -> None:
-    """Until a service listens."""
+def wait_for_port(name: str, address: str, port: int, seconds: float = 20) -> None:
+    """Wait until a service listens. Raises UserError."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -146,53 +151,60 @@ def wait(name: str, address: str, port: int, seconds: float = 20) -> None:
     raise UserError(f"{name} does not listen after {seconds:.0f} s")
 
 
-def running_host(plan: Plan, number: int) -> namespaces.Process:
+def require_host(plan: Plan, number: int) -> namespaces.Process:
     """The first process of a host; UserError if the host is off."""
-    process = namespaces.Process.load(record(plan, number))
+    process = namespaces.Process.load(find_record(plan, number))
     if not process:
-        raise UserError(f"{host(number)} is powered off; python -m slurm cluster power-on {number}")
+        raise UserError(f"{host_name(number)} is powered off; python -m slurm cluster power-on {number}")
     return process
 
 
-def cut(plan: Plan, number: int) -> None:
+def cut_cable(plan: Plan, number: int) -> None:
     """Pull a host's cable. Its processes go on."""
-    running_host(plan, number)
-    namespaces.ip(f"link set {host(number)} down")
+    require_host(plan, number)
+    namespaces.run_ip(f"link set {host_name(number)} down")
 
 
-def join(plan: Plan, number: int) -> None:
+def join_cable(plan: Plan, number: int) -> None:
     """Plug a host's cable in again.
 
     SLURM asks a host that is down only in every 20th round, so taking it back lasts up to seven times
     SlurmdTimeout; `exec scontrol update nodename=nodeN state=resume` makes it ask at once.
     """
-    running_host(plan, number)
-    namespaces.ip(f"link set {host(number)} up")
+    require_host(plan, number)
+    namespaces.run_ip(f"link set {host_name(number)} up")
 
 
 def power_off(plan: Plan, number: int) -> None:
     """End a host at once. Its cable goes first: dying processes would still say goodbye to their peers."""
-    process = running_host(plan, number)
-    namespaces.ip(f"link set {host(number)} down")
-    namespaces.ip(f"link del {host(number)}")  # before the host's end goes with its last process, and this one with it
+    process = require_host(plan, number)
+    namespaces.run_ip(f"link set {host_name(number)} down")
+    namespaces.run_ip(
+        f"link del {host_name(number)}"
+    )  # before the host's end goes with its last process, and this one with it
     process.kill()
 
 
 def power_on(plan: Plan, number: int) -> None:
     """Start a host that is off."""
-    if namespaces.Process.load(record(plan, number)):
-        raise UserError(f"{host(number)} is on")
+    if namespaces.Process.load(find_record(plan, number)):
+        raise UserError(f"{host_name(number)} is on")
     start_host(plan, number)
 
 
-VERBS: dict[str, Callable[[Plan, int], None]] = {"cut": cut, "join": join, "power-off": power_off, "power-on": power_on}
+VERBS: dict[str, Callable[[Plan, int], None]] = {
+    "cut": cut_cable,
+    "join": join_cable,
+    "power-off": power_off,
+    "power-on": power_on,
+}
 
 
 def print_hosts(plan: Plan, states: dict[str, str]) -> None:
-    """A table: each host's address, its cable (in, cut, or off without power), and what SLURM thinks of it."""
-    plugged = namespaces.cables()
+    """Print each host's address, its cable (in, cut, or off without power), and its state in SLURM."""
+    plugged = namespaces.list_cables()
     print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}SLURM")
     for number in range(1, plan.nodes + 1):
-        name = host(number)
-        cable = ("in" if plugged.get(name) else "cut") if namespaces.Process.load(record(plan, number)) else "off"
-        print(f"{name:10}{address(number):14}{cable:8}{states.get(name, 'unknown')}")
+        name = host_name(number)
+        cable = ("in" if plugged.get(name) else "cut") if namespaces.Process.load(find_record(plan, number)) else "off"
+        print(f"{name:10}{host_address(number):14}{cable:8}{states.get(name, 'unknown')}")

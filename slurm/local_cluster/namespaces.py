@@ -43,7 +43,7 @@ class Process(NamedTuple):
 
     @staticmethod
     def of(pid: int) -> Process:
-        return Process(pid, int(fields(pid)[19]))
+        return Process(pid, int(read_stat(pid)[19]))
 
     @staticmethod
     def load(path: Path) -> Process | None:
@@ -61,7 +61,7 @@ class Process(NamedTuple):
 
     def alive(self) -> bool:
         try:
-            now = fields(self.pid)
+            now = read_stat(self.pid)
         except OSError:
             return False
         return int(now[19]) == self.start and now[0] not in "ZX"
@@ -78,12 +78,12 @@ class Process(NamedTuple):
         os.close(handle)
 
 
-def fields(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
     """/proc/PID/stat from the state on; the name before it may hold blanks and brackets."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def call(name: str, *arguments: object) -> None:
+def call_libc(name: str, *arguments: object) -> None:
     """A system call; OSError with its name if it fails."""
     if getattr(LIBC, name)(*arguments) != 0:
         number = ctypes.get_errno()
@@ -93,20 +93,20 @@ def call(name: str, *arguments: object) -> None:
 def unshare(*kinds: str) -> None:
     """Leave the given namespaces for new ones. UserError if the system refuses."""
     try:
-        call("unshare", sum(KINDS[kind] for kind in kinds))
+        call_libc("unshare", sum(KINDS[kind] for kind in kinds))
     except OSError as error:
-        remedy = REFUSED if os.getuid() or "user" in kinds or single_user() else REFUSED_ROOT
+        remedy = REFUSED if os.getuid() or "user" in kinds or is_single_user() else REFUSED_ROOT
         raise UserError(f"{remedy} ({error.strerror})") from None
 
 
-def single_user() -> bool:
+def is_single_user() -> bool:
     """Whether uid 0 here is one ordinary user outside."""
     return Path("/proc/self/uid_map").read_text().split()[2] == "1"
 
 
-def checked_user(uid: int) -> str:
+def check_user(uid: int) -> str:
     """The name of the user that all daemons and jobs run as."""
-    if uid == 0 and single_user():
+    if uid == 0 and is_single_user():
         raise UserError(
             "this root is one ordinary user of the system outside, which SLURM does not accept; be that user"
         )
@@ -127,7 +127,7 @@ def become_root(uid: int, gid: int) -> None:
         raise UserError(f"{REFUSED} ({error.strerror})") from None
 
 
-def enter(pid: int) -> None:
+def enter_namespaces(pid: int) -> None:
     """Join the namespaces of a process. The process table changes for children only."""
     doors = []
     for kind in KINDS:
@@ -135,11 +135,11 @@ def enter(pid: int) -> None:
         if there.readlink() != here.readlink():
             doors.append(os.open(there, os.O_RDONLY | os.O_CLOEXEC))
     for door in doors:
-        call("setns", door, 0)
+        call_libc("setns", door, 0)
         os.close(door)
 
 
-def child(function: Callable[[], object]) -> int:
+def fork_child(function: Callable[[], object]) -> int:
     """Fork; the child runs `function` and ends, 0 if it returned. Returns the child's pid."""
     sys.stdout.flush()
     pid = os.fork()
@@ -160,23 +160,23 @@ def child(function: Callable[[], object]) -> int:
         os._exit(status)
 
 
-def exit_status(pid: int) -> int:
+def wait_for_child(pid: int) -> int:
     """Wait for a child; its exit status."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def inside(holder: Process, function: Callable[[], object]) -> int:
+def run_inside(holder: Process, function: Callable[[], object]) -> int:
     """Run `function` as root of the cluster that `holder` is the first process of."""
 
     def step() -> None:
-        enter(holder.pid)
-        sys.exit(exit_status(child(function)))
+        enter_namespaces(holder.pid)
+        sys.exit(wait_for_child(fork_child(function)))
 
-    return exit_status(child(step))
+    return wait_for_child(fork_child(step))
 
 
 def detach(log: Path, keep: socket.socket | None = None) -> None:
-    """Let go of the caller's terminal, folder and files; write to `log` from now on."""
+    """Detach from the caller's terminal, folder and files, and write to `log`."""
     os.setsid()
     os.chdir("/")
     os.umask(0o022)
@@ -189,7 +189,7 @@ def detach(log: Path, keep: socket.socket | None = None) -> None:
     os.closerange(kept + bool(keep), 1 << 16)
 
 
-def rest(wanted: Callable[[], bool]) -> None:
+def wait_while(wanted: Callable[[], bool]) -> None:
     """Be the first process of a process table, which lasts as long as it: let the kernel collect what ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
@@ -200,13 +200,14 @@ def rest(wanted: Callable[[], bool]) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    """Mount a file system. Raises UserError."""
     try:
-        call("mount", source.encode(), target.encode(), kind.encode() if kind else None, flags, None)
+        call_libc("mount", source.encode(), target.encode(), kind.encode() if kind else None, flags, None)
     except OSError as error:
-        raise UserError(f"{REFUSED if single_user() else REFUSED_ROOT} (mount {target}: {error.strerror})") from None
+        raise UserError(f"{REFUSED if is_single_user() else REFUSED_ROOT} (mount {target}: {error.strerror})") from None
 
 
-def mounts(etc: Path | None = None) -> None:
+def make_mounts(etc: Path | None = None) -> None:
     """Own mounts: nothing reaches the machine's; /proc shows the own process table, /etc the own names."""
     mount("none", "/", None, RECURSIVE | PRIVATE)
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
@@ -220,14 +221,14 @@ def mounts(etc: Path | None = None) -> None:
         mount("none", "/dev/shm", "tmpfs", NOSUID | NODEV)  # noqa: S108 (hosts share no memory)
 
 
-def ip(*lines: str) -> None:
+def run_ip(*lines: str) -> None:
     """Commands of ip(8), in one process."""
     done = subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"ip: {done.stderr.splitlines()[0]} ({'; '.join(lines)})")
 
 
-def cables() -> dict[str, bool]:
+def list_cables() -> dict[str, bool]:
     """Every cable at the switch, by host, and whether it is plugged in."""
     done = subprocess.run(["ip", "-json", "link"], capture_output=True, text=True, check=True)
     return {link["ifname"]: "UP" in link["flags"] for link in json.loads(done.stdout) if "link_netnsid" in link}
@@ -243,11 +244,11 @@ def plug_host(name: str, bridge: str, record: Path, first: Callable[[socket.sock
         unshare("net", "uts", "mnt")
         first(theirs)
 
-    pid = child(begin)
+    pid = fork_child(begin)
     theirs.close()
     if not ours.recv(1):  # its network exists, or it has failed
         raise UserError(f"{name} did not start")
     # by path, not by number: the command runs in the new process table, as every child of this process does
-    ip(f"link add {name} type veth peer name eth0 netns /proc/{pid}/ns/net", f"link set {name} master {bridge} up")
+    run_ip(f"link add {name} type veth peer name eth0 netns /proc/{pid}/ns/net", f"link set {name} master {bridge} up")
     Process.of(pid).save(record)
     ours.send(b".")

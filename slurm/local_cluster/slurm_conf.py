@@ -1,4 +1,4 @@
-"""What a cluster consists of, as text: slurm.conf and the other files, and the programs it needs."""
+"""The files of a cluster as text: slurm.conf and others; and the programs it needs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ else scontrol -o show job; fi | awk '
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a cluster that does not change while it is up."""
+    """The fixed facts of a cluster that is up."""
 
     name: str
     folder: Path
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a program needs to find this cluster and its tools."""
+        """The variables with which a program finds this cluster and its tools."""
         path = f"{self.folder / 'bin'}:{search_path()}"
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
@@ -93,36 +93,38 @@ def search_path() -> str:
     return ":".join(dict.fromkeys(f"{os.environ.get('PATH', '')}:{ADMIN_PATH}".strip(":").split(":")))
 
 
-def host(number: int) -> str:
+def host_name(number: int) -> str:
+    """The name of a host by its number."""
     return f"node{number}"
 
 
-def address(number: int) -> str:
+def host_address(number: int) -> str:
+    """The address of a host by its number."""
     return f"10.77.0.{number}"
 
 
-def checked_number(option: str, text: str, most: int) -> int:
+def parse_number(option: str, text: str, most: int) -> int:
     """A decimal number from 1 to `most`."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
         raise UserError(f"{option}={text}: write a number from 1 to {most}")
     return int(text)
 
 
-def checked_name(text: str) -> str:
+def check_name(text: str) -> str:
     """A cluster's name: part of a folder's name, of slurm.conf and of a database table."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", text):
         raise UserError(f"NAME={text}: a cluster's name has only a-z, 0-9 and _, begins with a letter, at most 31")
     return text
 
 
-def checked_switch(option: str, text: str) -> bool:
-    """1 or nothing, 0 or nothing."""
+def parse_switch(option: str, text: str) -> bool:
+    """Read 1 as true, 0 or nothing as false. Raises UserError."""
     if text not in ("", "0", "1"):
         raise UserError(f"{option}={text}: write 1 or 0")
     return text == "1"
 
 
-def checked_settings(lines: list[str]) -> dict[str, str]:
+def parse_settings(lines: list[str]) -> dict[str, str]:
     """`Key=Value` pairs for slurm.conf."""
     found = {}
     for line in lines:
@@ -135,9 +137,10 @@ def checked_settings(lines: list[str]) -> dict[str, str]:
     return found
 
 
-def checked_folder(folder: Path, longest: int = 67) -> Path:
-    """A folder whose path slurm.conf can hold, with room for a socket (at most 107 bytes) named
-    /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
+def check_folder(folder: Path, longest: int = 67) -> Path:
+    """Return a folder whose path slurm.conf can hold. Raises UserError.
+
+    There must be room for a socket (at most 107 bytes) named /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
     """
     if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > longest:
         raise UserError(f"{folder}: slurm.conf needs a short path without blanks; set CLUSTER_DIR, as in /tmp/mine")
@@ -149,19 +152,20 @@ def check_programs(auth: str, database: bool) -> None:
     if sys.platform != "linux":
         raise UserError("a cluster needs Linux (network namespaces); use a Linux machine, a container or a virtual one")
     wanted = PACKAGES | (MUNGE if auth == "munge" else {}) | (DATABASE if database else {})
-    lacking = {name: package for package, names in wanted.items() for name in names if not program(name)}
+    lacking = {name: package for package, names in wanted.items() for name in names if not find_program(name)}
     if lacking:
         packages = " ".join(dict.fromkeys(lacking.values()))
         raise UserError(f"{', '.join(lacking)} not found; on Debian or Ubuntu: apt-get install {packages}")
 
 
-def program(name: str) -> str | None:
+def find_program(name: str) -> str | None:
+    """The path of a program, also of one for administrators; None where there is none."""
     return shutil.which(name, path=search_path())
 
 
 def choose_auth() -> str:
     """`none` where SLURM was built with it: one daemon less. The network is private either way."""
-    daemon = program("slurmctld")
+    daemon = find_program("slurmctld")
     prefix = Path(daemon).resolve().parent.parent if daemon else Path("/usr")
     libraries = [path for pattern in ("lib*/slurm*", "lib/*/slurm*") for path in prefix.glob(pattern)]
     complete = any((path / "auth_none.so").exists() and (path / "cred_none.so").exists() for path in libraries)
@@ -169,7 +173,7 @@ def choose_auth() -> str:
 
 
 def next_job_id(last: int, now: float | None = None) -> int:
-    """Where job ids begin: above all earlier ones, even if the state folder was deleted in between.
+    """The first job id: above all earlier ones, even if the state folder was deleted in between.
 
     Result files and logs are found by job id, so an id that comes twice would show old results.
     """
@@ -177,7 +181,7 @@ def next_job_id(last: int, now: float | None = None) -> int:
     return max(last + 1000, int(since_2025) // 10)
 
 
-def slurm_conf(plan: Plan) -> str:
+def make_slurm_conf(plan: Plan) -> str:
     """The text of slurm.conf."""
     folder = plan.folder
     values = {
@@ -240,7 +244,7 @@ def slurm_conf(plan: Plan) -> str:
     return "\n".join(rows) + "\n"
 
 
-def slurmdbd_conf(plan: Plan) -> str:
+def make_slurmdbd_conf(plan: Plan) -> str:
     """The text of slurmdbd.conf. The database asks for no password: nobody else reaches its network."""
     rows = [
         f"AuthType=auth/{plan.auth}",
@@ -259,13 +263,13 @@ def slurmdbd_conf(plan: Plan) -> str:
     return "\n".join(rows) + "\n"
 
 
-def hosts_file(plan: Plan) -> str:
+def make_hosts_file(plan: Plan) -> str:
     """Every name with its own address, never 127.x: ranks tell each other the address of their host's name."""
     rows = ["127.0.0.1 localhost", f"{CONTROLLER} ctl"]
-    return "\n".join(rows + [f"{address(n)} {host(n)}" for n in range(1, plan.nodes + 1)]) + "\n"
+    return "\n".join(rows + [f"{host_address(n)} {host_name(n)}" for n in range(1, plan.nodes + 1)]) + "\n"
 
 
-def write(plan: Plan) -> None:
+def write_files(plan: Plan) -> None:
     """All files of a cluster, in a folder that is emptied of an earlier cluster's state first.
 
     A killed cluster's job table would come back as jobs that run for ever.
@@ -274,12 +278,12 @@ def write(plan: Plan) -> None:
         shutil.rmtree(plan.folder / name, ignore_errors=True)
         (plan.folder / name).mkdir()
     for number in range(1, plan.nodes + 1):
-        (plan.folder / "spool" / host(number)).mkdir()
+        (plan.folder / "spool" / host_name(number)).mkdir()
     texts = {
-        "slurm.conf": slurm_conf(plan),
-        "slurmdbd.conf": slurmdbd_conf(plan),
+        "slurm.conf": make_slurm_conf(plan),
+        "slurmdbd.conf": make_slurmdbd_conf(plan),
         "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # unused, but slurmd loads one, and detecting it can fail
-        "etc/hosts": hosts_file(plan),
+        "etc/hosts": make_hosts_file(plan),
         "etc/nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
         "etc/resolv.conf": "",  # nobody to ask, so nothing to wait for
         "first_job": f"{plan.first_job}\n",

@@ -38,5 +38,6 @@ def cancel_run(folder: Folder) -> str:
 
 
 def main(given: argparse.Namespace) -> int:
+    """End a run; returns the exit status."""
     print(cancel_run(find_run(given.run, Path(given.runs or "runs"))))
     return 0

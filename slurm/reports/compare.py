@@ -24,7 +24,7 @@ from common.runs.folder import Folder, disk_errors, read_json, write_atomic
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
 from slurm.reports.logs import find_rank_0_log
-from slurm.reports.selection import Asked
+from slurm.reports.selection import Choice
 from slurm.reports.status import Status
 
 NO_MATTER = ("runs", "data.cache", "data.root", "log.", "wandb.")  # settings that do not change what is computed
@@ -34,7 +34,7 @@ NAMED = 3  # settings that may stand in a run's label
 
 @dataclasses.dataclass
 class Compared:
-    """One run as it is shown."""
+    """One run, with everything that the table and the page show."""
 
     folder: Folder
     status: Status
@@ -47,7 +47,7 @@ class Compared:
     @classmethod
     def of(cls, folder: Folder) -> Compared:
         world = next((read_json(a.attempt / "world.json") for a, _ in folder.chain()[:1]), {})
-        own = selection.settings_of(folder)
+        own = selection.read_settings(folder)
         bounds = {bound for _, bound in folder.chain() if bound is not None}
         drawn = metric_curves.read_curves(folder.rows(), bounds)
         return cls(folder, status.read_status(folder), own, results.parse(folder.result), world, drawn)
@@ -74,31 +74,31 @@ class Compared:
             "restarts": max(0, self.status.attempts - 1),
             "processes": self.world.get("processes"),
             "step": self.status.step,
-            "loss": last(self.curves.loss),
+            "loss": find_last(self.curves.loss),
             "test_loss": self.final("test_loss"),
             "test_accuracy": self.final("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,
             "efficiency": self.final("efficiency"),
             "waiting": self.result.waiting(),
             "memory_mb": self.result.memory_mb(),
-            "cut": cut_of(self.result),
+            "cut": format_cut(self.result),
         }
 
 
-def cut_of(result: results.Result) -> str | None:
+def format_cut(result: results.Result) -> str | None:
     """The layers that begin a stage; None for a run without stages, or with one."""
     stages = result.measured.get("stages")
     named = isinstance(stages, list) and all(isinstance(names, list) and names for names in stages)
     return ",".join(str(names[0]) for names in stages[1:]) or None if named else None  # type: ignore[index]
 
 
-def last(curve: metric_curves.Curve) -> float | None:
+def find_last(curve: metric_curves.Curve) -> float | None:
     """The last value that is a number."""
     return float(curve.value[-1]) if len(curve) and math.isfinite(curve.value[-1]) else None
 
 
-def differences(runs: list[Compared]) -> list[str]:
-    """The settings in which runs differ that have them, in the order of the first run's."""
+def list_differences(runs: list[Compared]) -> list[str]:
+    """List the settings whose values differ between the runs that have them."""
     found = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = {run.settings[key] for run in runs if key in run.settings}
@@ -107,13 +107,13 @@ def differences(runs: list[Compared]) -> list[str]:
     return found
 
 
-def name_them(runs: list[Compared], differing: list[str]) -> None:
-    """Give each run a short label: the end of its id, and what it is about."""
+def label_runs(runs: list[Compared], differing: list[str]) -> None:
+    """Give each run a short label: the end of its id, its experiment, its differing settings."""
     kinds: dict[str, list[Compared]] = {}
     for run in runs:
         kinds.setdefault(run.folder.experiment, []).append(run)
     several = len(kinds) > 1
-    within = {name: differences(own) for name, own in kinds.items()}  # what differs between experiments is no news
+    within = {name: list_differences(own) for name, own in kinds.items()}  # what differs between experiments is no news
     for run in runs:
         told = [key for key in within[run.folder.experiment] if key in differing]
         parts = [run.folder.path.name.rpartition("-")[2]]
@@ -122,11 +122,11 @@ def name_them(runs: list[Compared], differing: list[str]) -> None:
         run.label = " ".join(parts)
 
 
-def compare(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
+def compare_runs(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
     """The runs with their labels, and the settings in which they differ."""
     runs = [Compared.of(folder) for folder in folders]
-    differing = differences(runs)
-    name_them(runs, differing)
+    differing = list_differences(runs)
+    label_runs(runs, differing)
     return runs, differing
 
 
@@ -146,18 +146,19 @@ SHOWN = {
 HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "memory_mb": "MB"}
 
 
-def shown(facts: dict[str, Any], name: str) -> str:
+def format_value(facts: dict[str, Any], name: str) -> str:
+    """The text of one column of a run."""
     return pages.MISSING if facts[name] is None else SHOWN[name].format(facts[name])
 
 
-def table(runs: list[Compared], differing: list[str]) -> str:
-    """One line a run; the settings in which they differ come last, then what is to be said of single runs."""
+def format_table(runs: list[Compared], differing: list[str]) -> str:
+    """The table as text: one line per run, differing settings last, then a line for each run that is not finished."""
     every = [run.facts() for run in runs]
     columns = [name for name in SHOWN if any(facts[name] is not None for facts in every)]
     lines = [["run", *(HEADS.get(name, name.replace("_", " ")) for name in columns), *differing]]
     for run, facts in zip(runs, every, strict=True):
         own = [run.settings.get(key, pages.MISSING) for key in differing]
-        lines.append([facts["run"], *(shown(facts, name) for name in columns), *own])
+        lines.append([facts["run"], *(format_value(facts, name) for name in columns), *own])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     left = {0, 1}  # words; the rest are numbers
     text = [
@@ -168,10 +169,10 @@ def table(runs: list[Compared], differing: list[str]) -> str:
     return "\n".join([line.rstrip() for line in text] + [word.removesuffix(": ") for word in words])
 
 
-def picture(run: Compared, place: Path, differing: list[str]) -> ComparedRun:
-    """A run as the page in the folder `place` shows it."""
+def make_picture(run: Compared, place: Path, differing: list[str]) -> ComparedRun:
+    """The data of a run for the page, with links relative to the folder `place`."""
     facts = run.facts()
-    columns = {HEADS.get(name, name.replace("_", " ")): shown(facts, name) for name in SHOWN if name != "state"}
+    columns = {HEADS.get(name, name.replace("_", " ")): format_value(facts, name) for name in SHOWN if name != "state"}
     if not run.over:
         columns["detail"] = run.status.detail
     return ComparedRun(
@@ -183,12 +184,12 @@ def picture(run: Compared, place: Path, differing: list[str]) -> ComparedRun:
         {key: run.settings[key] for key in differing if key in run.settings},
         facts["waiting"],
         facts["memory_mb"],
-        links(run.folder, place),
+        list_links(run.folder, place),
     )
 
 
-def links(folder: Folder, place: Path) -> dict[str, str]:
-    """Words and addresses, relative to `place`, of what lies in a run folder."""
+def list_links(folder: Folder, place: Path) -> dict[str, str]:
+    """Titles and addresses, relative to `place`, of the files in a run folder."""
     files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
     for attempt in folder.attempts()[-1:]:
         logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
@@ -200,7 +201,7 @@ def links(folder: Folder, place: Path) -> dict[str, str]:
     return found | ({"W&B": online} if online.startswith("https://") else {})
 
 
-def write(page: Path, text: str) -> None:
+def write_page(page: Path, text: str) -> None:
     """Write a new page, or over an older one. Raises UserError."""
     try:
         if not page.parent.exists():
@@ -222,17 +223,18 @@ def is_page(path: Path) -> bool:
 
 
 def main(given: argparse.Namespace) -> int:
+    """Print the table of runs and write their page; returns the exit status."""
     as_json = parse_switch("JSON", given.json)
     root = Path(given.runs or "runs")
-    folders = selection.select(Asked(given.pick, given.name, given.last, given.where, given.sweep), root)
-    runs, differing = compare(folders)
+    folders = selection.select_runs(Choice(given.pick, given.name, given.last, given.where, given.sweep), root)
+    runs, differing = compare_runs(folders)
     page = Path(given.page or root / "compare.html")
     if as_json:
         rows = [run.facts() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
         print(json.dumps({"page": str(page.absolute()), "differing": differing, "runs": rows}, indent=2), flush=True)
     else:
-        print(table(runs, differing), flush=True)
-    write(page, pages.render_page([picture(run, page.parent, differing) for run in runs], differing))
+        print(format_table(runs, differing), flush=True)
+    write_page(page, pages.render_page([make_picture(run, page.parent, differing) for run in runs], differing))
     if not as_json:
         print(f"page: {page.absolute()}")
     return 0

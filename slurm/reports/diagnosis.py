@@ -1,4 +1,4 @@
-"""`make doctor RUN=<id>`: what became of a run that failed or hangs, out of its folder. Imports no torch.
+"""The diagnosis of a run that failed or hangs, from its folder. Imports no torch.
 
 The first error of all ranks, the last step of each, where the processes stood when one waited too long, who is slow,
 and the likely cause in one line.
@@ -16,8 +16,8 @@ from typing import Any
 from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT
 from common.runs.folder import Folder, read_json
 from slurm.reports import selection, status
-from slurm.reports.heartbeats import Beat, beats, slow_words, straggler
-from slurm.reports.selection import number, settings_of
+from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
+from slurm.reports.selection import parse_float, read_settings
 from slurm.reports.status import OVER
 
 ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
@@ -48,16 +48,16 @@ CAUSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What one rank left behind."""
+    """The facts that one rank left in the run folder."""
 
-    beat: Beat
+    beat: Heartbeat
     seen: float
     """Its newest sign of life, seconds since 1970."""
     when: str
     """Of its first error."""
     error: str
     stands: str
-    """Where it stood when a step took too long: the innermost lines."""
+    """Its innermost lines of code when a step took too long."""
 
     @property
     def name(self) -> str:
@@ -74,6 +74,7 @@ class Rank:
 
 
 def read_tail(path: Path) -> str:
+    """The last bytes of a log as text; empty where it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL))
@@ -82,23 +83,23 @@ def read_tail(path: Path) -> str:
         return ""
 
 
-def logs(folder: Folder, attempt: Folder, rank: int) -> str:
-    """What a rank wrote in the newest start: its own log, and what SLURM kept of it."""
+def read_logs(folder: Folder, attempt: Folder, rank: int) -> str:
+    """The output of a rank in the newest attempt: its own log, and the one that SLURM kept."""
     job = read_json(folder.path / "meta.json").get("job") or {}
     room = Path(job.get("logs") or folder.path / "submit")
     kept = read_tail(room / f"{job['id']}_{rank}_log.out") if job else ""
     return read_tail(attempt.log_file(rank)) + "\n" + kept.rpartition(BEGIN)[2]
 
 
-def begun(attempt: Folder) -> float:
-    """When a start showed itself last, heartbeats left out; seconds since 1970."""
+def find_start_time(attempt: Folder) -> float:
+    """The newest sign of life of an attempt without its heartbeats, in seconds since 1970."""
     names = ("attempt.json", "world.json", "logs")
     paths = [*(attempt.attempt / name for name in names), *attempt.attempt.glob("logs/rank-*.log")]
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
-def first_error(text: str) -> tuple[str, str]:
-    """When, and what. Words of W&B or of warnings are no errors."""
+def find_first_error(text: str) -> tuple[str, str]:
+    """The time and text of the first error in a log; messages of W&B and warnings are no errors."""
     match = ERROR.search(text)
     if match:
         raised = RAISED.search(text, match.end())
@@ -109,8 +110,8 @@ def first_error(text: str) -> tuple[str, str]:
     return "", said[1] if said else raised[0] if raised else ""
 
 
-def where_it_stands(text: str) -> str:
-    """The innermost of our own lines in the newest dump of stacks, and the function it had called."""
+def find_position(text: str) -> str:
+    """The innermost lines of the project in the newest stack dump, and the function that they called."""
     dumps = STACKS.findall(text)
     threads = re.split(r"^(?:Current thread|Thread) .*\n", dumps[-1], flags=re.MULTILINE) if dumps else []
     frames = FRAME.findall(threads[-1]) if threads else []  # the main thread comes last
@@ -121,24 +122,24 @@ def where_it_stands(text: str) -> str:
     return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in chosen)
 
 
-def ranks_of(folder: Folder) -> list[Rank]:
-    """All ranks of the newest start."""
+def read_ranks(folder: Folder) -> list[Rank]:
+    """The facts of all ranks of the newest attempt."""
     found = []
     for attempt in folder.attempts()[-1:]:
-        first = begun(attempt)
-        for beat in beats(attempt):
-            text = logs(folder, attempt, beat.rank)
-            found.append(Rank(beat, beat.time or first, *first_error(text), where_it_stands(text)))
+        first = find_start_time(attempt)
+        for beat in read_heartbeats(attempt):
+            text = read_logs(folder, attempt, beat.rank)
+            found.append(Rank(beat, beat.time or first, *find_first_error(text), find_position(text)))
     return found
 
 
-def in_order(ranks: list[Rank]) -> list[Rank]:
-    """Those with an error, the first one first."""
+def sort_errors(ranks: list[Rank]) -> list[Rank]:
+    """The ranks with an error, the earliest first."""
     return sorted((rank for rank in ranks if rank.error), key=lambda rank: (not rank.when, rank.when))
 
 
-def known_cause(detail: str, own: list[Rank]) -> str:
-    """What is well known and has a remedy."""
+def find_known_cause(detail: str, own: list[Rank]) -> str:
+    """A known cause with its remedy; empty where there is none."""
     for pattern, words in CAUSES:
         who = next((rank.name for rank in own if re.search(pattern, rank.error)), "")
         if who or re.search(pattern, detail):
@@ -146,56 +147,64 @@ def known_cause(detail: str, own: list[Rank]) -> str:
     return ""
 
 
-def named(errors: list[Rank]) -> str:
-    """Who did not answer, as the first rank says that found out."""
+def find_unanswered(errors: list[Rank]) -> str:
+    """The message of the first rank that reports another one as not answering."""
     return next((rank.error for rank in errors if "did not answer within" in rank.error), "")
 
 
-def lost_ones(ranks: list[Rank], errors: list[Rank]) -> str:
-    """Who is gone, where the others only lost their peer."""
+def describe_lost(ranks: list[Rank], errors: list[Rank]) -> str:
+    """A sentence on the ranks that ended without an error, where the others only lost their connection."""
     silent = ", ".join(rank.name for rank in ranks if not rank.error)
     if not (errors and silent):
         return ""
     return f"{silent} ended without a word (killed, out of memory, or its host failed), and the others lost it"
 
 
-def patience(folder: Folder) -> float:
-    """Seconds that a run may be silent: no process may wait longer than launch.step_timeout for the others."""
-    allowed = number(settings_of(folder).get("launch.step_timeout", ""))
+def find_allowed_silence(folder: Folder) -> float:
+    """Seconds that a run may be silent: no rank waits longer than launch.step_timeout for the others."""
+    allowed = parse_float(read_settings(folder).get("launch.step_timeout", ""))
     return max(SILENT, allowed or 0.0)
 
 
-def alive(ranks: list[Rank], allowed: float) -> str:
-    """Of a run that still runs, and may be silent for so many seconds; a rank without heartbeat is at its beginning."""
+def judge_running(ranks: list[Rank], allowed: float) -> str:
+    """Judge a running run, which may be silent for so many seconds; a rank without heartbeat has just started."""
     if not ranks or min(rank.age for rank in ranks) < allowed:
-        return slow_words([rank.beat for rank in ranks]) or WELL
+        return describe_slow_rank([rank.beat for rank in ranks]) or WELL
     behind = min(ranks, key=lambda rank: (rank.beat.step, rank.seen))
     return f"it hangs: {behind.name} has shown nothing since step {behind.beat.step}"
 
 
-def cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
+def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
     """The likely cause in one line; empty for a run that is well."""
     if state == "FINISHED":
-        return slow_words([rank.beat for rank in ranks])
+        return describe_slow_rank([rank.beat for rank in ranks])
     if state == "CANCELLED":
         return "it was cancelled"
     if state == "RUNNING":
-        return alive(ranks, patience(folder))
-    errors = in_order(ranks)
+        return judge_running(ranks, find_allowed_silence(folder))
+    errors = sort_errors(ranks)
     own = [rank for rank in errors if not PEER.search(rank.error)]
     first = f"{own[0].name} failed first: {own[0].error}" if own else ""
     last = errors[0].error if errors else "its processes ended without a word: killed, or the machine failed"
     killed = detail if "was killed by" in detail else ""
-    return known_cause(detail, own) or first or named(errors) or killed or lost_ones(ranks, errors) or detail or last
+    return (
+        find_known_cause(detail, own)
+        or first
+        or find_unanswered(errors)
+        or killed
+        or describe_lost(ranks, errors)
+        or detail
+        or last
+    )
 
 
-def examine(folder: Folder) -> dict[str, Any]:
-    """Everything that can be told of a run."""
+def examine_run(folder: Folder) -> dict[str, Any]:
+    """All facts about a run, for people and programs."""
     state, detail = status.read_state(folder)
-    ranks = ranks_of(folder)
-    errors = in_order(ranks)
+    ranks = read_ranks(folder)
+    errors = sort_errors(ranks)
     first = errors[0].facts() if errors else None
-    slow = straggler([rank.beat for rank in ranks])
+    slow = find_slow_rank([rank.beat for rank in ranks])
     return {
         "run": folder.path.name,
         "state": state.lower(),
@@ -204,16 +213,16 @@ def examine(folder: Folder) -> dict[str, Any]:
         "ranks": [rank.facts() for rank in ranks],
         "first_error": first,
         "straggler": slow.rank if slow else None,
-        "cause": cause(folder, state, detail, ranks),
+        "cause": find_cause(folder, state, detail, ranks),
     }
 
 
-def advice(folder: Folder, cause: str) -> str:
-    """What to type to go on: not the same settings where these are what failed."""
+def give_advice(folder: Folder, cause: str) -> str:
+    """The command to continue with; with other settings where the present ones failed."""
     again = f"make exp RESUME={selection.name_run(folder)}"
     if NO_VALID_CHECKPOINT in cause:
         return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
-    rate = number(settings_of(folder).get("optim.lr", ""))
+    rate = parse_float(read_settings(folder).get("optim.lr", ""))
     if DIVERGED in cause:
         return f'{again} ARGS="optim.lr={(rate or 0) / 2:g}", with a lower rate than {rate or 0:g}'
     if MEMORY in cause:
@@ -223,9 +232,9 @@ def advice(folder: Folder, cause: str) -> str:
     return again
 
 
-def show(folder: Folder, machines: bool) -> int:
-    """Tell it; returns 0 for a run that is well, else 1."""
-    found = examine(folder)
+def print_diagnosis(folder: Folder, machines: bool) -> int:
+    """Print the diagnosis; returns 0 for a run that is well, else 1."""
+    found = examine_run(folder)
     well = found["state"] == "finished" or found["cause"] == WELL or found["state"] == "pending"
     if machines:
         print(json.dumps(found, indent=2))
@@ -243,5 +252,5 @@ def show(folder: Folder, machines: bool) -> int:
     if found["cause"]:
         print(f"  likely cause  {found['cause']}")
     if found["state"].upper() in OVER and found["state"] != "finished":
-        print(f"  go on  {advice(folder, found['cause'])}")
+        print(f"  go on  {give_advice(folder, found['cause'])}")
     return 0 if well else 1

@@ -27,7 +27,7 @@ from configs.shared import Experiment
 from slurm.arguments import parse_node_count, parse_settings, parse_switch
 from slurm.reports import diagnosis, selection
 from slurm.scheduling import sbatch
-from slurm.scheduling.scheduler import Scheduler, choose, scrubbed
+from slurm.scheduling.scheduler import Scheduler, choose_scheduler, clean_environment
 
 COLUMNS = (
     "rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "disk_mb_per_s", "gflop_per_s",
@@ -41,8 +41,8 @@ UNABLE = re.compile(
 )
 
 
-def table(facts: Sequence[dict[str, Any]]) -> str:
-    """One line a process."""
+def format_table(facts: Sequence[dict[str, Any]]) -> str:
+    """The table of hosts as text: one line per rank."""
     rows = [list(COLUMNS), *[["-" if f.get(n) is None else str(f[n]) for n in COLUMNS] for f in facts]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -51,8 +51,8 @@ def table(facts: Sequence[dict[str, Any]]) -> str:
 # ---- on the hosts
 
 
-def look(nodes: int, runs: Path, cache: Path) -> int:
-    """Be one of the processes that look; returns the exit status."""
+def examine_host(nodes: int, runs: Path, cache: Path) -> int:
+    """Examine the host of this process; returns the exit status."""
     print(f"{HERE}{socket.gethostname()}", flush=True)
     from common.distributed import local_launcher, rendezvous
     from common.distributed.rank_info import RankInfo, read_rank_info
@@ -80,8 +80,8 @@ def look(nodes: int, runs: Path, cache: Path) -> int:
 # ---- here
 
 
-def srun(profile: Profile, nodes: int, name: str) -> list[str]:
-    """The words that start the processes on so many hosts."""
+def make_srun_command(profile: Profile, nodes: int, name: str) -> list[str]:
+    """The srun command that starts the processes on so many hosts."""
     words = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={profile.per_node}", f"--cpus-per-task={profile.cpus}"]
     words += ["--kill-on-bad-exit=1", "--time=10", f"--job-name={name}"]
     for key in ("partition", "account", "qos", "constraint", "exclude"):
@@ -92,8 +92,8 @@ def srun(profile: Profile, nodes: int, name: str) -> list[str]:
     return words
 
 
-def unfit(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
-    """Hosts that SLURM itself holds for down, where too few others are left."""
+def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
+    """List hosts that SLURM reports as down, where too few others are left."""
     chosen = [f"--partition={partition}"] if partition else []
     lines = sorted(set(scheduler.call("sinfo", "-N", "-h", "-o", "%N|%T|%E", *chosen).split("\n")) - {""})
     bad = [line.split("|", 2) for line in lines if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
@@ -102,7 +102,7 @@ def unfit(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
     return [f"{host} is {state}: {reason.strip()}; SLURM starts nothing there" for host, state, reason in bad]
 
 
-def expected(scheduler: Scheduler, name: str) -> list[str]:
+def list_job_hosts(scheduler: Scheduler, name: str) -> list[str]:
     """The hosts that a job was given."""
     with contextlib.suppress(UserError):
         names = scheduler.call("squeue", "-h", f"--name={name}", "-o", "%N").split()
@@ -110,9 +110,11 @@ def expected(scheduler: Scheduler, name: str) -> list[str]:
     return []
 
 
-def ask(command: list[str], scheduler: Scheduler | None, name: str, seconds: float = PATIENCE) -> dict[str, Any]:
-    """Let the processes look; what they found, or in `problems` why they could not."""
-    env = scrubbed(os.environ) | {"PYTHONPATH": str(ROOT)}
+def collect_facts(
+    command: list[str], scheduler: Scheduler | None, name: str, seconds: float = PATIENCE
+) -> dict[str, Any]:
+    """Run the processes on the hosts; returns their facts, or in `problems` why there are none."""
+    env = clean_environment(os.environ) | {"PYTHONPATH": str(ROOT)}
     lines: list[str] = []
     hosts: list[str] = []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -125,11 +127,11 @@ def ask(command: list[str], scheduler: Scheduler | None, name: str, seconds: flo
         reader.start()
         reader.join(min(5.0, seconds))
         if reader.is_alive() and scheduler is not None:
-            hosts = expected(scheduler, name)
+            hosts = list_job_hosts(scheduler, name)
         reader.join(seconds)
         late = reader.is_alive()
         if late and scheduler is not None:
-            hosts = hosts or expected(scheduler, name)
+            hosts = hosts or list_job_hosts(scheduler, name)
             with contextlib.suppress(UserError):
                 scheduler.call("scancel", f"--name={name}")
         if late:
@@ -139,11 +141,11 @@ def ask(command: list[str], scheduler: Scheduler | None, name: str, seconds: flo
     found = next((line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)), None)
     if found:
         return dict(json.loads(found))
-    return {"hosts": [], "wandb": {}, "problems": why_nothing(lines, hosts, late, seconds)}
+    return {"hosts": [], "wandb": {}, "problems": explain_silence(lines, hosts, late, seconds)}
 
 
-def why_nothing(lines: list[str], hosts: list[str], late: bool, seconds: float) -> list[str]:
-    """Why the processes found nothing: hosts that did not start any, and what the others complained of."""
+def explain_silence(lines: list[str], hosts: list[str], late: bool, seconds: float) -> list[str]:
+    """List reasons for missing facts: hosts without a process, and the errors of the others."""
     here = [line.removeprefix(HERE).strip() for line in lines if line.startswith(HERE)]
     named = [match for match in map(UNABLE.search, lines) if match]
     wrong = {str(m[1] or m[3]): (m[2] or "it does not answer").strip() for m in named}
@@ -158,23 +160,24 @@ def why_nothing(lines: list[str], hosts: list[str], late: bool, seconds: float) 
     return said[:3] or [line.strip() for line in lines[-3:]] or ["the processes that should look ended without a word"]
 
 
-def send(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
-    """Look from so many hosts of a cluster, or from processes of this machine."""
+def check_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
+    """Check so many hosts of a cluster, or as many processes of this machine."""
     folders = [str(Path(path).absolute()) for path in (settings.runs, settings.data.cache)]
     command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes), *folders]
     if scheduler is None:
-        return ask(command, None, "")
+        return collect_facts(command, None, "")
     scheduler.check(nodes, profile.partition)
-    wrong = unfit(scheduler, nodes, profile.partition)
+    wrong = list_down_hosts(scheduler, nodes, profile.partition)
     if wrong:
         return {"hosts": [], "wandb": {}, "problems": wrong}
     name = f"doctor-{secrets.token_hex(3)}"
-    return ask(scheduler.command(*srun(profile, nodes, name), *command), scheduler, name)
+    return collect_facts(scheduler.command(*make_srun_command(profile, nodes, name), *command), scheduler, name)
 
 
-def show(found: dict[str, Any]) -> None:
+def print_facts(found: dict[str, Any]) -> None:
+    """Print the table of hosts, where W&B would be reached, and the problems."""
     if found["hosts"]:
-        print(table(found["hosts"]))
+        print(format_table(found["hosts"]))
     if found["wandb"]:
         why = found["wandb"]["reason"]
         print(f"W&B: runs would be {found['wandb']['mode']}" + (f" ({why})" if why else ""))
@@ -184,29 +187,30 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
+    """Check hosts, or examine a run; returns the exit status."""
     machines = parse_switch("JSON", given.json)
     if given.run:
         others = [name for name in ("nodes", "args", "launch", "cluster") if getattr(given, name)]
         if others:
             raise UserError(f"RUN examines a run, and {others[0].upper()} is for checking hosts; leave one of them out")
-        return diagnosis.show(selection.find_run(given.run, Path("runs")), machines)
+        return diagnosis.print_diagnosis(selection.find_run(given.run, Path("runs")), machines)
     nodes = parse_node_count(given.nodes or "1")
     words, for_profile = parse_settings(given.args)
     settings = config.build_config(Places, [config.parse_command_line(words).values])
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
-    scheduler = choose(given.launch or "auto")
+    scheduler = choose_scheduler(given.launch or "auto")
     if scheduler is None and not machines:
         print(f"no SLURM is used: {nodes} processes on this machine", flush=True)
-    found = send(scheduler, nodes, profile, settings)
+    found = check_hosts(scheduler, nodes, profile, settings)
     if machines:
         print(json.dumps({"sound": not found["problems"]} | found, indent=2))
     else:
-        show(found)
+        print_facts(found)
     return 1 if found["problems"] else 0
 
 
 class Places(Experiment):
-    """Where runs and data lie, as every experiment has it."""
+    """The settings that every experiment has: folders of runs and data."""
 
     @property
     def processes(self) -> int:
@@ -215,4 +219,4 @@ class Places(Experiment):
 
 if __name__ == "__main__":  # one of the processes that look, started by srun or by the doctor itself
     with user_errors():
-        sys.exit(look(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))
+        sys.exit(examine_host(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))

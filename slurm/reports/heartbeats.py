@@ -1,4 +1,4 @@
-"""The processes of a start by their heartbeats: how far each is, and who the others wait for. Imports no torch."""
+"""Heartbeats of the ranks of an attempt: progress, and the straggler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.runs.folder import Folder, read_json
 
 
 @dataclasses.dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A rank's newest sign of life."""
 
     rank: int
@@ -24,8 +24,8 @@ class Beat:
     """Seconds of its newest steps until backward begins, where they are measured."""
 
 
-def beats(attempt: Folder) -> list[Beat]:
-    """Of all ranks of a start that are known, in their order."""
+def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
+    """Read the heartbeats of all known ranks of an attempt, in their order."""
     hosts = read_json(attempt.attempt / "world.json").get("hosts") or []
     names = [*attempt.attempt.glob("heartbeat-*.json"), *(attempt.attempt / "logs").glob("rank-*.log")]
     numbers = {int(path.stem.rpartition("-")[2]) for path in names} | set(range(len(hosts)))
@@ -34,19 +34,19 @@ def beats(attempt: Folder) -> list[Beat]:
         beat = read_json(attempt.attempt / f"heartbeat-{rank}.json")
         host, early = hosts[rank] if rank < len(hosts) else "?", beat.get("before_backward")
         step, time = (result.to_number(beat.get(name)) or 0.0 for name in ("step", "time"))
-        found.append(Beat(rank, host, int(step), time, result.to_number(early)))
+        found.append(Heartbeat(rank, host, int(step), time, result.to_number(early)))
     return found
 
 
-def straggler(ranks: Sequence[Beat]) -> Beat | None:
+def find_slow_rank(ranks: Sequence[Heartbeat]) -> Heartbeat | None:
     """The rank that needs clearly longer than the others until backward begins."""
     found = find_straggler([rank.before_backward for rank in ranks])
     return None if found is None else ranks[found]
 
 
-def slow_words(ranks: Sequence[Beat]) -> str:
-    """Who is slow, in words; empty if nobody is."""
-    slow = straggler(ranks)
+def describe_slow_rank(ranks: Sequence[Heartbeat]) -> str:
+    """A sentence on the straggler; empty where there is none."""
+    slow = find_slow_rank(ranks)
     if slow is None or slow.before_backward is None:
         return ""
     others = median(rank.before_backward for rank in ranks if rank is not slow and rank.before_backward)

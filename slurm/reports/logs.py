@@ -20,7 +20,7 @@ EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # s
 
 
 def follow_log(folder: Folder, log: Path) -> int:
-    """Show a log as it grows until the run is over; returns the run's exit status."""
+    """Print a log as it grows until the run is over; returns the run's exit status."""
     try:
         return print_until_end(folder, log)
     except KeyboardInterrupt:
@@ -30,6 +30,7 @@ def follow_log(folder: Folder, log: Path) -> int:
 
 
 def print_until_end(folder: Folder, log: Path) -> int:
+    """Print a log as it grows, and at the end the status; returns the run's exit status."""
     position, looked, state = 0, 0.0, ""
     while True:
         with contextlib.suppress(OSError), open(log, errors="replace") as file:
@@ -65,7 +66,7 @@ def find_exit_status(folder: Folder) -> int:
 
 
 def find_rank_0_log(folder: Folder) -> Path:
-    """What rank 0 said, on the screen of a job or in its log file."""
+    """The file with the output of rank 0: of its job, or of its newest attempt. Raises UserError."""
     job = read_json(folder.path / "meta.json").get("job")
     if job:
         return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
@@ -76,7 +77,7 @@ def find_rank_0_log(folder: Folder) -> Path:
 
 
 def read_rank_0_log(folder: Folder) -> str:
-    """In the newest start of which there are words; a queued one has none yet. Raises UserError."""
+    """The output of rank 0 in the newest attempt that has any. Raises UserError."""
     logs = [find_rank_0_log(folder), *(attempt.log_file(0) for attempt in reversed(folder.attempts()))]
     texts = [log.read_text(errors="replace") for log in logs if log.exists()]
     if not any(texts):
@@ -85,6 +86,7 @@ def read_rank_0_log(folder: Folder) -> str:
 
 
 def main(given: argparse.Namespace) -> int:
+    """Print or follow the log of rank 0; returns the exit status."""
     folder = find_run(given.run, Path(given.runs or "runs"))
     if parse_switch("FOLLOW", given.follow):
         return follow_log(folder, find_rank_0_log(folder))

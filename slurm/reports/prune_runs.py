@@ -15,12 +15,14 @@ from common.checkpoint import storage
 from common.runs.folder import MODEL, Folder, disk_errors
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status, wandb_sync
-from slurm.reports.selection import Asked
+from slurm.reports.selection import Choice
 
 
-def superfluous(folder: Folder, named: bool) -> list[Path]:
-    """What of a run that is over can go. Unless it is named, its best model stays (checkpoint.best), and its newest
-    checkpoint where there is no other model of it.
+def list_superfluous(folder: Folder, named: bool) -> list[Path]:
+    """List the files of a run that is over that can be deleted.
+
+    Unless the run is named, its best model stays (checkpoint.best), and its newest checkpoint where there is no other
+    model of it.
     """
     found = sorted(folder.path.glob("attempts/*/trace-*.json"))
     only = [] if named or (folder.path / MODEL).is_file() else [one.path for one in storage.list_candidates(folder)[:1]]
@@ -33,16 +35,17 @@ def superfluous(folder: Folder, named: bool) -> list[Path]:
             found += [path for path in sorted(room.iterdir()) if path not in stay]
         elif room.exists():
             found.append(room)
-    return found + [path for path in wandb_sync.offline(folder) if wandb_sync.sent(path)]
+    return found + [path for path in wandb_sync.list_offline(folder) if wandb_sync.is_sent(path)]
 
 
-def size(path: Path) -> int:
+def measure_size(path: Path) -> int:
     """Bytes on the disk; links are not followed."""
     below = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
     return sum(one.lstat().st_blocks * 512 for one in (path, *below))
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
+    """Delete a file or a folder. Raises UserError."""
     with disk_errors(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -50,28 +53,31 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def prune(folders: list[Folder], named: bool, dry: bool) -> int:
+def remove_superfluous(folders: list[Folder], named: bool, dry: bool) -> int:
     """Remove, or only show, what can go; returns the bytes."""
     total = 0
     for folder in folders:
         state, _ = status.read_state(folder)
-        paths = superfluous(folder, named) if state == "FINISHED" or (named and state in status.OVER) else []
+        paths = list_superfluous(folder, named) if state == "FINISHED" or (named and state in status.OVER) else []
         if not paths:
             continue
-        own = sum(map(size, paths))
+        own = sum(map(measure_size, paths))
         total += own
         words = ", ".join(str(path.relative_to(folder.path)) for path in paths)
         print(f"{folder.path.name}  {own / 1e6:.1f} MB  {words}")
         for path in () if dry else paths:
-            remove(path)
+            remove_path(path)
     return total
 
 
 def main(given: argparse.Namespace) -> int:
+    """Show or delete what runs no longer need; returns the exit status."""
     parse_switch("DRY_RUN", given.dry_run)
-    asked = Asked(given.pick, given.name, given.last, given.where)
+    asked = Choice(given.pick, given.name, given.last, given.where)
     dry = given.dry_run != "0"
-    total = prune(selection.select(asked, Path(given.runs or "runs"), newest=0), bool(given.pick), dry)
+    total = remove_superfluous(
+        selection.select_runs(asked, Path(given.runs or "runs"), newest=0), bool(given.pick), dry
+    )
     if dry:
         print(f"{total / 1e6:.1f} MB would be freed; make prune-runs DRY_RUN=0 does it")
     else:

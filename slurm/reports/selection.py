@@ -1,4 +1,4 @@
-"""Which runs a command is about: by id, the newest, of one experiment, with certain settings, of one sweep."""
+"""The choice of runs for a command: by id, newest, experiment, settings or sweep."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NEWEST = 10  # runs that are taken where nothing is asked for
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What make passes on, as it was written."""
+class Choice:
+    """The choice of runs as it was typed."""
 
     runs: str = ""
     name: str = ""
@@ -53,27 +53,29 @@ def find_run(name: str, runs: Path) -> Folder:
 
 
 def name_run(folder: Folder) -> str:
-    """What to write for RUN=: the id, or the path of a run that is not in runs/."""
+    """The text to type for RUN=: the id, or the path of a run that is not in runs/."""
     return folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path)
 
 
-def everything(root: Path) -> list[Folder]:
+def list_runs(root: Path) -> list[Folder]:
     """All run folders, the oldest first."""
     paths = [path.parent for path in root.glob("*/config.yaml")]
     paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # the time stands in the name
     return [Folder(path.absolute()) for path in paths]
 
 
-def select(asked: Asked, root: Path, newest: int = NEWEST) -> list[Folder]:
-    """The runs that fit all that is asked, the oldest first, or in the order they are named. Raises UserError.
+def select_runs(asked: Choice, root: Path, newest: int = NEWEST) -> list[Folder]:
+    """Select the runs that fit the whole choice, oldest first or in the order of their names. Raises UserError.
 
     Where nothing tells which or how many, the `newest` ones; 0 is all.
     """
     if asked.runs or asked.sweep:
-        found = named(split_words("RUNS", asked.runs), root) + (cells(asked.sweep, root) if asked.sweep else [])
+        found = find_runs(split_words("RUNS", asked.runs), root) + (
+            list_sweep_runs(asked.sweep, root) if asked.sweep else []
+        )
         found = list({folder.path: folder for folder in found}.values())
     else:
-        found = everything(root)
+        found = list_runs(root)
     if not found:
         raise UserError(f"there is no run in {root} yet; make exp NAME={config.list_experiments()[0]} makes one")
     if asked.name:
@@ -81,26 +83,27 @@ def select(asked: Asked, root: Path, newest: int = NEWEST) -> list[Folder]:
         if asked.name not in there:
             raise UserError(f"NAME={asked.name!r}: no run of it; there are runs of {', '.join(there)}")
         found = [folder for folder in found if folder.experiment == asked.name]
-    found = fitting(found, asked.where)
-    last = checked_last(asked.last) or (0 if asked.runs or asked.sweep or asked.where else newest)
+    found = filter_runs(found, asked.where)
+    last = parse_last(asked.last) or (0 if asked.runs or asked.sweep or asked.where else newest)
     return found[-last:]
 
 
-def checked_last(text: str) -> int:
+def parse_last(text: str) -> int:
     """A positive number, or 0 where nothing is given."""
     if text and (not re.fullmatch("[0-9]{1,6}", text) or int(text) == 0):
         raise UserError(f"LAST={text!r} is no positive number; write LAST=5, say")
     return int(text or 0)
 
 
-def named(names: list[str], root: Path) -> list[Folder]:
+def find_runs(names: list[str], root: Path) -> list[Folder]:
     """Runs by id, path, or the last four characters of an id."""
     return [find_run(name, root) for name in names]
 
 
 def read_sweep(file: Path) -> dict[str, Any]:
-    """What a sweep.json holds; empty where there is none. Raises UserError for a damaged one, which alone knows which
-    run belongs to which point.
+    """Read a sweep.json; empty where there is none.
+
+    Raises UserError for a damaged one: nothing else tells which run belongs to which point.
     """
     try:
         found = parse_json(file.read_text(errors="replace"))
@@ -115,7 +118,7 @@ def read_sweep(file: Path) -> dict[str, Any]:
 
 
 def is_cell(value: Any) -> bool:
-    """Whether this is a point of a sweep: its settings, which repetition, and the name of its run."""
+    """Whether a value is a point of a sweep: settings, number of the repeat, name of its run."""
     if not isinstance(value, dict) or not isinstance(value.get("values"), dict):
         return False
     earlier = value.get("earlier", [])
@@ -124,8 +127,8 @@ def is_cell(value: Any) -> bool:
     return all(isinstance(name, str) and Path(name).name == name for name in [value.get("run") or "none yet", *earlier])
 
 
-def cells(sweep: str, root: Path) -> list[Folder]:
-    """The runs of a sweep that have begun, cell by cell."""
+def list_sweep_runs(sweep: str, root: Path) -> list[Folder]:
+    """List the started runs of a sweep, in the order of its points."""
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
         if os.path.isfile(file):  # noqa: PTH113 (is_file raises where a name is too long)
@@ -138,8 +141,8 @@ def cells(sweep: str, root: Path) -> list[Folder]:
     raise UserError(f"SWEEP={sweep!r}: no such sweep in {root / 'sweeps'}")
 
 
-def settings_of(folder: Folder) -> dict[str, str]:
-    """The settings of a run's newest start as text, by dotted name; empty where they cannot be read."""
+def read_settings(folder: Folder) -> dict[str, str]:
+    """The settings of a run's newest attempt as text, by dotted name; empty where they cannot be read."""
     try:
         found = {key: str(value) for key, value in config.read_config_file(folder.path / "config.yaml").items()}
     except UserError:
@@ -150,7 +153,7 @@ def settings_of(folder: Folder) -> dict[str, str]:
     return found
 
 
-def fitting(folders: list[Folder], where: str) -> list[Folder]:
+def filter_runs(folders: list[Folder], where: str) -> list[Folder]:
     """The runs whose settings fulfil all conditions, such as `strategy=ddp lr>0.1`."""
     conditions = []
     for word in split_words("WHERE", where):
@@ -160,28 +163,33 @@ def fitting(folders: list[Folder], where: str) -> list[Folder]:
         conditions.append(match.groups())
     if not conditions:
         return folders
-    settings = [settings_of(folder) | {"experiment": folder.experiment} for folder in folders]
+    settings = [read_settings(folder) | {"experiment": folder.experiment} for folder in folders]
     known = {key for values in settings for key in values}
     for key, _, _ in conditions:
-        if not any(same_key(key, one) for one in known):
+        if not any(matches_key(key, one) for one in known):
             near = difflib.get_close_matches(key, sorted(known | {one.split(".")[-1] for one in known}), n=1)
             raise UserError(f"WHERE: no run has a setting {key}" + (f"; did you mean {near[0]}?" if near else ""))
-    found = [f for f, values in zip(folders, settings, strict=True) if all(holds(values, *one) for one in conditions)]
+    found = [
+        f
+        for f, values in zip(folders, settings, strict=True)
+        if all(meets_condition(values, *one) for one in conditions)
+    ]
     if not found:
         raise UserError(f"WHERE={where!r}: none of {len(folders)} runs has such settings")
     return found
 
 
-def same_key(short: str, full: str) -> bool:
+def matches_key(short: str, full: str) -> bool:
+    """Whether a short name of a setting, such as `lr`, means this full one."""
     return full == short or full.endswith(f".{short}")
 
 
-def holds(values: dict[str, str], key: str, sign: str, wanted: str) -> bool:
+def meets_condition(values: dict[str, str], key: str, sign: str, wanted: str) -> bool:
     """Whether a run's settings fulfil one condition; numbers are compared as numbers."""
-    own = values[key] if key in values else next((v for k, v in values.items() if same_key(key, k)), None)
+    own = values[key] if key in values else next((v for k, v in values.items() if matches_key(key, k)), None)
     if own is None:
         return False
-    left, right = number(own), number(wanted)
+    left, right = parse_float(own), parse_float(wanted)
     if sign in COMPARISONS:
         if right is None:
             raise UserError(f"WHERE: {key}{sign}{wanted}: {wanted!r} is no number")
@@ -190,5 +198,6 @@ def holds(values: dict[str, str], key: str, sign: str, wanted: str) -> bool:
     return same == (sign == "=")
 
 
-def number(text: str) -> float | None:
+def parse_float(text: str) -> float | None:
+    """Read a number; None for a text that is none."""
     return config.parse_number(float, text)

@@ -78,7 +78,7 @@ def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
 
 
 def measure_speed(rows: list[dict[str, Any]]) -> float:
-    """Samples a second over the last training rows."""
+    """Samples per second over the last training rows."""
     steps = [row for row in rows if "loss" in row][-50:]
     if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
         return 0.0
@@ -86,20 +86,20 @@ def measure_speed(rows: list[dict[str, Any]]) -> float:
 
 
 def read_status(folder: Folder) -> Status:
-    """Everything that can be found out about a run."""
+    """The status of a run, from its folder and from SLURM."""
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
     counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
     rate = results.parse(folder.result).number("samples_per_second")
     rows = read_tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
-    signs = heartbeats.beats(newest) if newest else []
+    signs = heartbeats.read_heartbeats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
     age = max(0.0, time.time() - beat) if beat else None
     begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier starts
     step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":
-        detail = "; ".join(filter(None, (detail, heartbeats.slow_words(signs))))
+        detail = "; ".join(filter(None, (detail, heartbeats.describe_slow_rank(signs))))
     return Status(folder.path.name, state, len(attempts), step, rate or measure_speed(rows), age, detail)
 
 
@@ -133,7 +133,7 @@ def find_state(folder: Folder, patience: float) -> tuple[str, str]:
 
 
 def read_ending(result: dict[str, Any]) -> tuple[str, str]:
-    """What a result file says; one that does not tell how the run ended is no success."""
+    """The state of a run by its result; one without a known state counts as failed."""
     state, accuracy = str(result.get("state")).upper(), results.parse(result).number("test_accuracy")
     if state not in OVER:
         return "FAILED", "result.json does not say how it ended"
@@ -141,7 +141,7 @@ def read_ending(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def is_alive(entry: dict[str, Any]) -> bool | None:
-    """Whether a process that meta.json names still runs; None where this host cannot know."""
+    """Whether a process named in meta.json still runs; None where this host cannot tell."""
     runs = Process(entry.get("pid", 0), entry.get("pid_started", 0)).alive()
     if entry.get("host") == socket.gethostname():
         return runs
@@ -167,7 +167,7 @@ def read_timeout(folder: Folder) -> float | None:
 
 
 def judge_unstarted(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
-    """Of a folder in which no start has begun and that was given to no job: somebody may still be preparing it."""
+    """Judge a folder without attempt and job: another process may still be preparing it."""
     busy = is_alive(by)
     if busy is None:
         with contextlib.suppress(OSError):
@@ -181,12 +181,12 @@ def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     """The SLURM that a run was given to; None for a local cluster that is down."""
     if meta["job"]["scheduler"] != LOCAL:
         return Scheduler(meta["job"]["scheduler"])
-    own = cluster.running()
+    own = cluster.find_running()
     return Scheduler(LOCAL, own) if own else None
 
 
 def describe_disk(folder: Folder) -> str:
-    """Why a job could say nothing in its log, if its disk can tell."""
+    """The trouble of the run folder's disk, which may have kept a job from writing its log; empty without any."""
     try:
         disk = os.statvfs(folder.path)
     except OSError:
@@ -227,6 +227,7 @@ def report_unlisted(runs: Path) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
+    """Print the status of all runs, or of one; returns the exit status."""
     runs, machines = Path(given.runs or "runs"), parse_switch("JSON", given.json)
     if not given.run:
         folders = [Folder(path.parent.absolute()) for path in sorted(runs.glob("*/config.yaml"))]

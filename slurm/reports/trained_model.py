@@ -31,7 +31,7 @@ SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
 SAMPLES = 7  # with which an exported model is compared
 
 
-def evaluate(folder: Folder, words: list[str]) -> int:
+def evaluate_model(folder: Folder, words: list[str]) -> int:
     """Measure the model of a run on its test samples, or on those that the words name; returns the exit status."""
     schema = config.import_schema(folder.experiment)
     own = config.read_config_file(folder.path / "config.yaml")
@@ -51,10 +51,10 @@ def evaluate(folder: Folder, words: list[str]) -> int:
             f"the model takes images of shape {facts['shape']}, {found.name} has {list(test.shape)}; name the data it "
             "was trained on, or of that shape"
         )
-    there = facts.get("device") or measured_on(folder)
+    there = facts.get("device") or find_device(folder)
     device = torch.device(there if there == "cpu" or torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, facts["dtype"])
-    predict = predictor(model.to(device), facts, device)
+    predict = make_predictor(model.to(device), facts, device)
     size, shares = settings.eval_batch, int(facts["shares"])
     sums = [sum_scores(predict, test, device, batch=size, dtype=dtype, shard=(n, shares)) for n in range(shares)]
     scores = scores_of(torch.stack(sums).sum(0))
@@ -64,12 +64,16 @@ def evaluate(folder: Folder, words: list[str]) -> int:
     print(f"data        {found.name}, {scores['test_samples']} test samples from {found.path}")
     if device.type != there:
         print(f"device      {device}; the run was measured on {there}, which rounds otherwise")
-    same = same_samples(folder, own, settings, found) and scores["test_samples"] == facts["scores"].get("test_samples")
-    return compare(scores, facts["scores"] if same else {}, APART[facts["dtype"]] if device.type == there else math.inf)
+    same = has_same_samples(folder, own, settings, found) and scores["test_samples"] == facts["scores"].get(
+        "test_samples"
+    )
+    return compare_scores(
+        scores, facts["scores"] if same else {}, APART[facts["dtype"]] if device.type == there else math.inf
+    )
 
 
-def predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Callable[[Tensor | None, int], Tensor]:
-    """What gives the logits for a batch, in the precision and layout of the training."""
+def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Callable[[Tensor | None, int], Tensor]:
+    """The function from a batch to its logits, in the precision and layout of the training."""
     import torch
 
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,13 +92,13 @@ def predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Callable[
     return predict
 
 
-def measured_on(folder: Folder) -> str:
-    """The kind of device of a run whose model.json does not tell."""
+def find_device(folder: Folder) -> str:
+    """The kind of device of a run whose model.json does not name it."""
     names = [read_json(attempt.attempt / "world.json").get("device") for attempt in folder.attempts()[-1:]]
     return "cpu" if names == ["cpu"] else "cuda"
 
 
-def same_samples(folder: Folder, own: dict[str, str], settings: Any, found: prepare.Prepared) -> bool:
+def has_same_samples(folder: Folder, own: dict[str, str], settings: Any, found: prepare.Prepared) -> bool:
     """Whether the test samples are those that the run was measured with."""
     known = (read_json(folder.path / "meta.json").get("data") or {}).get("sha256") or {}
     limit = own.get("data.test_limit")
@@ -102,7 +106,7 @@ def same_samples(folder: Folder, own: dict[str, str], settings: Any, found: prep
     return str(settings.data.test_limit) == limit and all(known.get(part) == found.sha256[part] for part in parts)
 
 
-def compare(scores: dict[str, float], then: dict[str, float], apart: float) -> int:
+def compare_scores(scores: dict[str, float], then: dict[str, float], apart: float) -> int:
     """Print the scores, and beside them those of the run where it had the same samples; returns the exit status."""
     count = int(scores["test_samples"])
     right, loss = round(scores["test_accuracy"] * count), scores["test_loss"]
@@ -121,7 +125,7 @@ def compare(scores: dict[str, float], then: dict[str, float], apart: float) -> i
     return DIFFERENT
 
 
-def export(folder: Folder, form: str) -> int:
+def export_model(folder: Folder, form: str) -> int:
     """Write the model of a run for other programs, and compare what the file gives there; returns the exit status."""
     from common.models import model_file
 
@@ -141,7 +145,7 @@ def export(folder: Folder, form: str) -> int:
         with torch.no_grad():
             expected = model(x)
         with disk_errors(path):
-            answer = write_program(exporting.WRITERS[form], model, x, draft)
+            answer = write_exported(exporting.WRITERS[form], model, x, draft)
         far = float((answer - expected).abs().max() / expected.abs().max())
         if not far <= NEAR[form]:
             raise UserError(f"{path.name} would give outputs that differ by {far:.2g} of the largest; nothing is kept")
@@ -153,7 +157,7 @@ def export(folder: Folder, form: str) -> int:
     return 0
 
 
-def write_program(
+def write_exported(
     write: Callable[[nn.Module, Tensor, Path], Tensor], model: nn.Module, x: Tensor, path: Path
 ) -> Tensor:
     """The outputs that a written model gives elsewhere. Raises UserError where this model cannot be written so."""
@@ -164,13 +168,14 @@ def write_program(
 
 
 def main(given: argparse.Namespace) -> int:
+    """Evaluate or export the model of a run; returns the exit status."""
     folder = selection.find_run(given.run, Path("runs"))
     if given.verb == "evaluate":
         words, for_profile = parse_settings(given.args)
         if for_profile:
             raise UserError(f"ARGS: {for_profile[0]} means nothing here; the model is measured on this machine")
-        return evaluate(folder, words)
+        return evaluate_model(folder, words)
     form = given.format or "safetensors"
     if form not in ("safetensors", *SUFFIX):
         raise UserError(f"FORMAT={form!r} is unknown; use safetensors, {' or '.join(SUFFIX)}")
-    return export(folder, form)
+    return export_model(folder, form)

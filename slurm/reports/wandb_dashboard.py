@@ -17,7 +17,7 @@ from slurm.arguments import parse_switch
 TITLE = "Runs compared"
 
 
-def checked_project(text: str) -> tuple[str, str]:
+def parse_project(text: str) -> tuple[str, str]:
     """Entity and project of PROJECT; the entity is empty where it is not named. Raises UserError."""
     entity, _, project = text.rpartition("/")
     wandb = Wandb(project=project or Wandb.project, entity=entity)
@@ -30,7 +30,7 @@ def checked_project(text: str) -> tuple[str, str]:
     return wandb.entity, wandb.project
 
 
-def workspace(entity: str, project: str) -> Any:
+def make_workspace(entity: str, project: str) -> Any:
     """The workspace, checked by W&B's own library."""
     try:
         from wandb_workspaces import workspaces as ws
@@ -65,16 +65,17 @@ def workspace(entity: str, project: str) -> Any:
 
 
 def main(given: argparse.Namespace) -> int:
-    entity, project = checked_project(given.project)
+    """Save the workspace, or print it; returns the exit status."""
+    entity, project = parse_project(given.project)
     if parse_switch("DRY_RUN", given.dry_run):
-        view = workspace(entity or "your-entity", project)._to_model()  # what save() sends
+        view = make_workspace(entity or "your-entity", project)._to_model()  # what save() sends
         print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
         return 0
     wandb_tracker.require_account()
     import wandb
 
     try:
-        made = workspace(entity or str(wandb.Api().default_entity), project).save()
+        made = make_workspace(entity or str(wandb.Api().default_entity), project).save()
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (the host may answer anything)

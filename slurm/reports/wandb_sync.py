@@ -17,26 +17,26 @@ from common.runs import wandb_tracker
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
-from slurm.reports.selection import Asked
+from slurm.reports.selection import Choice
 
 WANDB = Path(sys.executable).with_name("wandb")
 
 
-def offline(folder: Folder) -> list[Path]:
-    """The folders of a run's starts without a network, in their order."""
+def list_offline(folder: Folder) -> list[Path]:
+    """List the W&B folders of a run's offline attempts, in their order."""
     return sorted(path.parent for path in folder.path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def sent(path: Path) -> bool:
+def is_sent(path: Path) -> bool:
     """Whether W&B's client noted that all of it was sent."""
     return any(path.glob("*.wandb.synced"))
 
 
-def sync(folders: list[Folder], dry: bool) -> int:
+def send_runs(folders: list[Folder], dry: bool) -> int:
     """Send what was not sent yet; returns the exit status."""
     waiting: list[Path] = []
     for folder in folders:
-        new = [path for path in offline(folder) if not sent(path)]
+        new = [path for path in list_offline(folder) if not is_sent(path)]
         state = status.read_state(folder)[0] if new else ""
         if new and state not in status.OVER:
             print(f"{folder.path.name} is not over yet ({state}): left for later")
@@ -47,14 +47,14 @@ def sync(folders: list[Folder], dry: bool) -> int:
         return 0
     wandb_tracker.require_account()
     done = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *waiting], check=False)
-    left = [path for path in waiting if not sent(path)]
+    left = [path for path in waiting if not is_sent(path)]
     print(f"sent {len(waiting) - len(left)} of {len(waiting)}")
     if left:
         raise UserError(f"W&B did not take {left[0]}; run make sync again, which sends only what is missing")
     return done.returncode
 
 
-def leet(folders: list[Folder]) -> int:
+def open_viewer(folders: list[Folder]) -> int:
     """Open W&B's terminal viewer on the runs; returns its exit status."""
     starts = [path.parent for folder in folders for path in sorted(folder.path.glob("wandb/*run-*/*.wandb"))]
     starts = [path for path in starts if not path.is_symlink()]
@@ -69,7 +69,8 @@ def leet(folders: list[Folder]) -> int:
 
 
 def main(given: argparse.Namespace) -> int:
+    """Send runs to W&B, or open its viewer on them; returns the exit status."""
     dry = given.verb == "sync" and parse_switch("DRY_RUN", given.dry_run)
-    asked = Asked(given.pick, given.name, given.last, given.where, given.sweep)
-    folders = selection.select(asked, Path(given.runs or "runs"), newest=0)
-    return leet(folders) if given.verb == "leet" else sync(folders, dry)
+    asked = Choice(given.pick, given.name, given.last, given.where, given.sweep)
+    folders = selection.select_runs(asked, Path(given.runs or "runs"), newest=0)
+    return open_viewer(folders) if given.verb == "leet" else send_runs(folders, dry)

@@ -1,4 +1,4 @@
-"""What runs on a cluster's hosts: a small picklable object that carries only the run folder.
+"""The task of a job on a cluster's hosts: a small picklable object that carries only the run folder.
 
 Submitit pickles it by reference, so what it does is whatever this file says when the job starts. The
 job's script therefore puts the run folder's own `code/` first on the path: a job, and each of its
@@ -22,7 +22,7 @@ from slurm.scheduling.requeue import note_refusal
 
 
 class Job:
-    """One process of a submitted run."""
+    """One rank of a submitted run."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -30,7 +30,7 @@ class Job:
     def __call__(self) -> None:
         folder = Folder(Path(self.folder))
         for number in (signal.SIGUSR2, signal.SIGTERM):
-            signal.signal(number, leave)
+            signal.signal(number, exit_resumable)
         remove_result()
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
@@ -63,15 +63,15 @@ class Job:
             sys.exit(status)
 
     def checkpoint(self) -> DelayedSubmission:
-        """For Submitit's requeue: the same again; what was reached is in the run folder."""
+        """The same task, for Submitit's requeue; the progress is in the run folder."""
         return DelayedSubmission(self)
 
 
-def leave(number: int, frame: object) -> None:
-    """Told to stop before there is anything to save."""
+def exit_resumable(number: int, frame: object) -> None:
+    """Exit as resumable: the stop request came before there was anything to save."""
     sys.exit(EXIT_RESUMABLE)
 
 
 def remove_result() -> None:
-    """Submitit keeps a process's result, also a failure; after a requeue that is not this start's."""
+    """Remove the result that Submitit kept of an earlier attempt of this task."""
     JobEnvironment().paths.result_pickle.unlink(missing_ok=True)

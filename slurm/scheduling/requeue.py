@@ -1,4 +1,4 @@
-"""The last line of a job's script: what becomes of a run whose processes have ended. Imports no torch.
+"""The requeue policy, executed by the job script after its tasks have ended. Imports no torch.
 
     python -m slurm.scheduling.requeue RUN_FOLDER EXIT_STATUS
 
@@ -26,22 +26,23 @@ PAUSE = 5.0
 
 
 def note_refusal(folder: Folder, rank: int, reason: str) -> None:
-    """A process of this start of the job notes what a person must mend."""
-    write_json(folder.path / "submit" / f"refused-{this_start()}-{rank:05d}.json", {"reason": reason})
+    """Note, for this attempt of the job, a reason that only a person can remove."""
+    write_json(folder.path / "submit" / f"refused-{name_attempt()}-{rank:05d}.json", {"reason": reason})
 
 
-def refusal(folder: Folder) -> str:
-    """What was noted, by the lowest rank: the others may only know that something is wrong."""
-    notes = sorted((folder.path / "submit").glob(f"refused-{this_start()}-*.json"))
+def read_refusal(folder: Folder) -> str:
+    """The reason noted by the lowest rank; empty without one. Other ranks may only know that something is wrong."""
+    notes = sorted((folder.path / "submit").glob(f"refused-{name_attempt()}-*.json"))
     return str(read_json(notes[0]).get("reason", "")) if notes else ""
 
 
-def this_start() -> str:
+def name_attempt() -> str:
+    """The job and its number of restarts, as part of a file's name."""
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def in_vain(folder: Folder) -> int:
-    """How many starts of this job in a row, up to this one, have failed without saving anything; counted on disk."""
+def count_failures(folder: Folder) -> int:
+    """Count, on disk, the attempts of this job in a row that have failed without a new checkpoint."""
     file, job = folder.path / "submit" / "failures.json", os.environ.get("SLURM_JOB_ID", "")
     found = [[attempt.number, s.step] for attempt in folder.attempts() for s in storage.list_checkpoints(attempt)]
     newest = found[-1] if found else None
@@ -54,9 +55,9 @@ def in_vain(folder: Folder) -> int:
     return count
 
 
-def why_not_again(folder: Folder, status: int) -> str:
-    """Why the job is not started again; empty if it is."""
-    refused = refusal(folder)
+def find_obstacle(folder: Folder, status: int) -> str:
+    """The reason not to requeue the job; empty where it is requeued."""
+    refused = read_refusal(folder)
     if refused:
         return refused
     if status == 2:
@@ -66,14 +67,14 @@ def why_not_again(folder: Folder, status: int) -> str:
         return "the profile says cluster.requeue=false"
     name, given = folder.experiment, folder.path / "submit" / "config.yaml"
     allowed = config.build_config(config.import_schema(name), [config.read_config_file(given)]).checkpoint.max_restarts
-    failed = in_vain(folder) if status != EXIT_RESUMABLE else 0
+    failed = count_failures(folder) if status != EXIT_RESUMABLE else 0
     if failed > allowed:
         return f"{failed} starts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
     return ""
 
 
-def still_ours(scheduler: Scheduler, job: str) -> bool:
-    """Whether the job still runs here, as far as SLURM knows.
+def is_current(scheduler: Scheduler, job: str) -> bool:
+    """Whether this is still the current attempt of the job, as far as SLURM knows.
 
     It does not if SLURM has started or queued it again: a host that was cut off has no say any more. A controller that
     does not answer is waited for. Raises UserError if that lasts too long.
@@ -92,15 +93,16 @@ def still_ours(scheduler: Scheduler, job: str) -> bool:
 
 
 def main(path: str, status: int) -> int:
+    """Requeue a job whose tasks have ended, or note why not; returns the exit status of the job."""
     folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
     if folder.result or status == 0:  # with 0 and no result, a newer start has overtaken this one
         known = folder.result.get("exit_status")
         return known if isinstance(known, int) else status
-    if not still_ours(scheduler, job):
+    if not is_current(scheduler, job):
         print(f"job {job} is queued again already", flush=True)
         return status
-    status = 2 if refusal(folder) else status  # srun may tell of the signal by which it ended the others
-    reason = why_not_again(folder, status)
+    status = 2 if read_refusal(folder) else status  # srun may tell of the signal by which it ended the others
+    reason = find_obstacle(folder, status)
     if not reason:
         word = "were told to stop" if status == EXIT_RESUMABLE else f"failed with exit status {status}"
         print(f"the processes {word}; job {job} is queued again", flush=True)
@@ -108,7 +110,7 @@ def main(path: str, status: int) -> int:
             scheduler.call("scontrol", "requeue", job)  # ends this script, too
             return EXIT_RESUMABLE
         except UserError as error:
-            if not still_ours(scheduler, job):
+            if not is_current(scheduler, job):
                 return EXIT_RESUMABLE
             reason = f"it cannot be queued again: {error}"
     steps = [row["global_step"] for row in folder.metrics()]

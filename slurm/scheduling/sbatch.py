@@ -1,4 +1,4 @@
-"""From a cluster profile to the exact text that sbatch gets, through Submitit."""
+"""Job scripts: from a cluster profile to the text for sbatch, through Submitit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from common.core.errors import UserError
 from common.runs.folder import Folder, disk_errors, write_atomic
 from configs.profile import Profile
 from slurm.scheduling.entry_points import CURRENT, EntryPoints, JobReference, find_entry_points
-from slurm.scheduling.scheduler import Scheduler, scrubbed
+from slurm.scheduling.scheduler import Scheduler, clean_environment
 
 WORD = re.compile(r"[\w.,:=@/+\-\[\]%&|* ]*")
 PATH = re.compile(r"[\w.,:=@/+\- ]+")
@@ -33,10 +33,10 @@ def load_profile(name: str, words: list[str]) -> Profile:
     known = sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml"))
     if name not in known:
         raise UserError(f"CLUSTER={name} is unknown; there are {', '.join(known)} in configs/cluster/")
-    return checked_profile(config.read_config_file(ROOT / "configs" / "cluster" / f"{name}.yaml"), words)
+    return make_profile(config.read_config_file(ROOT / "configs" / "cluster" / f"{name}.yaml"), words)
 
 
-def checked_profile(values: Mapping[str, Any], words: list[str]) -> Profile:
+def make_profile(values: Mapping[str, Any], words: list[str]) -> Profile:
     """A profile's values as text, with `cluster.key=value` words on top. Raises UserError."""
     pairs = dict(word.removeprefix("cluster.").split("=", 1) for word in words)
     profile = config.build_config(Profile, [values, pairs])
@@ -49,7 +49,7 @@ def checked_profile(values: Mapping[str, Any], words: list[str]) -> Profile:
     return profile
 
 
-def parameters(
+def make_parameters(
     profile: Profile,
     name: str,
     nodes: int,
@@ -139,7 +139,7 @@ class Executor(SlurmExecutor):
         return self.scheduler.command("sbatch", str(submission_file_path))
 
 
-def executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any]) -> Executor:
+def make_executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any]) -> Executor:
     """An executor for one run folder."""
     if not PATH.fullmatch(str(folder.path)):
         raise UserError(
@@ -152,23 +152,23 @@ def executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any])
     return made
 
 
-def array(
+def make_array_executor(
     room: Path, folders: list[Folder], nodes: int, per_node: int, profile: Profile, scheduler: Scheduler, parallel: int
 ) -> Executor:
     """An executor for an array of jobs, one a run folder, with equal entry points; `room` is the sweep's folder."""
     for folder in folders:
-        renew(folder)
+        renew_submission(folder)
     name = folders[0].experiment
-    made = executor(Folder(room), scheduler, {})
+    made = make_executor(Folder(room), scheduler, {})
     tasks = made.room / f"tasks-{secrets.token_hex(4)}.txt"
     write_atomic(tasks, "".join(f"{folder.path}\n" for folder in folders))
-    asked = parameters(profile, name, nodes, per_node, room, tasks, find_entry_points(folders[0]))
+    asked = make_parameters(profile, name, nodes, per_node, room, tasks, find_entry_points(folders[0]))
     made.update_parameters(**asked, array_parallelism=parallel)
     return made
 
 
-def renew(folder: Folder) -> None:
-    """What a job reads: the run's own settings."""
+def renew_submission(folder: Folder) -> None:
+    """Write the settings that a job reads, and retire the result of an earlier attempt."""
     with disk_errors(folder.path):
         (folder.path / "submit").mkdir(exist_ok=True)
     write_atomic(folder.path / "submit" / "config.yaml", (folder.path / "config.yaml").read_text())
@@ -176,29 +176,29 @@ def renew(folder: Folder) -> None:
 
 
 def refer_to_job(folder: Folder) -> Any:
-    """What a task of a run's job unpickles and executes, from the run's own source."""
+    """The object that a task of the job unpickles and executes, from the run's own source."""
     return JobReference(find_entry_points(folder).job, str(folder.path))
 
 
 def submit_array(made: Executor, folders: list[Folder]) -> list[str]:
     """Submit an array; returns the job ids of its tasks. Raises UserError with sbatch's own words."""
-    with asking(made):
+    with sbatch_errors(made):
         return made.as_array([refer_to_job(folder) for folder in folders])
 
 
-def submit(made: Executor) -> str:
+def submit_job(made: Executor) -> str:
     """Submit the run; returns the job id. Raises UserError with sbatch's own words."""
-    with asking(made):
+    with sbatch_errors(made):
         return str(made.submit(refer_to_job(made.run_folder)).job_id)
 
 
 @contextlib.contextmanager
-def asking(made: Executor) -> Iterator[None]:
-    """What sbatch complains of becomes a UserError; it sees nothing of an allocation around us."""
+def sbatch_errors(made: Executor) -> Iterator[None]:
+    """Turn sbatch's errors into UserErrors; sbatch sees nothing of an allocation around this process."""
     assert made.scheduler is not None
     before = dict(os.environ)
     os.environ.clear()
-    os.environ.update(scrubbed(before))
+    os.environ.update(clean_environment(before))
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # Submitit repeats sbatch's complaint
             yield

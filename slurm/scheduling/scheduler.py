@@ -1,4 +1,4 @@
-"""Talking to SLURM: which one, and its commands with bounded patience. Imports no torch."""
+"""SLURM's commands, with time limits, and the choice of the SLURM to use. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUEUES: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}  # when, and th
 FAILED: dict[tuple[str, ...], tuple[float, str]] = {}  # when, and why
 
 
-def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment that a job inherits: without an allocation's leftovers, with SLURM_CONF."""
     kept = {k: v for k, v in environ.items() if not k.startswith(LEFTOVERS) and k not in LAUNCHER}
     if "SLURM_CONF" in environ:
@@ -64,7 +64,7 @@ class Scheduler:
         try:
             with subprocess.Popen(
                 self.command(*words),
-                env=scrubbed(os.environ),
+                env=clean_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -132,7 +132,7 @@ class Scheduler:
         return found
 
     def state(self, job: str, patience: float = PATIENCE) -> tuple[str, str]:
-        """What SLURM says of a job, asked in three ways; a job that none knows is LOST."""
+        """The state of a job and its reason, from squeue, scontrol or sacct; a job that none knows is LOST."""
         asked = (
             ("squeue",),
             ("scontrol", "-o", "show", "job", job),
@@ -190,7 +190,7 @@ class Scheduler:
             raise UserError(f"NODES={nodes}, but {self.name} has {hosts} hosts{where}; ask for at most {hosts}")
 
 
-def configured() -> bool:
+def is_configured() -> bool:
     """Whether sbatch has a cluster to talk to: Debian installs it without any."""
     if shutil.which("sbatch") is None:
         return False
@@ -198,7 +198,7 @@ def configured() -> bool:
     return Path(named).exists() if named else any(Path(path).exists() for path in CONFIGURATIONS)
 
 
-def choose(launch: str) -> Scheduler | None:
+def choose_scheduler(launch: str) -> Scheduler | None:
     """The SLURM to use for LAUNCH=auto|local|slurm; None means processes on this machine.
 
     auto takes the local cluster if it is up, else SLURM if it is configured. Once SLURM is chosen, one
@@ -208,8 +208,8 @@ def choose(launch: str) -> Scheduler | None:
         raise UserError(f"LAUNCH={launch} is unknown; use auto, local or slurm")
     if launch == "local":
         return None
-    own = cluster.running()
-    if own is None and not configured():
+    own = cluster.find_running()
+    if own is None and not is_configured():
         if launch == "auto":
             return None
         missing = "sbatch is not installed" if shutil.which("sbatch") is None else "SLURM has no configuration"

@@ -177,12 +177,12 @@ MISTAKES = [
     Mistake(
         "requeued-without-limit",
         "slurm/scheduling/requeue.py",
-        "in_vain(folder) if status != EXIT_RESUMABLE else 0",
-        "in_vain(folder) if status == EXIT_RESUMABLE else 0",
+        "count_failures(folder) if status != EXIT_RESUMABLE else 0",
+        "count_failures(folder) if status == EXIT_RESUMABLE else 0",
     ),
     Mistake(
         "signal-is-success",  # the exit status of a job that a signal ended
-        "slurm/reports/status.py",
+        "slurm/reports/logs.py",
         "return code or (128 + signalled if 0 < signalled < 32 else 1)",
         "return code",
     ),

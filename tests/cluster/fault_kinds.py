@@ -155,9 +155,9 @@ def cut_briefly(running: Running, chance: random.Random) -> None:
     plan, number = running.lab.cluster.plan, int(chance.choice(running.hosts()).removeprefix("node"))
 
     def blink() -> None:
-        daemons.cut(plan, number)
+        daemons.cut_cable(plan, number)
         time.sleep(4)
-        daemons.join(plan, number)
+        daemons.join_cable(plan, number)
 
     running.lab.as_root(blink)
 

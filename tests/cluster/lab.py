@@ -16,7 +16,7 @@ from PIL import Image
 
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import namespaces
-from slurm.local_cluster.cluster import Cluster, folder_of
+from slurm.local_cluster.cluster import Cluster, find_folder
 from slurm.local_cluster.slurm_conf import Plan, search_path
 from tests.harness.processes import environment, processes_of
 from tests.harness.shared import locked
@@ -85,7 +85,7 @@ class Lab:
 
     @property
     def cluster(self) -> Cluster:
-        folder = folder_of("local", self.env)
+        folder = find_folder("local", self.env)
         process = namespaces.Process.load(folder / "holder")
         assert process, "the cluster is gone"
         return Cluster(Plan.load(folder), process)
@@ -94,7 +94,7 @@ class Lab:
         """Let every cable at the switch carry so many bits a second to its host."""
 
         def limit() -> None:
-            for name in namespaces.cables():
+            for name in namespaces.list_cables():
                 words = ["tc", "qdisc", "replace", "dev", name, "root", "tbf", "rate", rate]
                 subprocess.run([*words, "burst", "16kb", "latency", "300ms"], check=True)
 

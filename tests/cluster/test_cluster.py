@@ -216,8 +216,8 @@ def test_commands_run_as_the_caller_where_the_caller_is(tool: Tool) -> None:
 
 def test_programs_find_the_cluster_that_is_up(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_DIR", str(tool.base))
-    found = cluster.running()
-    assert found and cluster.running("other") is None
+    found = cluster.find_running()
+    assert found and cluster.find_running("other") is None
     argv = found.command(["sh", "-c", "hostname; echo $SLURM_CONF; pwd"], cwd="/usr")
     text = subprocess.check_output(argv, text=True, timeout=20)
     assert text.split() == ["ctl", found.environment["SLURM_CONF"], "/usr"]

@@ -71,7 +71,7 @@ def test_an_ordinary_user_trains_on_two_hosts(cache: Path) -> None:
 
 @pytest.fixture
 def accounting(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
-    if not all(slurm_conf.program(name) for name in ("mariadbd", "slurmdbd")):
+    if not all(slurm_conf.find_program(name) for name in ("mariadbd", "slurmdbd")):
         pytest.skip("NOT TESTED: MariaDB is not installed (apt-get install mariadb-server slurmdbd)")
     with up(Site(tmp_path_factory.mktemp("db"), cache), "--db") as site:
         yield site

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from common.runs.folder import Folder, read_json
-from slurm.scheduling.scheduler import choose
+from slurm.scheduling.scheduler import choose_scheduler
 from tests.harness.site import Site, until
 
 pytestmark = pytest.mark.timeout(400)
@@ -58,7 +58,7 @@ def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
 
 def test_one_look_at_the_queue_tells_of_every_task(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_DIR", str(site.folder))
-    slurm = choose("slurm")
+    slurm = choose_scheduler("slurm")
     assert slurm is not None
     words = ("sbatch", "--parsable", "--array=0-3%1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     job = site.inside(*words).stdout.strip()

@@ -156,10 +156,10 @@ def test_only_a_page_of_its_own_is_written_over(made: Path, tmp_path: Path) -> N
 def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> None:
     for name in ("mnist_pipeline", "ddp_multinode"):
         Made(name, 7, 10, result={"idle_share": [0.2]}).write(tmp_path)
-    runs, differing = compared.compare(selection.everything(tmp_path))
+    runs, differing = compared.compare_runs(selection.list_runs(tmp_path))
     for run in runs:
         run.label = "0007"
-    plot = compare_page.build_figure([compared.picture(run, tmp_path, differing) for run in runs])
+    plot = compare_page.build_figure([compared.make_picture(run, tmp_path, differing) for run in runs])
     assert plot is not None
     ids = {run.folder.path.name for run in runs}
     assert {trace.legendgroup for trace in plot.data} == ids

@@ -20,7 +20,7 @@ from common.training import attempt
 from common.training.host_checks import find_problems
 from slurm.reports import diagnosis
 from slurm.reports import doctor as checks
-from slurm.reports.heartbeats import Beat, straggler
+from slurm.reports.heartbeats import Heartbeat, find_slow_rank
 from slurm.scheduling.scheduler import Scheduler
 from tests.harness import inside, warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
@@ -133,10 +133,10 @@ def test_a_rank_that_was_killed_is_named(digits: tuple[str, ...], tmp_path: Path
 
 def test_an_error_without_a_time_is_not_taken_for_the_first() -> None:
     def rank(number: int, when: str) -> diagnosis.Rank:
-        return diagnosis.Rank(Beat(number, "vm", 1, 1.0, None), 1.0, when, "an error", "")
+        return diagnosis.Rank(Heartbeat(number, "vm", 1, 1.0, None), 1.0, when, "an error", "")
 
     ranks = [rank(0, ""), rank(1, "2026-01-01 09:00:02,500"), rank(2, "2026-01-01 09:00:02,100")]
-    assert [found.beat.rank for found in diagnosis.in_order(ranks)] == [2, 1, 0]
+    assert [found.beat.rank for found in diagnosis.sort_errors(ranks)] == [2, 1, 0]
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path)
     folder = Made(state="failed", result={"reason": "rank 0 was killed by SIGABRT"}).write(tmp_path)
     words = "after step 9: rank 1 on vm did not answer within 9 s"
     folder.attempts()[-1].log_file(0).write_text(f"2026-01-01 09:00:02,500 ERROR {words}\n")
-    assert diagnosis.examine(folder)["cause"] == words
+    assert diagnosis.examine_run(folder)["cause"] == words
 
 
 LOST = "RuntimeError: Connection closed by peer"
@@ -211,18 +211,18 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
         stack = "Traceback (most recent call last):\n" if words else ""
         line = f"2026-01-01 {time_of} ERROR after step 3: {words}\n{stack}" if words else "it began\n"
         folder.attempts()[-1].log_file(rank).write_text(line)
-    found = diagnosis.examine(folder)
+    found = diagnosis.examine_run(folder)
     assert found["cause"].startswith(cause), found
     assert found["first_error"]["error"].startswith("after step 3: ") and found["first_error"]["rank"] == first
 
 
 def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     folder = Made(state="running", steps=200).write(tmp_path)
-    assert diagnosis.examine(folder)["cause"] == diagnosis.WELL
+    assert diagnosis.examine_run(folder)["cause"] == diagnosis.WELL
     for seconds, cause in ((100, diagnosis.WELL), (130, "it hangs: rank 1 on vm has shown nothing since step 99")):
         for rank, step in ((0, 100), (1, 99)):  # a message may take launch.step_timeout=120 seconds
             folder.attempts()[-1].heartbeat(rank, step, time.time() - seconds - rank)
-        assert diagnosis.examine(folder)["cause"] == cause
+        assert diagnosis.examine_run(folder)["cause"] == cause
 
 
 @pytest.mark.parametrize(
@@ -238,10 +238,10 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
         os.utime(path, (time.time() - seconds - 5,) * 2)
     hangs = "it hangs: rank 1 on vm has shown nothing since step 0"
-    assert diagnosis.examine(folder)["cause"] == (diagnosis.WELL if well else hangs)
+    assert diagnosis.examine_run(folder)["cause"] == (diagnosis.WELL if well else hangs)
     (place / "heartbeat-0.json").unlink()  # nobody has made a step
-    assert diagnosis.examine(folder)["cause"].startswith(diagnosis.WELL if well else "it hangs: rank ")
-    assert diagnosis.show(folder, machines=True) == (0 if well else 1)
+    assert diagnosis.examine_run(folder)["cause"].startswith(diagnosis.WELL if well else "it hangs: rank ")
+    assert diagnosis.print_diagnosis(folder, machines=True) == (0 if well else 1)
 
 
 def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path) -> None:
@@ -253,9 +253,9 @@ def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path
     start = "submitit INFO (2026-01-01 00:00:00,000) - Starting with JobEnvironment(job_id=7, hostname=vm)\n"
     error = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"
     kept.write_text(start + error + start)
-    assert diagnosis.examine(folder)["first_error"] is None
+    assert diagnosis.examine_run(folder)["first_error"] is None
     kept.write_text(start + start + error)  # its log may know nothing of it
-    assert diagnosis.examine(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
+    assert diagnosis.examine_run(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path
     [((0.2, 0.9), None), ((0.2, 1.3), 1), ((10.0, 12.0), None), ((10.0, 13.0), 1), ((3.0, 10.0, 3.1), 1)],
 )
 def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ...], slow: int | None) -> None:
-    found = straggler([Beat(rank, "vm", 100, 1.0, each / 1e3) for rank, each in enumerate(milliseconds)])
+    found = find_slow_rank([Heartbeat(rank, "vm", 100, 1.0, each / 1e3) for rank, each in enumerate(milliseconds)])
     assert (found and found.rank) == slow
 
 
@@ -273,8 +273,10 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = Scheduler("SLURM")
-    assert checks.unfit(slurm, 2, "") == ["node2 is drained: disk | see ticket | 7; SLURM starts nothing there"]
-    assert checks.unfit(slurm, 1, "") == []
+    assert checks.list_down_hosts(slurm, 2, "") == [
+        "node2 is drained: disk | see ticket | 7; SLURM starts nothing there"
+    ]
+    assert checks.list_down_hosts(slurm, 1, "") == []
 
 
 @pytest.mark.parametrize(

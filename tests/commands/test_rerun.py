@@ -57,7 +57,7 @@ def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pyte
         lines = [line for line in attempt.metrics_file.read_text().splitlines(keepends=True) if '"loss"' in line]
         more = lines[-1].replace('"global_step": 20', '"global_step": 21')
         attempt.metrics_file.write_text("".join([*lines, more][:steps]))
-        assert rerun.compare(old, new) is equal
+        assert rerun.compare_runs(old, new) is equal
         assert (f"20 steps then, {steps} now" in capsys.readouterr().out) is not equal
 
 
@@ -81,14 +81,14 @@ def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.Captur
     old, new = (Made(number=number, steps=10).write(tmp_path) for number in range(2))
     text = old.attempts()[0].metrics_file.read_text()
     new.attempts()[0].metrics_file.write_text(text)
-    assert rerun.compare(old, new)
+    assert rerun.compare_runs(old, new)
     assert "losses      equal to the bit in 10 steps\n" in capsys.readouterr().out
     rows = [json.loads(line) for line in text.splitlines()]
     for row in rows:
         if "loss" in row and row["global_step"] in (4, 7, 9):
             row["loss"] += {4: 0.25, 7: 0.5, 9: 0.125}[row["global_step"]]
     new.attempts()[0].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert not rerun.compare(old, new)
+    assert not rerun.compare_runs(old, new)
     found = re.search(
         r"losses      differ in 3 of 10 steps, first in step 4, by at most (\S+) \(step 7\)", capsys.readouterr().out
     )
@@ -144,12 +144,12 @@ def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, caps
     write_json(old.path / "result.json", MEASURED | TRAINED)
     other = {key: value if key == "state" else "measured anew" for key, value in MEASURED.items()}
     write_json(new.path / "result.json", other | TRAINED)
-    assert rerun.compare(old, new)
+    assert rerun.compare_runs(old, new)
     assert f"result      equal to the bit: {', '.join(TRAINED)}\n" in capsys.readouterr().out
     for key, value in TRAINED.items():
         changed = value + 0.5 if isinstance(value, int | float) else "another"
         write_json(new.path / "result.json", other | TRAINED | {key: changed})
-        assert not rerun.compare(old, new)
+        assert not rerun.compare_runs(old, new)
         apart = ", 0.5 apart" if isinstance(value, int | float) else ""
         said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result")]
         assert said == [f"result      {key}: then {value}, now {changed}{apart}"]
@@ -159,14 +159,14 @@ def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path
     own = Profile(partition="long", gpus=2, gpus_as="gres", requeue=False, memory_gb=1.5, setup=["module load cuda"])
     write_json(tmp_path / "meta.json", {"job": {"profile": vars(own) | {"gone": 1}}})
     old = Folder(tmp_path)
-    assert rerun.profile_of(old, "", []) == own
-    longer = rerun.profile_of(old, "", ["cluster.time=120"])
+    assert rerun.find_profile(old, "", []) == own
+    longer = rerun.find_profile(old, "", ["cluster.time=120"])
     assert longer == dataclasses.replace(own, time=120)
-    assert rerun.profile_of(old, "default", ["cluster.time=120"]).partition == ""
+    assert rerun.find_profile(old, "default", ["cluster.time=120"]).partition == ""
     with pytest.raises(UserError, match="did you mean partition"):
-        rerun.profile_of(old, "", ["cluster.partion=x"])
+        rerun.find_profile(old, "", ["cluster.partion=x"])
 
 
 def test_a_loss_that_is_no_number_is_as_far_as_can_be() -> None:
-    assert rerun.apart(None, None) == 0 and rerun.apart(1.0, None) == float("inf")
-    assert rerun.apart(1.0, 1.5) == 0.5
+    assert rerun.find_distance(None, None) == 0 and rerun.find_distance(1.0, None) == float("inf")
+    assert rerun.find_distance(1.0, 1.5) == 0.5

@@ -99,7 +99,9 @@ def test_a_damaged_sweep_is_told_and_not_begun_anew(damage: str, tmp_path: Path,
 
 
 def test_repeats_have_seeds_of_their_own(tmp_path: Path, cache: Path) -> None:
-    found = sweep_file.read(str(write(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")), ["seed=5"])
+    found = sweep_file.read_sweep_file(
+        str(write(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")), ["seed=5"]
+    )
     assert [(p.values["batch"], p.settings.seed) for p in found.points] == [
         (batch, seed) for seed in (5, 6, 7) for batch in ("32", "64")
     ]
@@ -107,7 +109,7 @@ def test_repeats_have_seeds_of_their_own(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_grid_is_valid(file: Path) -> None:
-    assert sweep_file.read(str(file), []).points
+    assert sweep_file.read_sweep_file(str(file), []).points
     assert re.match(r"#.*make sweep GRID=configs/sweeps/", file.read_text())
 
 

@@ -47,5 +47,5 @@ def test_rows_up_to_a_checkpoint_are_counted_by_lines(attempt: Folder) -> None:
 def test_a_damaged_heartbeat_is_one_without_a_step(attempt: Folder, value: object) -> None:
     beat = {"step": value, "time": value, "before_backward": value}
     (attempt.attempt / "heartbeat-0.json").write_text(json.dumps(beat))
-    (found,) = heartbeats.beats(attempt)
+    (found,) = heartbeats.read_heartbeats(attempt)
     assert (found.step, found.time, found.before_backward) == (0, 0.0, None)

@@ -22,7 +22,7 @@ from common.runs.folder import Folder, write_json
 from configs import resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import parse_experiment
-from slurm.launch.submit import prepared_folder
+from slurm.launch.submit import prepare_folder
 from slurm.local_cluster.namespaces import Process
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import sbatch, scheduler
@@ -63,8 +63,8 @@ PYTHON -m slurm.scheduling.requeue /runs/x-1-2-3 $?"""
 
 
 def text_of(profile: Profile, folder: Path) -> str:
-    asked = sbatch.parameters(profile, "mnist_pipeline", 2, profile.per_node, folder)
-    return sbatch.executor(Folder(folder), None, asked).text().replace(sys.executable, "PYTHON")
+    asked = sbatch.make_parameters(profile, "mnist_pipeline", 2, profile.per_node, folder)
+    return sbatch.make_executor(Folder(folder), None, asked).text().replace(sys.executable, "PYTHON")
 
 
 def test_the_text_for_sbatch_is_this_one(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_every_profile_is_valid(name: str) -> None:
 @pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b", "/a;b", "/a&b"])
 def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
     with pytest.raises(UserError, match="a job script cannot hold the path"):
-        sbatch.executor(Folder(Path(path)), None, {})
+        sbatch.make_executor(Folder(Path(path)), None, {})
 
 
 @pytest.mark.parametrize("name", ["$(id)", "`id`", "a;id", "a\n#SBATCH --uid=0", "../x", "a b"])
@@ -126,7 +126,7 @@ def test_jobs_inherit_no_leftovers() -> None:
         "TORCHELASTIC_RUN_ID": "1", "HOME": "/h", "WANDB_API_KEY": "k", "PATH": "/bin",
     }  # fmt: skip
     kept = {"SLURM_CONF": "/c", "HOME": "/h", "WANDB_API_KEY": "k", "PATH": "/bin"}
-    assert scheduler.scrubbed(environ) == kept
+    assert scheduler.clean_environment(environ) == kept
 
 
 @pytest.fixture
@@ -168,12 +168,12 @@ def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.Mon
         "data.cache=sets",
         "runs=mine",
     ]
-    folder = prepared_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words, {}), None)
+    folder = prepare_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words, {}), None)
     written = config.flatten(config.read_config_file(folder.path / "config.yaml"))
     assert folder.path.parent == tmp_path / "mine"
     found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
     assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
-    none = prepared_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words[:2], {}), None)
+    none = prepare_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words[:2], {}), None)
     assert config.read_config_file(none.path / "config.yaml")["weights"] == "none"
 
 
@@ -292,7 +292,7 @@ def test_each_task_of_an_array_finds_its_own_run(tmp_path: Path) -> None:
     runs = [tmp_path / "runs" / f"run {letter}" for letter in "abc"]
     tasks = tmp_path / "tasks's.txt"
     tasks.write_text("".join(f"{run}\n" for run in runs))
-    asked = sbatch.parameters(Profile(), "mnist_pipeline", 1, 2, tmp_path, tasks)
+    asked = sbatch.make_parameters(Profile(), "mnist_pipeline", 1, 2, tmp_path, tasks)
     (line,) = (line for line in asked["setup"] if line.startswith("RUN="))
     for number, run in enumerate(runs):
         script = f'{line}\nprintf %s "$RUN"'

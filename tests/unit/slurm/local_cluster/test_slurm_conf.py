@@ -20,7 +20,7 @@ PLAN = Plan("local", Path("/tmp/c"), 3, 2, 1000, "me", 1000, 100, "none", False,
 
 
 def lines(plan: Plan) -> list[str]:
-    return slurm_conf.slurm_conf(plan).splitlines()
+    return slurm_conf.make_slurm_conf(plan).splitlines()
 
 
 def values(plan: Plan) -> dict[str, str]:
@@ -56,7 +56,7 @@ def test_hosts_partitions_and_state_lie_where_the_plan_says() -> None:
 
 
 def test_conf_replaces_a_line_in_any_spelling_and_adds_others() -> None:
-    settings = slurm_conf.checked_settings(
+    settings = slurm_conf.parse_settings(
         ["killwait=30", "GraceTime=7", "SlurmctldParameters=preempt_send_user_signal", "SchedulerParameters=a=1,b"]
     )
     known = values(replace(PLAN, settings=settings))
@@ -79,12 +79,12 @@ def test_munge_and_database_bring_their_lines() -> None:
     assert full["AuthInfo"].endswith("socket=/tmp/c/run/munge.sock")
     assert full["AccountingStoragePass"] == "/tmp/c/run/munge.sock"
     assert full["AccountingStorageHost"] == "ctl"
-    assert "AuthInfo=socket=/tmp/c/run/munge.sock" in slurm_conf.slurmdbd_conf(replace(PLAN, auth="munge"))
-    assert "munge" not in slurm_conf.slurmdbd_conf(PLAN)
+    assert "AuthInfo=socket=/tmp/c/run/munge.sock" in slurm_conf.make_slurmdbd_conf(replace(PLAN, auth="munge"))
+    assert "munge" not in slurm_conf.make_slurmdbd_conf(PLAN)
 
 
 def test_every_host_name_has_its_own_address() -> None:
-    rows = {name: address for address, name in map(str.split, slurm_conf.hosts_file(PLAN).splitlines())}
+    rows = {name: address for address, name in map(str.split, slurm_conf.make_hosts_file(PLAN).splitlines())}
     assert set(rows) == {"localhost", "ctl", "node1", "node2", "node3"}
     assert len(set(rows.values())) == 5
     assert not any(rows[name].startswith("127.") for name in rows if name != "localhost")
@@ -101,7 +101,7 @@ def test_job_ids_never_come_twice() -> None:
 def test_bad_node_counts_are_refused(nodes: str) -> None:
     refused_text = f"--nodes={nodes}: write a number from 1 to 64"
     with pytest.raises(UserError) as caught:
-        slurm_conf.checked_number("--nodes", nodes, 64)
+        slurm_conf.parse_number("--nodes", nodes, 64)
     assert str(caught.value) == refused_text
 
 
@@ -110,34 +110,34 @@ def test_bad_node_counts_are_refused(nodes: str) -> None:
 )
 def test_bad_conf_lines_are_refused(line: str) -> None:
     with pytest.raises(UserError, match="--conf"):
-        slurm_conf.checked_settings([line])
+        slurm_conf.parse_settings([line])
 
 
 @pytest.mark.parametrize("name", ["A", "1a", "a b", "../x", "a-b", "a" * 40, "$(id)"])
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="name has only"):
-        cluster.folder_of(name)
+        cluster.find_folder(name)
 
 
 def test_the_folder_follows_the_environment() -> None:
     mine = f"cluster-{os.getuid()}-local"
-    assert cluster.folder_of("local", {}) == Path("/tmp", mine)
-    assert cluster.folder_of("local", {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7", mine)
-    assert cluster.folder_of("local", {"XDG_RUNTIME_DIR": "/x", "CLUSTER_DIR": "/y"}) == Path("/y", mine)
+    assert cluster.find_folder("local", {}) == Path("/tmp", mine)
+    assert cluster.find_folder("local", {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7", mine)
+    assert cluster.find_folder("local", {"XDG_RUNTIME_DIR": "/x", "CLUSTER_DIR": "/y"}) == Path("/y", mine)
 
 
 @pytest.mark.parametrize("folder", ["/tmp/a b", "/tmp/a#b", "/tmp/" + "x" * 90])
 def test_folders_that_slurm_cannot_use_are_refused(folder: str) -> None:
     with pytest.raises(UserError, match="set CLUSTER_DIR"):
-        slurm_conf.checked_folder(Path(folder))
+        slurm_conf.check_folder(Path(folder))
 
 
 def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(slurm_conf, "checked_folder", lambda folder: folder)  # pytest's paths may be long
+    monkeypatch.setattr(slurm_conf, "check_folder", lambda folder: folder)  # pytest's paths may be long
     monkeypatch.setenv("CLUSTER_DIR", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
-    cluster.folder_of("local").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="somebody else"), cli.own_folder("local"):
+    cluster.find_folder("local").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="somebody else"), cli.lock_folder("local"):
         pass
     assert not any((tmp_path / "elsewhere").iterdir())
 
@@ -179,7 +179,7 @@ def test_refused_namespaces_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> 
     def denied(name: str, *_: object) -> None:
         raise OSError(1, f"{name}: Operation not permitted")
 
-    monkeypatch.setattr(namespaces, "call", denied)
+    monkeypatch.setattr(namespaces, "call_libc", denied)
     with pytest.raises(UserError, match=r"kernel.apparmor_restrict_unprivileged_userns=0, or run this as root"):
         namespaces.unshare("user")
     with pytest.raises(UserError, match=r"sysctl|--privileged"):
