@@ -129,7 +129,7 @@ class Wandb:
     model: bool = True
     """Whether W&B gets the trained model as an artifact; it lies in the run folder in any case."""
     finish_timeout: float = between(1, 3600, 60)
-    """Seconds to wait for W&B after training; what is missing by then stays on disk for `wandb sync`."""
+    """Seconds to wait for W&B after training; what is missing by then stays on disk for `make sync`."""
 
     def check(self) -> None:
         """Raise ValueError for names that W&B would not take, online or offline."""

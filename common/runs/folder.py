@@ -155,6 +155,12 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
             raise
 
+    @property
+    def reference(self) -> str:
+        """The text to type for RUN= or RUNS=: the id, or the path of a run that is not in runs/ here."""
+        path = self.path.absolute()
+        return path.name if path.parent == Path("runs").absolute() else str(path)
+
     def claim(self) -> Folder:
         """Claim the next attempt by an exclusive mkdir: of two starts at once, each gets its own."""
         number = max((a.number for a in self.attempts()), default=0) + 1

@@ -54,8 +54,7 @@ def run_rows(run: RunContext) -> dict[str, str]:
 
 def place_rows(run: RunContext) -> dict[str, str]:
     """The last rows of the table: where everything lies, and how to see and repeat it."""
-    path, name = run.folder.path, config.experiment_name(type(run.cfg))
-    result, values = (shlex.quote(str(path / file)) for file in ("result.json", "config.yaml"))
+    path = run.folder.path
     try:
         changed = config.read_all_changes(path)
         repeat = f"not by one command: it was resumed with {config.describe_changes(changed)}" if changed else ""
@@ -64,8 +63,8 @@ def place_rows(run: RunContext) -> dict[str, str]:
     return {
         "run folder": str(path),
         "metrics": str(run.folder.metrics_file),
-        "show": f"cat {result}",
-        "repeat": repeat or f"python experiments/{name}.py --config {values}",
+        "show": f"cat {shlex.quote(str(path / 'result.json'))}",
+        "repeat": repeat or f"make rerun RUN={shlex.quote(run.folder.reference)}",
     }
 
 

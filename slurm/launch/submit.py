@@ -114,7 +114,7 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
 
 def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
     """Print where a job's run is, and how to follow and end it."""
-    nodes, run = settings.launch.nodes, shlex.quote(selection.name_run(folder))
+    nodes, run = settings.launch.nodes, shlex.quote(folder.reference)
     print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes} nodes, {settings.processes} processes")
     print(
         f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1\n  cancel      make cancel RUN={run}",

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT
 from common.runs.folder import Folder, read_json
-from slurm.reports import selection, status
+from slurm.reports import status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
 from slurm.reports.selection import parse_float, read_settings
 from slurm.reports.status import OVER
@@ -219,7 +219,7 @@ def examine_run(folder: Folder) -> dict[str, Any]:
 
 def give_advice(folder: Folder, cause: str) -> str:
     """The command to continue with; with other settings where the present ones failed."""
-    again = f"make exp RESUME={selection.name_run(folder)}"
+    again = f"make exp RESUME={folder.reference}"
     if NO_VALID_CHECKPOINT in cause:
         return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
     rate = parse_float(read_settings(folder).get("optim.lr", ""))

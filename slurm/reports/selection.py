@@ -52,11 +52,6 @@ def find_run(name: str, runs: Path) -> Folder:
     raise UserError(f"{name!r}: no such run folder in {runs}; make status lists them")
 
 
-def name_run(folder: Folder) -> str:
-    """The text to type for RUN=: the id, or the path of a run that is not in runs/."""
-    return folder.path.name if folder.path.parent == Path("runs").absolute() else str(folder.path)
-
-
 def list_runs(root: Path) -> list[Folder]:
     """All run folders, the oldest first."""
     paths = [path.parent for path in root.glob("*/config.yaml")]

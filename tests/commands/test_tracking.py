@@ -84,7 +84,8 @@ def test_offline_run_says_how_to_upload(offline: Offline) -> None:
     assert offline.done.status == 0, offline.done.out
     place = status(offline.done.folder)
     assert place["mode"] == "offline"
-    assert f"W&B: offline; upload with: wandb sync {shlex.quote(place['dir'])}" in offline.done.out
+    path = shlex.quote(shlex.quote(str(offline.done.folder.path)))
+    assert f"W&B: offline; send it with: make sync RUNS={path}" in offline.done.out
     assert Path(place["dir"]).is_relative_to(offline.done.folder.path / "wandb")
 
 
@@ -210,7 +211,7 @@ def test_a_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, di
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 1 (pid {pid}) was killed by SIGKILL" in said
     assert "Traceback" not in said
-    assert f"wandb sync {status(folder)['dir']}" in said
+    assert f"make sync RUNS={folder.path}" in said
     assert folder.result["state"] == "failed"
     assert len(folder.metrics()) > 1
     found = records(folder)

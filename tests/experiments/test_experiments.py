@@ -75,12 +75,12 @@ def test_the_run_keeps_its_source(entry: Entry, finished: Make) -> None:
 @every
 def test_the_screen_tells_the_essentials(entry: Entry, finished: Make) -> None:
     done = finished(entry)
-    for words in ("data digits", "test accuracy", "samples/s", str(done.folder.path), "--config"):
+    for words in ("data digits", "test accuracy", "samples/s", str(done.folder.path), "make rerun"):
         assert words in done.out
     assert not done.err
     shown, repeat = (shlex.split(line)[1:] for line in done.out.splitlines() if line.split()[0] in ("show", "repeat"))
     assert shown == ["cat", str(done.folder.path / "result.json")]
-    assert repeat[-1] == str(done.folder.path / "config.yaml")
+    assert repeat == ["make", "rerun", f"RUN={done.folder.path}"]
 
 
 @every
