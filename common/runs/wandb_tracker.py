@@ -102,7 +102,8 @@ class Tracker:
         rest = "" if whole else f"; not complete after {timeout:g} s, see {log}"
         if status["mode"] == "online":
             return f"W&B: {status['url']}{rest}"
-        return f"W&B: offline{reason}; send it with: make sync RUNS={shlex.quote(shlex.quote(self.folder.reference))}{rest}"
+        words = shlex.quote(shlex.quote(self.folder.reference))  # RUNS is split into words
+        return f"W&B: offline{reason}; send it with: make sync RUNS={words}{rest}"
 
 
 def build_command(folder: Folder, mode: str, reason: str = "") -> list[str]:

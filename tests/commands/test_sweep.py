@@ -115,13 +115,13 @@ def test_every_grid_is_valid(file: Path) -> None:
 
 @pytest.mark.parametrize(("experiment", "points"), [("amp_accum", 9), ("resnet_dataparallel", 2)])
 def test_a_python_grid_has_the_points_that_its_experiment_sweeps(experiment: str, points: int) -> None:
-    grid = sweep_file.read(f"configs/sweeps/{experiment}.py", ["launch.device=cpu"])
+    grid = sweep_file.read_sweep_file(f"configs/sweeps/{experiment}.py", ["launch.device=cpu"])
     assert grid.experiment == experiment and len(grid.points) == points
 
 
 def test_repeats_of_a_python_grid_have_seeds_of_their_own_where_accuracy_counts() -> None:
     words = ["levels=[0.8]", "criteria=[taylor]", "repeats=2"]
-    grid = sweep_file.read("configs/sweeps/sparse_prune.py", words)
+    grid = sweep_file.read_sweep_file("configs/sweeps/sparse_prune.py", words)
     assert [(point.values.get("criterion"), point.settings.seed) for point in grid.points] == [
         (None, 0),
         ("taylor", 0),
