@@ -9,23 +9,23 @@ from typing import NamedTuple
 import torch
 
 HISTORY = 100  # steps whose time stamps are kept
-RENEWED = 10.0  # seconds that a clock counts from one zero: CUDA does so in a float, whose spacing is then 1 us
+RENEWED = 10.0  # seconds after which the zero is reset: CUDA counts in a float, whose spacing is then 1 us
 
 
 class TimedEvent(NamedTuple):
-    """A time stamp of a stream, and what it counts from."""
+    """A CUDA event, and the event and host time that it counts from."""
 
     event: torch.cuda.Event
     zero: torch.cuda.Event
     origin: float
-    """When the zero was, in seconds of the host."""
+    """Host time of `zero`, in seconds."""
 
 
 Stamp = float | TimedEvent
 
 
 class DeviceClock:
-    """Time stamps in seconds, comparable between processes of a host; on CUDA, the time of the stream."""
+    """Time stamps in seconds, comparable between ranks of a host; on CUDA, of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
@@ -35,32 +35,35 @@ class DeviceClock:
             self.renew()
 
     def renew(self) -> None:
-        """Count from here: what the stream calls now is now on the host, too."""
+        """Wait for the device and reset the zero, which relates the time of the stream to that of the host."""
         torch.cuda.synchronize(self.device)
         self.zero, self.origin = self.event(), time.perf_counter()
 
     def begin(self) -> None:
-        """A new step. Now and then it waits for the device, so that the stamps stay precise in a long run."""
+        """Begin a step. Waits for the device every RENEWED seconds, so that stamps stay precise in a long run."""
         if self.cuda and time.perf_counter() - self.origin > RENEWED:
             self.renew()
 
     def event(self) -> torch.cuda.Event:
+        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def moment(self) -> TimedEvent:
+        """Record a time stamp on the current stream."""
         return TimedEvent(self.event(), self.zero, self.origin)
 
     def reached(self, stamp: Stamp) -> bool:
-        """Whether the device has come to a stamp, without waiting for it."""
+        """Return whether the device has reached a stamp, without waiting for it."""
         return not isinstance(stamp, TimedEvent) or stamp.event.query()
 
     def start_now(self) -> None:
-        """Count from here; processes of several hosts call it at the same moment."""
+        """Count seconds from now; ranks of several hosts call it at the same moment."""
         self.start = time.perf_counter()
 
     def seconds(self, stamp: Stamp) -> float:
+        """Return a stamp in seconds; waits for the device to reach it."""
         if isinstance(stamp, TimedEvent):
             stamp.event.synchronize()
             return stamp.origin - self.start + stamp.zero.elapsed_time(stamp.event) / 1e3

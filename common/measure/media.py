@@ -1,4 +1,4 @@
-"""Images and histograms of a run: files in its folder, listed in media.jsonl for whoever passes them on.
+"""Images and histograms of a run: files in its folder, listed in media.jsonl for the tracker.
 
 attempts/0001/
   media.jsonl               a line for each: step, name, kind, file
@@ -24,7 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
 def make_path(folder: Folder, step: int, name: str, kind: str) -> Path:
-    """The file for a step; its folder is made. Raises ValueError for a name that is no file name."""
+    """Return the file for a step and make its folder. Raises ValueError for an invalid name, UserError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of media: letters, digits, _ . - (at most 64, a letter or digit first)")
     room = folder.attempt / FILES
@@ -50,7 +50,7 @@ def write_image(folder: Folder, step: int, name: str, pixels: Tensor) -> None:
 
 
 def write_histogram(folder: Folder, step: int, name: str, values: Tensor, bins: int = 64) -> None:
-    """Write how many of the finite values fall into each of `bins` equal bins between the least and the largest."""
+    """Write a histogram of the finite values (any shape): `bins` equal bins between the least and the largest."""
     flat = values.detach().double().flatten().cpu()
     counts, edges = np.histogram(flat[flat.isfinite()].numpy(), bins)
     file = make_path(folder, step, name, "json")
@@ -59,6 +59,7 @@ def write_histogram(folder: Folder, step: int, name: str, values: Tensor, bins: 
 
 
 def append_entry(folder: Folder, step: int, name: str, kind: str, file: Path) -> None:
+    """Append the line of a file to media.jsonl."""
     line: dict[str, Any] = {"global_step": step, "name": name, "kind": kind, "file": f"{FILES}/{file.name}"}
     with disk_errors(folder.attempt / LIST), open(folder.attempt / LIST, "a") as listed:
         listed.write(json.dumps(line) + "\n")

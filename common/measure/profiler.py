@@ -1,4 +1,4 @@
-"""A few steps of a run, looked at closely: a Chrome trace and the ten costliest operations."""
+"""Profile of a few steps: a Chrome trace and the ten costliest operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 
 
 def start_profiler(steps: int, trace: Path, say: Callable[[str], None]) -> torch.profiler.profile | None:
-    """A running profiler that is told of each step, and after the first four profiles so many; None for 0."""
+    """Start a profiler that skips four steps and records the next `steps`; None for 0 steps.
+
+    Call its `step()` after each step. Writes the Chrome trace to `trace` and passes a summary to `say`.
+    """
     if not steps:
         return None
 
