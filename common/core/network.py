@@ -25,23 +25,42 @@ PORTS = range(20_000, 60_000)
 
 def probe_url(url: str, seconds: float) -> str:
     """Why no answer came from `url` within so many seconds; empty if one came, of whatever kind."""
-    answers: queue.Queue[str] = queue.Queue()
 
-    def ask() -> None:
+    def ask() -> str:
         try:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
         except urllib.error.HTTPError:
             pass  # it answers
         except Exception as error:  # noqa: BLE001 (no name, no route, no HTTP)
-            return answers.put(str(getattr(error, "reason", None) or error))
-        return answers.put("")
+            return str(getattr(error, "reason", None) or error)
+        return ""
 
-    # in a thread, because a slow name server, many addresses or a dripping answer know no time-out
-    threading.Thread(target=ask, daemon=True).start()
+    # a slow name server, many addresses or a dripping answer know no time-out
+    problem = call_within(seconds, ask)
+    return f"nothing after {seconds:g} s" if problem is None else problem
+
+
+def call_within(seconds: float, function: Callable[[], T]) -> T | None:
+    """What `function` returns; None if that takes longer. Raises what it raises.
+
+    In a thread, which then goes on: a call into a library may wait for ever, whatever its own time-out.
+    """
+    answers: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+
+    def call() -> None:
+        try:
+            answers.put((function(), None))
+        except BaseException as error:  # noqa: BLE001 (raised again in the caller's thread)
+            answers.put((None, error))
+
+    threading.Thread(target=call, daemon=True).start()
     try:
-        return answers.get(timeout=seconds)
+        answer, error = answers.get(timeout=seconds)
     except queue.Empty:
-        return f"nothing after {seconds:g} s"
+        return None
+    if error is not None:
+        raise error
+    return answer
 
 
 def resolve_ipv4(host: str) -> str:
@@ -110,14 +129,14 @@ def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[in
     start = time.monotonic()
     address = "?"
     while True:
-        limit = UNREACHABLE_SECONDS
+        limit, problem = UNREACHABLE_SECONDS, ""
         try:
             address = resolve_ipv4(host)
             for port in candidates:
                 try:
                     socket.create_connection((address, port), timeout=2).close()
                 except ConnectionRefusedError as error:
-                    problem, limit = str(error), patience
+                    problem, limit = problem or str(error), patience
                     continue
                 found = connect(port)
                 if found is not None:

@@ -23,6 +23,8 @@ from common.core.errors import Unreachable, UserError, first_line
 from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
 
+PROBE_SECONDS = 5.0  # for an answer, until a port is taken for another program's
+
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -169,15 +171,18 @@ def open_slurm_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
         store.set("token", rank_info.attempt_id)
         return store
 
+    def open_client(port: int) -> dist.TCPStore | None:
+        brief = datetime.timedelta(seconds=PROBE_SECONDS)
+        store = dist.TCPStore(rank_info.master, port, rank_info.size, False, timeout=brief, wait_for_workers=False)
+        return store if store.get("token").decode() == rank_info.attempt_id else None
+
     def connect(port: int) -> dist.TCPStore | None:
-        try:
-            brief = datetime.timedelta(seconds=5)
-            store = dist.TCPStore(rank_info.master, port, rank_info.size, False, timeout=brief, wait_for_workers=False)
-            if store.get("token").decode() != rank_info.attempt_id:
-                return None
+        try:  # another program behind the port may accept and never answer, which TCPStore's time-out does not end
+            store = network.call_within(PROBE_SECONDS, lambda: open_client(port))
         except (RuntimeError, dist.DistError):
             return None
-        store.set_timeout(setup)
+        if store is not None:
+            store.set_timeout(setup)
         return store
 
     if rank_info.rank == 0:
