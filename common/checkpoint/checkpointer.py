@@ -6,21 +6,16 @@ it was written. All processes agree: a checkpoint that one of them cannot write 
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from common.checkpoint import storage
-from common.checkpoint.hashing_writer import HashingWriter
+from common.checkpoint.rank_file import decode_rank_file, write_rank_file
 from common.checkpoint.state_dicts import to_plain
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
 from common.core.errors import NO_VALID_CHECKPOINT, UserError, first_line
@@ -30,7 +25,6 @@ from configs.shared import Checkpoint
 
 PAUSE = 0.5  # seconds before another try
 FACTS = str | int | float | bool
-PARTS = ("model", "optimizer", "common", "local")
 
 
 @dataclass
@@ -274,36 +268,9 @@ def read_full_model(place: CheckpointPath) -> dict[str, Tensor]:
     return model
 
 
-def decode_rank_file(content: bytes, name: str) -> dict[str, Any]:
-    """The tensors and primitives in a file's bytes. Raises InvalidCheckpoint."""
-    try:
-        part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError:  # torch then advises to read what could execute anything
-        raise InvalidCheckpoint(f"{name} holds more than tensors, numbers and text, or is damaged") from None
-    except Exception as error:  # noqa: BLE001 (torch raises many kinds for what it cannot read)
-        raise InvalidCheckpoint(f"{name} cannot be read: {first_line(error)}") from None
-    if not isinstance(part, dict) or any(not isinstance(part.get(key), dict) for key in PARTS):
-        raise InvalidCheckpoint(f"{name} does not hold the state of a process")
-    return part
-
-
 def merge_problems(problems: list[str | None], world: World) -> str | None:
     """What is wrong in any process; the first is named if not all find the same."""
     if len(set(problems)) < 2:
         return problems[0] if problems else None
     rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
     return f"rank {rank} on {world.hosts[rank]} finds: {problem}"
-
-
-# ---- one file
-
-
-def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
-    """Write a file, its checksum taken meanwhile, and wait until it is on the disk. Raises OSError."""
-    with open(path, "xb", buffering=0) as file:
-        with HashingWriter(file) as hashed:
-            torch.save(content, cast(IO[bytes], hashed))
-        if hashed.error is not None:
-            raise hashed.error
-        os.fsync(file.fileno())
-    return ManifestEntry(hashed.size, hashed.digest.hexdigest())

@@ -1,18 +1,11 @@
-"""The signals that ask a run to stop, and processes that do not outlive their parent."""
+"""The signals that ask a run to stop."""
 
 from __future__ import annotations
 
-import ctypes
 import signal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 REPEAT_SECONDS = 5.0  # seconds in which another signal belongs to the same notice: make, srun and SLURM repeat them
-PDEATHSIG = 1  # from linux/prctl.h
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
 
 
 def ignore_stop_signals() -> None:

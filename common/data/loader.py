@@ -16,7 +16,8 @@ from torch import Tensor
 
 from common.core import seeds
 from common.core.errors import UserError
-from common.core.signals import die_with_parent, ignore_stop_signals
+from common.core.processes import die_with_parent
+from common.core.signals import ignore_stop_signals
 from common.data.prepare import Prepared
 from configs.shared import Data, Experiment
 

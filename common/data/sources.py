@@ -18,7 +18,7 @@ import numpy as np
 
 from common.core import seeds
 from common.core.errors import UserError
-from common.core.signals import die_with_parent
+from common.core.processes import die_with_parent
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 MNIST_FILES = {  # uncompressed sizes in bytes

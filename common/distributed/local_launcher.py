@@ -22,7 +22,8 @@ from pathlib import Path
 
 from common.core import host_memory
 from common.core.errors import EXIT_RESUMABLE, UserError
-from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS, die_with_parent
+from common.core.processes import die_with_parent
+from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import disk_errors
 

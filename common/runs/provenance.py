@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.config import ROOT
+from common.core.processes import read_start_ticks
 from common.runs.folder import Folder, disk_errors, read_json, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
@@ -146,11 +147,6 @@ def read_boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def read_start_ticks(pid: int | str) -> int:
-    """When a process began, which tells it from a later one with the same pid."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def identify_launcher() -> str | None:

@@ -11,12 +11,9 @@ online init takes a minute and a half. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import dataclasses
 import itertools
 import json
 import os
-import secrets
 import shlex
 import signal
 import subprocess
@@ -27,28 +24,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.core import config, network
 from common.core.errors import UserError, first_line
+from common.core.processes import adopt_orphans, kill_children
 from common.runs import result as summary
-from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
+from common.runs.folder import Folder, read_json, write_json
+from common.runs.wandb_account import choose_mode, read_requested_mode
+from common.runs.wandb_run import MediaForwarder, init_wandb_run, load_run_config, log_model_artifact
 from configs.shared import Experiment
 
-MODES = ("auto", "online", "offline", "disabled")
 FORWARDED = "passed_on.json"  # in an attempt's folder: how many of its rows W&B has got
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 SERVICE = "WANDB_SERVICE"  # how wandb finds the helper process of an earlier wandb
 POLL = 0.3  # seconds between two looks at the metrics file
-REACH = 3.0  # seconds for the W&B host to answer
-INIT = 20.0  # seconds for an online wandb.init
-
-
-def read_requested_mode(settings: Experiment) -> str:
-    """One of MODES. Raises UserError for a WANDB_MODE that is none of them."""
-    mode = os.environ.get("WANDB_MODE") or settings.wandb.mode
-    mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # W&B's older names
-    if mode not in MODES:
-        raise UserError(f"WANDB_MODE={mode} is unknown; use {', '.join(MODES)}, or unset it")
-    return mode
 
 
 class Tracker:
@@ -110,80 +96,6 @@ def build_command(folder: Folder, mode: str, reason: str = "") -> list[str]:
     return [sys.executable, "-m", "common.runs.wandb_tracker", str(folder.path), str(folder.number), mode, reason]
 
 
-def choose_mode(asked: str) -> tuple[str, str]:
-    """online or offline, and why not online. Bounded by a few REACH, whatever the host does."""
-    import wandb
-
-    if asked == "offline":
-        return "offline", ""
-    try:
-        settings = wandb.setup().settings
-        if settings.mode != "online":
-            return "offline", f"`wandb {settings.mode}` was set on this machine"
-        if not wandb.login(prompt=False, verify=False):
-            return "offline", "no W&B account is configured"
-        silent = network.probe_url(settings.base_url, REACH)
-        if silent:
-            return "offline", f"{settings.base_url} does not answer: {silent}"
-        wandb.Api(timeout=round(REACH))  # raises unless the host knows the key
-    except Exception as error:  # noqa: BLE001 (a malformed or refused key, an unreadable netrc: train on)
-        return "offline", f"W&B does not accept the account: {first_line(error)}"
-    return "online", ""
-
-
-def require_account() -> None:
-    """Raise UserError, with the reason, unless there is a W&B account whose host answers."""
-    os.environ.pop("WANDB_MODE", None)  # it is about runs
-    mode, why = choose_mode("online")
-    if mode != "online":
-        raise UserError(
-            f"nothing is sent to W&B: {why} (an account is named by .venv/bin/wandb login or WANDB_API_KEY)"
-        )
-
-
-def load_run_config(folder: Folder) -> Experiment:
-    return config.build_config(
-        config.import_schema(folder.experiment), [config.read_config_file(folder.path / "config.yaml")]
-    )
-
-
-def init_wandb_run(folder: Folder, mode: str) -> Any:
-    """wandb.init with the run's own id, name, configuration and tags."""
-    import wandb
-
-    settings = load_run_config(folder)
-    name = config.experiment_name(type(settings))
-    meta = read_json(folder.path / "meta.json")
-    facts = {"experiment": name, "world_size": settings.processes}
-    facts["meta"] = meta | {"git": meta.get("git", {}).get("sha")}
-    kept = folder.path / "wandb" / "id.json"
-    own = read_json(kept).get("id") or secrets.token_hex(4)
-    write_json(kept, {"id": own})  # first: a start that is killed meanwhile leaves it to the next one
-    run = wandb.init(
-        project=settings.wandb.project,
-        entity=settings.wandb.entity or None,
-        group=settings.wandb.group or None,
-        name=folder.path.name,
-        id=own,
-        resume="allow",
-        dir=str(folder.path),
-        mode=mode,  # type: ignore[arg-type]
-        tags=[name, f"data:{settings.data.name}", f"world_size:{settings.processes}", *settings.wandb.tags],
-        config=dataclasses.asdict(settings) | facts,
-        settings=wandb.Settings(
-            console="off",
-            quiet=True,
-            init_timeout=INIT,
-            x_transaction_log_flush_interval=1.0,
-            save_code=False,
-            disable_git=True,
-        ),
-    )
-    run.define_metric("global_step")
-    run.define_metric("*", step_metric="global_step")
-    return run
-
-
 def wait_for_owner_exit(folder: Folder, closed: threading.Event, seconds: float) -> None:
     """Tell when stdin closes, however the owner ended, and end this process `seconds` later, whatever it is at."""
     sys.stdin.read()
@@ -221,7 +133,7 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job; our end is stdin's
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # training goes first
-    ctypes.CDLL(None).prctl(SUBREAPER, 1)  # what W&B's helpers leave behind becomes our child
+    adopt_orphans()  # W&B's helpers leave processes behind
     folder = Folder(Path(path), int(attempt))
     closed = threading.Event()
     threading.Thread(
@@ -255,35 +167,6 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     shut_down_wandb()
 
 
-class MediaForwarder:
-    """The images and histograms of a start that W&B has not got yet, as media.jsonl lists them."""
-
-    def __init__(self, folder: Folder) -> None:
-        self.folder, self.position = folder, 0
-
-    def pass_on(self, run: Any) -> None:
-        """Log those that have come since; what is cut off comes with the next call, what is damaged is left out."""
-        try:
-            text = (self.folder.attempt / "media.jsonl").read_text()
-        except OSError:
-            return
-        whole = text[self.position : text.rfind("\n") + 1]
-        self.position += len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                item = json.loads(line)
-                run.log({str(item["name"]): self.load(item), "global_step": item["global_step"]})
-
-    def load(self, item: dict[str, Any]) -> Any:
-        import wandb
-
-        file = self.folder.attempt / "media" / Path(item["file"]).name
-        if item["kind"] == "image":
-            return wandb.Image(str(file))
-        content = json.loads(file.read_text())
-        return wandb.Histogram(np_histogram=(content["counts"], content["edges"]))
-
-
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What a row says but for the time: a step that is done again with other settings says something else."""
     return tuple(sorted((name, value) for name, value in row.items() if name != "time"))
@@ -303,23 +186,6 @@ def read_forwarded_rows(folder: Folder) -> set[tuple[Any, ...]]:
         if attempt.number < folder.number and isinstance(count, int):
             known |= {row_key(row) for row in itertools.islice(attempt.own_rows(), count)}
     return known
-
-
-def log_model_artifact(run: Any, folder: Folder) -> None:
-    """Give W&B the trained model as an artifact: by reference to the run folder until it is uploaded."""
-    import wandb
-
-    files = [folder.path / name for name in (MODEL, MODEL_FACTS)]
-    settings = load_run_config(folder)
-    if not (settings.wandb.model and folder.result.get("state") == "finished" and all(map(Path.is_file, files))):
-        return
-    facts = read_json(files[1])
-    artifact = wandb.Artifact(
-        f"{folder.path.name}-model", type="model", metadata={key: facts.get(key) for key in ("class", "step", "scores")}
-    )
-    for file in files:
-        artifact.add_file(str(file), policy="immutable", skip_cache=True)  # no second copy on this disk
-    run.log_artifact(artifact)
 
 
 def connect_wandb(folder: Folder, asked: str, reason: str) -> Any:
@@ -345,24 +211,6 @@ def shut_down_wandb() -> None:
 
     wandb.teardown()
     kill_children()
-
-
-def kill_children() -> None:
-    """Kill the processes that W&B started, and those that they started."""
-    while pids := list_children():
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # W&B waits for its own
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-
-
-def list_children() -> list[int]:
-    """The processes that any thread of this one started."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread may end while we look
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
 from common.distributed.rendezvous import World
 from common.pipeline import schedules
-from common.runs import provenance, wandb_tracker
+from common.runs import provenance, wandb_account, wandb_tracker
 from common.runs.folder import Folder
 from common.training import host_checks, sweep
 from common.training.attempt import Attempt, count_ranks, is_finished, lock_run
@@ -38,7 +38,7 @@ def start(main: Main[T], schema: type[T]) -> None:
     with user_errors():
         cfg = config.load_config(schema, sys.argv[1:])
         schedules.check_config(cfg)
-        wandb_tracker.read_requested_mode(cfg)
+        wandb_account.read_requested_mode(cfg)
         rank_info = read_rank_info(os.environ)
         path = config.parse_command_line(sys.argv[1:]).resume
         given = Folder(path.absolute()) if path else None

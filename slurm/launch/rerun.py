@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from common.core import config
+from common.core import config, config_keys
 from common.core.errors import UserError
 from common.data import prepare
 from common.data.prepare import Prepared
@@ -79,7 +79,7 @@ def read_flat(text: str) -> dict[str, Any]:
 def read_known_settings(name: str, text: str) -> Experiment:
     """The settings whose keys today's source knows."""
     schema = config.import_schema(name)
-    known = config.list_keys(schema)
+    known = config_keys.list_keys(schema)
     return config.build_config(schema, [{key: value for key, value in read_flat(text).items() if key in known}])
 
 

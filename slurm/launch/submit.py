@@ -20,7 +20,7 @@ from common.core.config import ROOT
 from common.core.errors import UserError
 from common.data import prepare
 from common.pipeline import schedules
-from common.runs import provenance, wandb_tracker
+from common.runs import provenance, wandb_account
 from common.runs.folder import Folder, write_atomic
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -167,7 +167,7 @@ def main(given: argparse.Namespace) -> int:
     follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load_config(config.import_schema(name), words)
     schedules.check_config(settings)
-    wandb_tracker.read_requested_mode(settings)
+    wandb_account.read_requested_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     check_step_timeout(settings, profile)
     if strict and provenance.has_uncommitted_changes():

@@ -28,10 +28,10 @@ from typing import Any
 
 import yaml
 
-from common.core import config
+from common.core import config, config_keys
 from common.core.errors import UserError
 from common.pipeline import schedules
-from common.runs import wandb_tracker
+from common.runs import wandb_account
 from configs.shared import Experiment
 from configs.sweeps import to_text
 from slurm.arguments import parse_experiment
@@ -146,7 +146,7 @@ def parse_scalar(value: Any, key: str) -> str:
 
 def parse_count(value: Any, key: str) -> int:
     """Read a number of points, repeats or hosts. Raises UserError."""
-    found = config.parse_number(int, parse_scalar(value, key))
+    found = config_keys.parse_number(int, parse_scalar(value, key))
     if found is None or not 1 <= found <= MOST:
         raise UserError(f"{key}: {value!r} is no number from 1 to {MOST}")
     return int(found)
@@ -193,7 +193,7 @@ def make_point(
         if settings.runs != common.get("runs", settings.runs):
             raise UserError("runs is the same for all points; write it under settings")
         schedules.check_config(settings)
-        wandb_tracker.read_requested_mode(settings)
+        wandb_account.read_requested_mode(settings)
     except UserError as error:
         where = " ".join(f"{key}={value}" for key, value in cell.items())
         raise UserError(f"{path}, at {where}: {error}") from None

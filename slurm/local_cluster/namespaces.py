@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import UserError, user_errors
+from common.core.processes import read_stat
 
 KINDS = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 NOSUID, NODEV, NOEXEC, BIND, RECURSIVE, PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000

@@ -56,7 +56,7 @@ def examine_host(nodes: int, runs: Path, cache: Path) -> int:
     print(f"{HERE}{socket.gethostname()}", flush=True)
     from common.distributed import local_launcher, rendezvous
     from common.distributed.rank_info import RankInfo, read_rank_info
-    from common.runs import wandb_tracker
+    from common.runs import wandb_account
     from common.training import host_checks
     from configs.shared import Launch
 
@@ -65,8 +65,8 @@ def examine_host(nodes: int, runs: Path, cache: Path) -> int:
             facts = world.gather(host_checks.collect_all_facts(world, runs, cache))
             if world.is_main:
                 wrong = host_checks.find_problems(facts, len(set(world.hosts)))
-                asked = wandb_tracker.read_requested_mode(Experiment())
-                mode, why = (asked, "") if asked == "disabled" else wandb_tracker.choose_mode(asked)
+                asked = wandb_account.read_requested_mode(Experiment())
+                mode, why = (asked, "") if asked == "disabled" else wandb_account.choose_mode(asked)
                 found = {"hosts": facts, "problems": wrong, "wandb": {"mode": mode, "reason": why}}
                 print(FOUND + json.dumps(found), flush=True)
 

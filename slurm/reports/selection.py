@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.core import config
+from common.core import config, config_keys
 from common.core.errors import UserError
 from common.runs.folder import Folder, parse_json, read_json
 from slurm.arguments import split_words
@@ -195,4 +195,4 @@ def meets_condition(values: dict[str, str], key: str, sign: str, wanted: str) ->
 
 def parse_float(text: str) -> float | None:
     """Read a number; None for a text that is none."""
-    return config.parse_number(float, text)
+    return config_keys.parse_number(float, text)

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from common.core.errors import UserError, first_line
-from common.runs import wandb_tracker
+from common.runs import wandb_account
 from configs.shared import Wandb
 from slurm.arguments import parse_switch
 
@@ -71,7 +71,7 @@ def main(given: argparse.Namespace) -> int:
         view = make_workspace(entity or "your-entity", project)._to_model()  # what save() sends
         print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
         return 0
-    wandb_tracker.require_account()
+    wandb_account.require_account()
     import wandb
 
     try:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from common.core.errors import UserError
-from common.runs import wandb_tracker
+from common.runs import wandb_account
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
@@ -45,7 +45,7 @@ def send_runs(folders: list[Folder], dry: bool) -> int:
     if dry or not waiting:
         print("\n".join(map(str, waiting)) or "nothing to send: no run was tracked offline, or all was sent")
         return 0
-    wandb_tracker.require_account()
+    wandb_account.require_account()
     done = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *waiting], check=False)
     left = [path for path in waiting if not is_sent(path)]
     print(f"sent {len(waiting) - len(left)} of {len(waiting)}")

@@ -59,7 +59,7 @@ MISTAKES = [
     ),
     Mistake(
         "checkpoint-not-synced",
-        "common/checkpoint/checkpointer.py",
+        "common/checkpoint/rank_file.py",
         "        os.fsync(file.fileno())\n    return ManifestEntry(",
         "    return ManifestEntry(",
     ),
@@ -143,13 +143,13 @@ MISTAKES = [
     ),
     Mistake(
         "new-id-in-tracking",  # a run that goes on is another one in W&B
-        "common/runs/wandb_tracker.py",
+        "common/runs/wandb_run.py",
         'own = read_json(kept).get("id") or secrets.token_hex(4)',
         "own = secrets.token_hex(4)",
     ),
     Mistake(
         "largest-value-refused",
-        "common/core/config.py",
+        "common/core/config_keys.py",
         "value > key.high)",
         "value >= key.high)",
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core import config
+from common.core import config, config_keys
 from common.core.config import list_keys, load_config
 from common.core.errors import UserError
 from configs.mnist_pipeline import Config
@@ -25,12 +25,12 @@ BOUNDED = {(key.name, key.low, key.high): key for schema in SCHEMAS for key in l
 
 
 @pytest.mark.parametrize("key", [key for key in BOUNDED.values() if key.low is not None], ids=lambda key: key.name)
-def test_the_least_and_the_largest_value_are_taken_and_those_beyond_refused(key: config.ConfigKey) -> None:
+def test_the_least_and_the_largest_value_are_taken_and_those_beyond_refused(key: config_keys.ConfigKey) -> None:
     bounds = [(bound, beyond) for bound, beyond in ((key.low, -1), (key.high, 1)) if bound is not None]
     for bound, beyond in bounds:
-        assert config.parse_value(key, str(int(bound)) if key.type is int else str(bound)) == bound
+        assert config_keys.parse_value(key, str(int(bound)) if key.type is int else str(bound)) == bound
         with pytest.raises(UserError, match="out of range"):
-            config.parse_value(key, str(int(bound) + beyond))
+            config_keys.parse_value(key, str(int(bound) + beyond))
 
 
 def test_command_line_beats_file_beats_default(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""The file of one rank in a checkpoint: written with its checksum, decoded without executing anything."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from common.checkpoint.hashing_writer import HashingWriter
+from common.checkpoint.storage import InvalidCheckpoint, ManifestEntry
+from common.core.errors import first_line
+
+PARTS = ("model", "optimizer", "common", "local")
+
+
+def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
+    """Write a file, its checksum taken meanwhile, and wait until it is on the disk. Raises OSError."""
+    with open(path, "xb", buffering=0) as file:
+        with HashingWriter(file) as hashed:
+            torch.save(content, cast(IO[bytes], hashed))
+        if hashed.error is not None:
+            raise hashed.error
+        os.fsync(file.fileno())
+    return ManifestEntry(hashed.size, hashed.digest.hexdigest())
+
+
+def decode_rank_file(content: bytes, name: str) -> dict[str, Any]:
+    """The tensors and primitives in a file's bytes. Raises InvalidCheckpoint."""
+    try:
+        part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError:  # torch then advises to read what could execute anything
+        raise InvalidCheckpoint(f"{name} holds more than tensors, numbers and text, or is damaged") from None
+    except Exception as error:  # noqa: BLE001 (torch raises many kinds for what it cannot read)
+        raise InvalidCheckpoint(f"{name} cannot be read: {first_line(error)}") from None
+    if not isinstance(part, dict) or any(not isinstance(part.get(key), dict) for key in PARTS):
+        raise InvalidCheckpoint(f"{name} does not hold the state of a process")
+    return part

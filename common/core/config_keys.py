@@ -1,0 +1,118 @@
+"""The keys of a config dataclass: dotted name, type, range, documentation, and the conversion of text by them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+import re
+import textwrap
+import typing
+from typing import Any
+
+from common.core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigKey:
+    """One setting: its dotted name, type, range and documentation."""
+
+    name: str
+    type: Any
+    default: Any
+    low: float | None
+    high: float | None
+    doc: str
+
+    @property
+    def allowed(self) -> str:
+        """The type and range in words, as in `int >= 1`."""
+        if typing.get_origin(self.type) is typing.Literal:
+            return " | ".join(str(choice) for choice in typing.get_args(self.type))
+        name = "list" if self.type == list[str] else self.type.__name__
+        if self.high is not None:
+            return f"{name} from {self.low} to {self.high}"
+        return f"{name} >= {self.low}" if self.low is not None else name
+
+
+def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
+    """All settings of a dataclass and the dataclasses in it, by dotted name."""
+    hints, docs = typing.get_type_hints(schema), read_field_docs(schema)
+    found: dict[str, ConfigKey] = {}
+    for field in dataclasses.fields(schema):
+        kind, name = hints[field.name], prefix + field.name
+        if dataclasses.is_dataclass(kind):
+            found |= list_keys(typing.cast(type, kind), name + ".")
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        low, high = field.metadata.get("low"), field.metadata.get("high")
+        found[name] = ConfigKey(name, kind, default, low, high, docs.get(field.name, ""))
+    return found
+
+
+def read_field_docs(schema: type) -> dict[str, str]:
+    """The string literal under each field of a dataclass and of its bases."""
+    docs: dict[str, str] = {}
+    for cls in reversed(schema.__mro__):
+        if not dataclasses.is_dataclass(cls):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+        for node, after in itertools.pairwise(body):
+            match node, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                    docs[name] = str(text)
+    return docs
+
+
+def parse_value(key: ConfigKey, text: Any) -> Any:
+    """Read the text of a value by the type of its key; UserError names key, value and what is allowed."""
+
+    def refuse(reason: str = "") -> UserError:
+        return UserError(f"{key.name}={text}: {reason or 'not a valid value'}; allowed: {key.allowed}")
+
+    if key.type == list[str]:
+        items = text if isinstance(text, list) else parse_list(text)
+        if items is None or not all(isinstance(item, str) for item in items):
+            raise refuse("write a list as [a,b]")
+        return items
+    if not isinstance(text, str):
+        raise refuse("expected one value, not a group of keys")
+    if "${" in text:
+        raise UserError(f"{key.name}={text}: interpolations are not allowed; write the value itself")
+    if typing.get_origin(key.type) is typing.Literal:
+        if text not in typing.get_args(key.type):
+            raise refuse()
+        return text
+    if key.type is bool:
+        if text.lower() not in ("true", "false"):
+            raise refuse("write true or false")
+        return text.lower() == "true"
+    if key.type in (int, float):
+        value = parse_number(key.type, text)
+        if value is None:
+            raise refuse("write a whole number" if key.type is int else "write a decimal number")
+        if (key.low is not None and value < key.low) or (key.high is not None and value > key.high):
+            raise refuse("out of range")
+        return value
+    return text
+
+
+def parse_number(kind: type, text: str) -> int | float | None:
+    """A decimal int of at most 18 digits or a finite float, or None; no octal, no underscores, no sexagesimal."""
+    if kind is int:
+        return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
+    if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        return None
+    return float(text) if math.isfinite(float(text)) else None
+
+
+def parse_list(text: str) -> list[str] | None:
+    """`[a,b]`, `a,b` or `[]` as a list of strings."""
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if any(c in inner for c in "[]{}"):
+        return None
+    return [item.strip() for item in inner.split(",")] if inner.strip() else []

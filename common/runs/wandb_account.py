@@ -1,0 +1,55 @@
+"""The W&B mode of a run: what the user asks for, and whether there is an account whose host answers. Imports no torch.
+
+Both are found out before wandb.init, because a failing online init takes a minute and a half.
+"""
+
+from __future__ import annotations
+
+import os
+
+from common.core import network
+from common.core.errors import UserError, first_line
+from configs.shared import Experiment
+
+MODES = ("auto", "online", "offline", "disabled")
+REACH = 3.0  # seconds for the W&B host to answer
+
+
+def read_requested_mode(settings: Experiment) -> str:
+    """One of MODES. Raises UserError for a WANDB_MODE that is none of them."""
+    mode = os.environ.get("WANDB_MODE") or settings.wandb.mode
+    mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # W&B's older names
+    if mode not in MODES:
+        raise UserError(f"WANDB_MODE={mode} is unknown; use {', '.join(MODES)}, or unset it")
+    return mode
+
+
+def choose_mode(asked: str) -> tuple[str, str]:
+    """online or offline, and why not online. Bounded by a few REACH, whatever the host does."""
+    import wandb
+
+    if asked == "offline":
+        return "offline", ""
+    try:
+        settings = wandb.setup().settings
+        if settings.mode != "online":
+            return "offline", f"`wandb {settings.mode}` was set on this machine"
+        if not wandb.login(prompt=False, verify=False):
+            return "offline", "no W&B account is configured"
+        silent = network.probe_url(settings.base_url, REACH)
+        if silent:
+            return "offline", f"{settings.base_url} does not answer: {silent}"
+        wandb.Api(timeout=round(REACH))  # raises unless the host knows the key
+    except Exception as error:  # noqa: BLE001 (a malformed or refused key, an unreadable netrc: train on)
+        return "offline", f"W&B does not accept the account: {first_line(error)}"
+    return "online", ""
+
+
+def require_account() -> None:
+    """Raise UserError, with the reason, unless there is a W&B account whose host answers."""
+    os.environ.pop("WANDB_MODE", None)  # it is about runs
+    mode, why = choose_mode("online")
+    if mode != "online":
+        raise UserError(
+            f"nothing is sent to W&B: {why} (an account is named by .venv/bin/wandb login or WANDB_API_KEY)"
+        )

@@ -1,0 +1,105 @@
+"""The W&B run of a run folder: id, name, configuration and tags, the model as an artifact, images and histograms."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from common.core import config
+from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
+from configs.shared import Experiment
+
+INIT = 20.0  # seconds for an online wandb.init
+
+
+def load_run_config(folder: Folder) -> Experiment:
+    return config.build_config(
+        config.import_schema(folder.experiment), [config.read_config_file(folder.path / "config.yaml")]
+    )
+
+
+def init_wandb_run(folder: Folder, mode: str) -> Any:
+    """wandb.init with the run's own id, name, configuration and tags."""
+    import wandb
+
+    settings = load_run_config(folder)
+    name = config.experiment_name(type(settings))
+    meta = read_json(folder.path / "meta.json")
+    facts = {"experiment": name, "world_size": settings.processes}
+    facts["meta"] = meta | {"git": meta.get("git", {}).get("sha")}
+    kept = folder.path / "wandb" / "id.json"
+    own = read_json(kept).get("id") or secrets.token_hex(4)
+    write_json(kept, {"id": own})  # first: a start that is killed meanwhile leaves it to the next one
+    run = wandb.init(
+        project=settings.wandb.project,
+        entity=settings.wandb.entity or None,
+        group=settings.wandb.group or None,
+        name=folder.path.name,
+        id=own,
+        resume="allow",
+        dir=str(folder.path),
+        mode=mode,  # type: ignore[arg-type]
+        tags=[name, f"data:{settings.data.name}", f"world_size:{settings.processes}", *settings.wandb.tags],
+        config=dataclasses.asdict(settings) | facts,
+        settings=wandb.Settings(
+            console="off",
+            quiet=True,
+            init_timeout=INIT,
+            x_transaction_log_flush_interval=1.0,
+            save_code=False,
+            disable_git=True,
+        ),
+    )
+    run.define_metric("global_step")
+    run.define_metric("*", step_metric="global_step")
+    return run
+
+
+def log_model_artifact(run: Any, folder: Folder) -> None:
+    """Give W&B the trained model as an artifact: by reference to the run folder until it is uploaded."""
+    import wandb
+
+    files = [folder.path / name for name in (MODEL, MODEL_FACTS)]
+    settings = load_run_config(folder)
+    if not (settings.wandb.model and folder.result.get("state") == "finished" and all(map(Path.is_file, files))):
+        return
+    facts = read_json(files[1])
+    artifact = wandb.Artifact(
+        f"{folder.path.name}-model", type="model", metadata={key: facts.get(key) for key in ("class", "step", "scores")}
+    )
+    for file in files:
+        artifact.add_file(str(file), policy="immutable", skip_cache=True)  # no second copy on this disk
+    run.log_artifact(artifact)
+
+
+class MediaForwarder:
+    """The images and histograms of a start that W&B has not got yet, as media.jsonl lists them."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder, self.position = folder, 0
+
+    def pass_on(self, run: Any) -> None:
+        """Log those that have come since; what is cut off comes with the next call, what is damaged is left out."""
+        try:
+            text = (self.folder.attempt / "media.jsonl").read_text()
+        except OSError:
+            return
+        whole = text[self.position : text.rfind("\n") + 1]
+        self.position += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                item = json.loads(line)
+                run.log({str(item["name"]): self.load(item), "global_step": item["global_step"]})
+
+    def load(self, item: dict[str, Any]) -> Any:
+        import wandb
+
+        file = self.folder.attempt / "media" / Path(item["file"]).name
+        if item["kind"] == "image":
+            return wandb.Image(str(file))
+        content = json.loads(file.read_text())
+        return wandb.Histogram(np_histogram=(content["counts"], content["edges"]))
