@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: every process writes its file, and one rename makes them a checkpoint.
+"""Atomic checkpoints: one file per rank, published by a single rename.
 
-What is saved is on the disk before it counts, and what is loaded is compared with the checksums that were taken while
-it was written. All processes agree: a checkpoint that one of them cannot write or read is none for all of them.
+A checkpoint is on the disk before it is published, and what is loaded is compared with the checksums taken while it was
+written. All ranks agree: a checkpoint that one of them cannot write or read is invalid for all of them.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from common.distributed.rendezvous import World
 from common.runs.folder import Folder, fsync_path, write_atomic
 from configs.shared import Checkpoint
 
-PAUSE = 0.5  # seconds before another try
+PAUSE = 0.5  # seconds before another attempt to write
 FACTS = str | int | float | bool
 
 
 @dataclass
 class CheckpointState:
-    """What one process gives to a checkpoint: tensors, primitives, and dicts, lists and tuples of them."""
+    """Content of a checkpoint from one rank: tensors, primitives, and dicts, lists and tuples of them."""
 
     model: dict[str, Tensor]
-    """Parameters and buffers by their full names in the whole model. The processes' dicts are united: what several
-    hold alike, only rank 0 gives."""
+    """Parameters and buffers by fully qualified name. The dicts of all ranks are merged: what several hold alike, only
+    rank 0 gives."""
     optimizer: dict[str, dict[str, Any]]
-    """What the optimizer remembers of each parameter, by full names; united likewise."""
+    """Optimizer state of each parameter by fully qualified name; merged likewise."""
     common: dict[str, Any]
-    """What is the same in all processes: epoch, place in the data, ... Rank 0's is kept."""
+    """What is equal on all ranks: epoch, data position, ... Rank 0's is saved."""
     local: dict[str, Any] = field(default_factory=dict)
-    """What is this process's own: random states, BatchNorm's statistics, ..."""
+    """What each rank has of its own: random states, BatchNorm's statistics, ..."""
 
 
 @dataclass
 class LoadedCheckpoint:
-    """A checkpoint as one process gets it."""
+    """A checkpoint as one rank loads it."""
 
     step: int
     attempt: int
     """The attempt that saved it."""
     processes: int
-    """How many saved it."""
+    """Ranks that saved it."""
     model: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]]
     common: dict[str, Any]
     local: dict[str, Any] | None
-    """This process's own part; None if another number of processes saved it."""
+    """This rank's own part; None if another number of ranks saved it."""
 
     @property
     def exact(self) -> bool:
-        """Whether training goes on to the bit as if it had not been interrupted."""
+        """Whether resumed training equals uninterrupted training to the bit."""
         return self.local is not None
 
 
 class Checkpointer:
-    """The checkpoints of one run. All processes call the methods, at the same step.
+    """Saver and loader of the checkpoints of one run. All ranks call its methods, at the same step.
 
-    `say` gets what people should know, the same words in all processes.
+    `say` receives messages for the user, the same on all ranks.
     """
 
     def __init__(self, folder: Folder, world: World, settings: Checkpoint, say: Callable[[str], None]) -> None:
@@ -78,10 +78,10 @@ class Checkpointer:
     # ---- saving
 
     def save(self, step: int, state: CheckpointState, *, best: bool = False) -> bool:
-        """Save the state after `step` steps; with `best` it is kept until a better one comes.
+        """Save the state after `step` steps; with `best` it is kept until a better one is saved.
 
-        Rows of metrics up to this step must have been written. False if the disk does not take it: that is said, and
-        training can go on. Raises TypeError for what cannot be read again, ValueError if two ranks give one name.
+        Rows of metrics up to this step must have been written. Returns False if the disk refuses: that is reported, and
+        training can go on. Raises TypeError for what cannot be loaded again, ValueError if two ranks give one name.
         """
         content = self._content(step, state)
         problem: str | None = None
@@ -102,7 +102,7 @@ class Checkpointer:
         return True
 
     def _content(self, step: int, state: CheckpointState) -> dict[str, Any]:
-        """What this process writes."""
+        """Return the content of this rank's file."""
         place = {"step": step, "attempt": self.folder.number}
         place |= {"rank": self.world.rank, "processes": self.world.size}
         parts = {"model": state.model, "optimizer": state.optimizer, "local": state.local}
@@ -110,7 +110,7 @@ class Checkpointer:
         return place | {name: to_plain(value, name) for name, value in parts.items()}
 
     def _write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
-        """One try by all processes; returns what went wrong, the same everywhere."""
+        """Try once on all ranks; return the problem, the same on all, or None."""
         self.close()
         staging = StagingDir(self.folder, step)
         problem = self._on_main(staging.begin)
@@ -132,7 +132,7 @@ class Checkpointer:
     def _commit(
         self, staging: StagingDir, entries: list[ManifestEntry | str], state: CheckpointState, void: bool
     ) -> None:
-        """Rank 0 makes the written files a checkpoint, or removes them."""
+        """Publish the written files as a checkpoint, or delete them; rank 0 calls it."""
         try:
             failed = [entry for entry in entries if isinstance(entry, str)]
             if failed or void:
@@ -149,7 +149,7 @@ class Checkpointer:
             raise
 
     def _tidy(self) -> None:
-        """Rank 0 moves the pointers and removes what is no longer needed."""
+        """Update the pointers and delete old checkpoints; rank 0 calls it."""
         assert self.saved is not None
         try:
             for name, step in (("latest", self.saved), ("best", self.best)):
@@ -165,12 +165,12 @@ class Checkpointer:
                 self.sweeper.start()
 
     def close(self) -> None:
-        """Wait until old checkpoints are gone."""
+        """Wait until old checkpoints are deleted."""
         if self.sweeper is not None:
             self.sweeper.join()
 
     def _on_main(self, work: Callable[[], None]) -> str | None:
-        """Rank 0 does it; all learn what went wrong."""
+        """Call `work` on rank 0; return its problem or None on all ranks."""
         problem: str | None = None
         if self.world.is_main:
             try:
@@ -182,9 +182,9 @@ class Checkpointer:
     # ---- loading
 
     def load(self) -> LoadedCheckpoint | None:
-        """The newest sound state of the run; None where there is none to continue, and training starts anew.
+        """Load the newest valid checkpoint of the run; None where there is none, and training starts at step 0.
 
-        Raises UserError if there are checkpoints and none of them is sound.
+        Raises UserError if there are checkpoints and none of them is valid.
         """
         found = iter(storage.list_candidates(self.folder) if self.world.is_main else ())
         rejected = 0
@@ -205,14 +205,15 @@ class Checkpointer:
             self.say(f"{CheckpointPath(Folder(self.folder.path, choice.attempt), choice.step)} is not used: {problem}")
         assert loaded is not None
         if not loaded.exact:
+            ranks = f"{loaded.processes} rank{'s' if loaded.processes > 1 else ''}"
             self.say(
-                f"{loaded.processes} processes saved this, {self.world.size} go on: model, optimizer and place in the "
-                "data are the same; random streams begin anew, and sums are rounded in another order"
+                f"saved by {ranks}, resumed by {self.world.size}: model, optimizer and data position are restored; "
+                "random states are not, and results match only to rounding"
             )
         return loaded
 
     def _try(self, manifest: Manifest) -> tuple[LoadedCheckpoint | None, str | None]:
-        """The checkpoint as this process reads it, or why it cannot."""
+        """Return the checkpoint as this rank reads it, or why it cannot."""
         place = CheckpointPath(Folder(self.folder.path, manifest.attempt), manifest.step)
         try:
             return read_checkpoint(place, manifest, self.world), None
@@ -220,7 +221,7 @@ class Checkpointer:
             return None, str(reason)
 
     def _none(self, rejected: int) -> None:
-        """Nothing could be loaded: start anew if nothing was there, else refuse."""
+        """Raise UserError if all checkpoints were rejected; without any, training starts at step 0."""
         if rejected:
             raise UserError(
                 f"none of the {rejected} checkpoints of {self.folder.path} {NO_VALID_CHECKPOINT}; repair one, or "
@@ -228,11 +229,12 @@ class Checkpointer:
             )
         left = self.world.broadcast(len(storage.list_unfinished(self.folder)) if self.world.is_main else 0)
         if left:
-            self.say(f"{left} half-written checkpoint{'s are' if left > 1 else ' is'} not used, and there is no other")
+            word = "checkpoints are" if left > 1 else "checkpoint is"
+            self.say(f"{left} half-written {word} not used, and there is no complete one")
 
 
 def choose_manifest(found: Iterator[CheckpointPath]) -> tuple[Manifest | None, list[str]]:
-    """The next checkpoint with a sound manifest, and what is wrong with those before it."""
+    """Return the next checkpoint with a valid manifest, and what is wrong with those before it."""
     complaints: list[str] = []
     for snapshot in found:
         try:
@@ -243,7 +245,7 @@ def choose_manifest(found: Iterator[CheckpointPath]) -> tuple[Manifest | None, l
 
 
 def read_checkpoint(place: CheckpointPath, manifest: Manifest, world: World) -> LoadedCheckpoint:
-    """Read all files of a checkpoint and put them together. Raises InvalidCheckpoint."""
+    """Read and merge the files of all ranks. Raises InvalidCheckpoint."""
     loaded = LoadedCheckpoint(manifest.step, manifest.attempt, manifest.processes, {}, {}, {}, None)
     for rank in range(manifest.processes):
         part = decode_rank_file(storage.read_verified(place, manifest, rank), storage.rank_file_name(rank))
@@ -261,7 +263,7 @@ def read_checkpoint(place: CheckpointPath, manifest: Manifest, world: World) -> 
 
 
 def read_full_model(place: CheckpointPath) -> dict[str, Tensor]:
-    """The whole model in a checkpoint: all stages, shards and replicas joined. Raises InvalidCheckpoint."""
+    """Return the full model in a checkpoint, by name: all stages, shards and replicas. Raises InvalidCheckpoint."""
     manifest, model = storage.read_manifest(place), dict[str, Tensor]()
     for rank in range(manifest.processes):
         model |= decode_rank_file(storage.read_verified(place, manifest, rank), storage.rank_file_name(rank))["model"]
@@ -269,7 +271,7 @@ def read_full_model(place: CheckpointPath) -> dict[str, Tensor]:
 
 
 def merge_problems(problems: list[str | None], world: World) -> str | None:
-    """What is wrong in any process; the first is named if not all find the same."""
+    """Return the problem that any rank found; the first such rank is named if not all found the same."""
     if len(set(problems)) < 2:
         return problems[0] if problems else None
     rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)

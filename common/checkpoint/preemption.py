@@ -1,7 +1,7 @@
-"""A notice to stop: signals set a flag, all processes agree on it between two steps, save, and leave together.
+"""Stop requests: signals set a flag, all ranks vote on it between two steps, save a checkpoint, and stop together.
 
-A notice is SIGUSR2 (a time limit is near, or SLURM preempts), SIGTERM (a requeue, or a site that preempts without
-more) or Ctrl-C. Whoever has not left within the grace time, or is told again, ends at once.
+A stop request is SIGUSR2 (a time limit is near, or SLURM preempts), SIGTERM (a requeue, or a site that preempts without
+more) or Ctrl-C. A rank that has not ended within the grace time, or is signalled again, ends at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
-POLL_SECONDS = 0.5  # seconds between two looks at the flag: a message each
-ANSWER_SECONDS = 5.0  # seconds for an answer of the store through which the processes met
+POLL_SECONDS = 0.5  # seconds between two votes: an all-reduce each
+ANSWER_SECONDS = 5.0  # seconds for an answer of the rendezvous store
 
 
 class StopRequested(SystemExit):
-    """Everything is saved and this process leaves; the run goes on with its next start.
+    """Exit with status 75 after saving: the next attempt resumes the run.
 
-    `together`: all processes have agreed on it. Else each leaves where it is, and the others may wait for its messages.
+    `together`: all ranks agreed on it. Else each stops where it is, and others may wait for its messages.
     """
 
     def __init__(self, together: bool = True) -> None:
@@ -39,9 +39,9 @@ class StopRequested(SystemExit):
 
 
 class StopRequest:
-    """Whether this process was told to stop. `log` receives the stacks of all its threads if it has to be ended.
+    """Flag of a stop request. `log` receives the stacks of all threads if this process has to be ended.
 
-    A thread hears the signals: the main one may be blocked in a message, where no handler of Python runs.
+    A thread receives the signals: the main one may be blocked in a collective, where no handler of Python runs.
     """
 
     def __init__(self, grace: float, log: IO[str]) -> None:
@@ -49,21 +49,21 @@ class StopRequest:
         self.number = 0
         self.heard = 0.0
         self.all_saved = False
-        """Whether nothing would be lost: the main thread then leaves at the next notice, wherever it is."""
+        """Whether nothing would be lost: the main thread then stops at the next request, wherever it is."""
 
     def listen(self) -> None:
-        """From now on signals only set the flag. A SIGINT that is ignored stays so: a launcher hears it for us."""
+        """Let signals only set the flag from now on. An ignored SIGINT stays ignored: the launcher forwards it."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        threading.Thread(target=self._listen, args=(reader,), daemon=True, name="notice").start()
+        threading.Thread(target=self._listen, args=(reader,), daemon=True, name="stop-request").start()
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.all_saved:
-            self.all_saved = False  # the same notice may come twice
+            self.all_saved = False  # the same request may come twice
             raise StopRequested(together=False)
 
     def _listen(self, reader: int) -> None:
@@ -80,20 +80,21 @@ class StopRequest:
             os._exit(128 + number)
 
     def comes(self, seconds: float = 1.0) -> bool:
-        """Whether this process was told to stop, or is within so many seconds: others may have been a moment before."""
+        """Wait up to `seconds` for a stop request; return whether one has come: other ranks may receive it earlier."""
         deadline = time.monotonic() + seconds
         while not self.number and time.monotonic() < deadline:
             time.sleep(0.02)
         return bool(self.number)
 
     def watch(self, seconds: float) -> None:
-        """Unless this is called again within so many seconds, write down where all threads stand."""
+        """Write the stacks of all threads to the log unless this is called again within `seconds`."""
         if not self.number:
             faulthandler.dump_traceback_later(seconds, file=self.log)
-        if self.number:  # heard just now
+        if self.number:  # received just now
             faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
 
     def close(self) -> None:
+        """Cancel the stacks that would be written later."""
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -107,7 +108,7 @@ def leave_together() -> None:
 
 
 class Decision(NamedTuple):
-    """What all processes do after a step."""
+    """What all ranks do after a step."""
 
     leave: bool
     save: bool
@@ -115,9 +116,9 @@ class Decision(NamedTuple):
 
 
 class StopAgreement:
-    """The steps after which all processes look up from training: to save when it is time, to leave when one was told.
+    """Vote of all ranks between steps: whether to save a checkpoint, and whether to stop.
 
-    Seldom enough for the message that it takes not to matter: by steps that are set, and about every LOOK seconds.
+    It costs an all-reduce, so ranks vote only at steps named by the config, and about every POLL_SECONDS.
     """
 
     def __init__(self, world: World, settings: Checkpoint, notice: StopRequest) -> None:
@@ -131,16 +132,16 @@ class StopAgreement:
         self.looked = self.saved = time.perf_counter()
 
     def reached(self, step: int) -> bool:
-        """Whether to look up now; the same in all processes."""
+        """Return whether to vote after this step; the same on all ranks."""
         return step >= self.next or self._by_steps(step)
 
     def _by_steps(self, step: int) -> bool:
         return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
 
     def asked(self) -> bool:
-        """Whether any process was told to stop, in work without steps. All processes call it equally often.
+        """Return whether any rank has a stop request, in work without steps. All ranks call it equally often.
 
-        It looks about every LOOK seconds, by rank 0's clock.
+        They vote about every POLL_SECONDS, by rank 0's clock.
         """
         self.calls += 1
         if self.calls < self.next_call:
@@ -152,14 +153,14 @@ class StopAgreement:
         return bool(leave)
 
     def _most(self, *values: int) -> list[int]:
-        """The largest of each value over all processes."""
+        """Return the maximum of each value over all ranks."""
         table = torch.tensor(values, dtype=torch.int64, device=self.world.device)
         if self.world.size > 1:
             dist.all_reduce(table, dist.ReduceOp.MAX)
         return table.tolist()
 
     def agree(self, step: int, diverged: bool) -> Decision:
-        """All processes call it at the same step. Rank 0's clock and its knowledge of the loss count."""
+        """Vote; all ranks call it at the same step. Rank 0's clock and its knowledge of the loss count."""
         now, done = time.perf_counter(), max(1, step - self.last)
         count = int(done * POLL_SECONDS / max(now - self.looked, 1e-6))
         following = step + min(max(1, count), 4 * done)
@@ -176,9 +177,9 @@ class StopAgreement:
 
 
 class SilenceWatch:
-    """Names the ranks that a message waits for where no time-out is raised in the thread that waits.
+    """Watchdog that names the ranks a collective waits for where no time-out is raised in the waiting thread.
 
-    On NCCL it stands in the driver of the GPU until NCCL's own watchdog ends the process, which names no rank.
+    With NCCL that thread is blocked in the GPU's driver until NCCL's own watchdog ends the process and names no rank.
     """
 
     def __init__(self, world: World, seconds: float, step: float, tell: Callable[[str], None]) -> None:
@@ -189,11 +190,12 @@ class SilenceWatch:
         threading.Thread(target=self._wait, daemon=True, name="silence").start()
 
     def restart(self) -> None:
-        """A step is done; all ranks call it equally often."""
+        """Start the time limit anew after a step; all ranks call it equally often."""
         self.round += 1
         self.deadline = time.monotonic() + self.seconds
 
     def close(self) -> None:
+        """End the watch."""
         self.closed.set()
 
     def _wait(self) -> None:
@@ -209,9 +211,9 @@ class SilenceWatch:
 
 
 def name_silent_ranks(world: World, seconds: float, part: str = "") -> str:
-    """After a message that did not come in time: the ranks that do not find the same, in words. No collective.
+    """Name the ranks that do not wait, too, after a collective timed out; empty if all wait. Uses no collective.
 
-    Those that wait, too, have begun at most `seconds` later: about a step. `part` tells one wait of a run from others.
+    Ranks that wait, too, began to at most `seconds` later, about a step. `part` distinguishes the waits of one run.
     """
     store, answers = world.store, list[list[int]]()
     if store is None:
@@ -228,7 +230,7 @@ def name_silent_ranks(world: World, seconds: float, part: str = "") -> str:
     asking.start()
     asking.join(seconds + ANSWER_SECONDS)
     if not answers:
-        return f"rank 0 on {world.hosts[0]}, through which the others meet, does not answer"
+        return f"rank 0 on {world.hosts[0]}, which serves the rendezvous store, does not answer"
     if not answers[0]:
         return ""
     who = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in answers[0])

@@ -18,7 +18,7 @@ PARTS = ("model", "optimizer", "common", "local")
 
 
 def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
-    """Write a file, its checksum taken meanwhile, and wait until it is on the disk. Raises OSError."""
+    """Write a file, hash it meanwhile, and wait until it is on the disk. Raises OSError."""
     with open(path, "xb", buffering=0) as file:
         with HashingWriter(file) as hashed:
             torch.save(content, cast(IO[bytes], hashed))
@@ -29,7 +29,7 @@ def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
 
 
 def decode_rank_file(content: bytes, name: str) -> dict[str, Any]:
-    """The tensors and primitives in a file's bytes. Raises InvalidCheckpoint."""
+    """Return the tensors and primitives in a file's bytes. Raises InvalidCheckpoint."""
     try:
         part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:  # torch then advises to read what could execute anything
@@ -37,5 +37,5 @@ def decode_rank_file(content: bytes, name: str) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 (torch raises many kinds for what it cannot read)
         raise InvalidCheckpoint(f"{name} cannot be read: {first_line(error)}") from None
     if not isinstance(part, dict) or any(not isinstance(part.get(key), dict) for key in PARTS):
-        raise InvalidCheckpoint(f"{name} does not hold the state of a process")
+        raise InvalidCheckpoint(f"{name} does not hold the state of a rank")
     return part

@@ -1,11 +1,11 @@
-"""Checkpoint folders on disk: their names, their manifest, how they come and go. Knows no torch.
+"""Checkpoint folders on disk: names, manifest, publishing and deleting. Imports no torch.
 
 attempts/0002/checkpoints/
-  step-00000400/        complete: it got this name in one rename, after all of it had reached the disk
-    rank-0.pt ...       one file a process
+  step-00000400/        complete: renamed to this name after all of it had reached the disk
+    rank-0.pt ...       one file per rank
     manifest.json       format, step, attempt, processes, facts; size and SHA-256 of each file and of itself
-  .step-00000500.new/   being written, or left by a process that was killed; never read
-  latest, best          names, for people: loading looks for itself
+  .step-00000500.new/   staging folder, or left by a rank that was killed; never read
+  latest, best          names, for people: loading does not read them
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from common.runs.folder import Folder, fsync_path
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-LONGEST = 1 << 24  # bytes of a manifest: what is longer is none
+LONGEST = 1 << 24  # bytes of a manifest; a longer one is invalid
 
 
 class InvalidCheckpoint(Exception):
-    """Why a checkpoint is not used, in a few words."""
+    """The reason why a checkpoint cannot be used."""
 
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """A file as the manifest knows it."""
+    """Size and checksum of a file, as the manifest records them."""
 
     bytes: int
     sha256: str
@@ -44,15 +44,18 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class Manifest:
+    """Content of manifest.json."""
+
     step: int
     attempt: int
     processes: int
     files: dict[str, ManifestEntry]
     """The files of the ranks, in their order."""
     facts: dict[str, Any]
-    """What people may want to know without reading the files, such as the W&B id."""
+    """Facts for people that need no reading of the files, such as the W&B id."""
 
     def text(self) -> str:
+        """Return the manifest as JSON, with its own checksum."""
         content: dict[str, Any] = {"format": FORMAT, "step": self.step, "attempt": self.attempt}
         content |= {"processes": self.processes, "facts": self.facts}
         content["files"] = {name: {"bytes": e.bytes, "sha256": e.sha256} for name, e in self.files.items()}
@@ -61,7 +64,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """The place of one checkpoint, which may exist or not."""
+    """Path of one checkpoint, which may exist or not."""
 
     attempt: Folder
     step: int
@@ -79,16 +82,17 @@ class CheckpointPath:
 
 
 def checkpoints_dir(attempt: Folder) -> Path:
-    """Where an attempt keeps its checkpoints."""
+    """Return the folder of an attempt's checkpoints."""
     return attempt.attempt / "checkpoints"
 
 
 def rank_file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
     return f"rank-{rank}.pt"
 
 
 def hash_manifest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest without its own digest, however it is spaced."""
+    """Return the SHA-256 of a manifest without its own checksum, independent of spacing."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -96,7 +100,7 @@ def hash_manifest(content: Mapping[str, Any]) -> str:
 
 
 def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
-    """The checkpoints of an attempt by their names, oldest first; whether they are sound shows when they are read."""
+    """Return the checkpoints of an attempt by name, oldest first; reading them shows whether they are valid."""
     names = [path.name for path in checkpoints_dir(attempt).glob("step-*")]
     steps = {int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{8,15}", name)}
     found = [CheckpointPath(attempt, step) for step in sorted(steps)]
@@ -104,7 +108,7 @@ def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
 
 
 def list_candidates(folder: Folder) -> list[CheckpointPath]:
-    """All checkpoints that a new start may continue, the best choice first."""
+    """Return all checkpoints that a new attempt may resume, the best choice first."""
     found: list[CheckpointPath] = []
     for attempt, bound in folder.chain():
         found += [s for s in reversed(list_checkpoints(attempt)) if bound is None or s.step <= bound]
@@ -112,7 +116,7 @@ def list_candidates(folder: Folder) -> list[CheckpointPath]:
 
 
 def list_unfinished(folder: Folder) -> list[Path]:
-    """Half-written checkpoints that killed processes left."""
+    """Return the half-written checkpoints that killed ranks left."""
     return [path for attempt, _ in folder.chain() for path in sorted(checkpoints_dir(attempt).glob(".step-*.new"))]
 
 
@@ -121,7 +125,7 @@ def list_unfinished(folder: Folder) -> list[Path]:
 
 @contextlib.contextmanager
 def open_owned(name: str | Path, flags: int, what: str, within: int | None = None) -> Iterator[int]:
-    """A handle on a file or folder that is ours or root's and no link. Raises InvalidCheckpoint."""
+    """Open a file or folder that belongs to this user or root and is no link. Raises InvalidCheckpoint."""
     try:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=within)
     except FileNotFoundError:
@@ -139,7 +143,7 @@ def open_owned(name: str | Path, flags: int, what: str, within: int | None = Non
 
 
 def read_file(snapshot: CheckpointPath, name: str, size: int | None = None) -> bytes:
-    """The bytes of one of its files; they are then checked, and nothing is read twice. Raises InvalidCheckpoint."""
+    """Return the bytes of a checkpoint's file, read once: they are what is checked. Raises InvalidCheckpoint."""
     with (
         open_owned(snapshot.path, os.O_DIRECTORY, "the folder") as folder,
         open_owned(name, 0, name, folder) as handle,
@@ -159,7 +163,7 @@ def read_file(snapshot: CheckpointPath, name: str, size: int | None = None) -> b
 
 
 def read_verified(snapshot: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
-    """The file of one rank, as it was written. Raises InvalidCheckpoint."""
+    """Return the bytes of a rank's file, compared with the manifest. Raises InvalidCheckpoint."""
     name = rank_file_name(rank)
     entry = manifest.files[name]
     content = read_file(snapshot, name, entry.bytes)
@@ -169,7 +173,7 @@ def read_verified(snapshot: CheckpointPath, manifest: Manifest, rank: int) -> by
 
 
 def read_manifest(snapshot: CheckpointPath) -> Manifest:
-    """What the checkpoint must hold. Raises InvalidCheckpoint."""
+    """Read and check the manifest of a checkpoint. Raises InvalidCheckpoint."""
     raw = read_file(snapshot, MANIFEST)
     try:
         content = json.loads(raw)
@@ -197,7 +201,7 @@ def read_manifest(snapshot: CheckpointPath) -> Manifest:
 
 
 class StagingDir:
-    """A checkpoint that is being written beside the others. One process calls these; all raise OSError."""
+    """Folder in which a checkpoint is written before it is published. One rank calls the methods; all raise OSError."""
 
     def __init__(self, attempt: Folder, step: int) -> None:
         self.target = CheckpointPath(attempt, step)
@@ -205,7 +209,7 @@ class StagingDir:
         self.path = self.room / f".{self.target.name}.new"
 
     def begin(self) -> None:
-        """Make the folder, and remove what earlier failures left."""
+        """Make the folder, and delete what earlier failures left."""
         if not self.room.exists():
             self.room.mkdir()
             fsync_path(self.room.parent)
@@ -214,7 +218,7 @@ class StagingDir:
         self.path.mkdir()
 
     def commit(self, manifest: Manifest) -> None:
-        """All files are on the disk: the manifest follows, then one rename makes it a checkpoint."""
+        """Write the manifest once all files are on the disk, and publish the checkpoint by one rename."""
         for name, entry in manifest.files.items():
             if (self.path / name).stat().st_size != entry.bytes:
                 raise OSError(errno.EIO, f"{name} is shorter here than where it was written")
@@ -229,19 +233,21 @@ class StagingDir:
         fsync_path(self.room)
 
     def discard(self) -> None:
+        """Delete the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def rename_to_tombstone(snapshot: CheckpointPath) -> Path:
-    """Give a checkpoint a name that is never read: no half of it can be taken for one. Raises OSError."""
+    """Rename a checkpoint to a tombstone, which is never read: a half-deleted one cannot be loaded. Raises OSError."""
     return snapshot.path.rename(snapshot.path.with_name(f".{snapshot.name}.old"))
 
 
 def prune_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
-    """Set aside all but the newest `keep` checkpoints, at least 2, and the one of step `best`. Raises OSError.
+    """Rename old checkpoints to tombstones; return the folders to delete. Raises OSError.
 
-    Those of older attempts stay until this one has as many of its own, the last best one until this has a better.
-    Once a newer attempt exists all are kept: it may have started from any of these.
+    The newest `keep` stay, at least 2, and that of step `best`. Those of older attempts stay until this one has as many
+    of its own, the last best one until this has a better. Once a newer attempt exists all stay: it may have resumed
+    from any of these.
     """
     if attempt.superseded:
         return []
@@ -256,7 +262,7 @@ def prune_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path
 
 
 def read_pointer(attempt: Folder, pointer: str) -> str | None:
-    """The name of the checkpoint that `latest` or `best` points to."""
+    """Return the name of the checkpoint that `latest` or `best` points to."""
     try:
         return (checkpoints_dir(attempt) / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -264,6 +270,6 @@ def read_pointer(attempt: Folder, pointer: str) -> str | None:
 
 
 def delete_folders(paths: list[Path]) -> None:
-    """Remove what was set aside, as far as the disk lets us."""
+    """Delete folders, as far as the disk allows it."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,7 @@
-"""DistributedDataParallel: what is sent of a gradient, and in which buckets."""
+"""DistributedDataParallel: communication hooks, buckets, and their warm-up.
+
+Buckets: arXiv 2006.15704; PowerSGD: arXiv 1905.13727; volume of a ring all-reduce: Patarasuk and Yuan, 2009.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +27,23 @@ BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
 
 
 def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """The model that averages gradients over all processes in its backward; `options` are torch's own."""
+    """Wrap a model so that its backward averages gradients over all ranks; `options` are torch's own."""
     ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, **(BUFFERS_STAY | options))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model without its wrapper, which would put `module.` before every name."""
+    """Return the model without its wrapper, which would put `module.` before every name."""
     return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
 
 
 def choose_bucket_mb(communication: str, asked: float, backend: str) -> float:
-    """The bucket size to use: PowerSGD with several buckets aborts the process on gloo."""
+    """Return the bucket size to use, in MB: PowerSGD with several buckets aborts the process on gloo."""
     return WHOLE if communication == "powersgd" and backend == "gloo" else asked
 
 
 def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
-    """Make a wrapped model send its gradients as `communication` says; `rank` is PowerSGD's."""
+    """Register the communication hook named by `communication`; `rank` is PowerSGD's matrix rank."""
     match communication:
         case "fp16":
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -53,7 +56,7 @@ def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: i
 
 
 def get_powersgd_state(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
-    """What PowerSGD remembers, where a model sends its gradients that way."""
+    """Return the state of PowerSGD of a wrapped model; None where another hook or none is registered."""
     return getattr(model, COMPRESSION, None)
 
 
@@ -62,13 +65,13 @@ MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, t
 
 
 def read_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
-    """What a process's PowerSGD carries from step to step: errors not yet sent, and the factors it begins with."""
+    """Return what PowerSGD carries from step to step on this rank: residual errors, factors P and Q, random state."""
     found: dict[str, Any] = {name: dict(getattr(state, name)) for name in MEMORY}
     return found | {"iter": int(state.iter), "rng": pack_rng_state(state.rng.get_state())}
 
 
 def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Let PowerSGD go on where `read_powersgd_state` was called."""
+    """Restore what `read_powersgd_state` returned, onto a device."""
     for name in MEMORY:
         setattr(state, name, {bucket: value.to(device) for bucket, value in saved[name].items()})
     state.iter = saved["iter"]
@@ -76,9 +79,9 @@ def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, 
 
 
 def compute_ring_bytes(model: nn.Module) -> int:
-    """Bytes that each process sends when all gradients are averaged over all processes in a ring, as gloo does.
+    """Return the bytes that each rank sends per step in a ring all-reduce of all gradients, as gloo does it.
 
-    Of p processes each sends 2 (p - 1) / p of what it holds. 0 for a model without DDP.
+    Each of p ranks sends 2 (p - 1) / p of the bytes it holds. 0 for a model without DDP.
     """
     if not isinstance(model, DistributedDataParallel):
         return 0
@@ -88,11 +91,12 @@ def compute_ring_bytes(model: nn.Module) -> int:
 
 
 def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
-    """One forward and backward for nothing, so that every step of every start adds gradients in the same order.
+    """Run one forward and backward without update, so that every step of every attempt reduces in the same order.
 
-    DDP regroups its buckets before its second forward, by the order in which gradients came in the first backward.
-    Without this the first step after a resume is summed in other pieces than the same step of an undisturbed run:
-    with three processes or more, other rounding. `x` is a process's share of some batch. Models without DDP stay.
+    DDP rebuilds its buckets before its second forward, by the order in which gradients became ready in the first
+    backward. Without this the first step after a resume is reduced in other buckets than the same step of an
+    uninterrupted run: with three ranks or more, other rounding. `x` is the shard of some batch on this rank. Models
+    without DDP stay as they are.
     """
     if not isinstance(model, DistributedDataParallel):
         return

@@ -1,7 +1,7 @@
-"""Starting processes on this machine and ending them: whatever way a run ends, no process of it is left.
+"""Launcher of the ranks of this machine: forks them, forwards stop signals, reports the first failure, kills the rest.
 
-Processes are forked after the script's imports, so that two ranks cost one `import torch`. The parent
-must not have used autograd, OpenMP or CUDA before.
+However a run ends, no process of it is left. Ranks are forked after the script's imports, so that two ranks cost one
+`import torch`. The parent must not have used autograd, OpenMP or CUDA before.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ NEW = 60.0  # seconds in which a folder may not have its lock yet
 
 @dataclasses.dataclass
 class ChildRank:
+    """A forked rank as its parent sees it."""
+
     rank: int
     pid: int
     status: int | None = None
@@ -53,12 +55,10 @@ def run_ranks(
     meanwhile: Callable[[], None],
     why: Callable[[str], None] = lambda words: None,
 ) -> int:
-    """Run `body` in `size` forked processes; returns the exit status of the run.
+    """Run `body` in `size` forked ranks; return the exit status of the run.
 
-    `why` is told in one line who failed first, and of what.
-
-    `meanwhile` runs here while they start. The first process that fails ends all others: its
-    message or traceback is shown once, those of its peers are only in their logs.
+    `meanwhile` runs in this process while they start. The first rank that fails ends all others: its message or
+    traceback is printed once, those of its peers are only in their logs; `why` receives the reason in one line.
     """
     private, lock = create_rendezvous_dir()
     children: list[ChildRank] = []
@@ -86,7 +86,7 @@ def run_ranks(
 
 
 class StoppedAtOnce(Exception):
-    """Told a second time to stop, or before there was anything to save."""
+    """A second stop signal, or one before there was anything to save: the run ends at once."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -94,7 +94,7 @@ class StoppedAtOnce(Exception):
 
 
 class StopForwarder:
-    """Whether we were told to stop: the first time all processes are, and they save and leave; then it ends at once."""
+    """Handler of stop signals: the first is forwarded to all ranks (checkpoint and exit), a second one ends the run."""
 
     def __init__(self, children: list[ChildRank]) -> None:
         self.children, self.number, self.heard = children, 0, 0.0
@@ -120,9 +120,9 @@ class StopForwarder:
 
 
 def create_rendezvous_dir() -> tuple[Path, int]:
-    """A private folder for the processes to meet in, and its lock, which we and our children hold as long as we live.
+    """Make a private folder for the rendezvous; return it and its lock, which this process and its ranks hold.
 
-    Folders whose lock nobody holds any more are swept away: a launcher that was killed left them.
+    Folders whose lock nobody holds are deleted: a launcher that was killed left them.
     """
     for path in Path(tempfile.gettempdir()).glob("rendezvous-*-*"):
         with contextlib.suppress(OSError):  # locked, somebody else's, or gone
@@ -142,7 +142,7 @@ def create_rendezvous_dir() -> tuple[Path, int]:
 
 
 def fork_rank(body: Callable[[RankInfo], None], place: RankInfo, private: Path) -> int:
-    """Start one process; returns its pid."""
+    """Fork one rank; return its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -156,7 +156,7 @@ def fork_rank(body: Callable[[RankInfo], None], place: RankInfo, private: Path) 
 
 
 def run_child(body: Callable[[RankInfo], None], place: RankInfo, private: Path, parent: int) -> None:
-    """The life of a forked process; never returns."""
+    """Run `body` in a forked rank, and write why it failed for the parent; never returns."""
     status = 1
     try:
         die_with_parent()
@@ -192,15 +192,16 @@ def redirect_output(log: Path, *, keep_stdout: bool) -> None:
 
 
 def is_stop_request(error: BaseException) -> bool:
+    """Check whether a rank ended because of a stop request, after saving."""
     return isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE
 
 
 def wait_for_ranks(
     children: list[ChildRank], private: Path, asked: StopForwarder, why: Callable[[str], None], kills: int
 ) -> int:
-    """Wait until all have ended well, or the first one badly; tells what happened and returns the exit status.
+    """Wait until all ranks have succeeded or one has failed, and report it; return the exit status of the run.
 
-    `kills` is what `host_memory.count_oom_kills` gave before they started.
+    `kills` is what `host_memory.count_oom_kills` returned before they started.
     """
     while any(child.status is None for child in children):
         ended = [child for child in children if child.status is None and reap_child(child)]
@@ -219,7 +220,7 @@ def wait_for_ranks(
 
 
 def find_first_cause(failed: list[ChildRank], private: Path) -> ChildRank:
-    """Of processes found dead at once, the one that began it: a killed one, else the first that raised."""
+    """Return, of ranks found dead at the same time, the first to fail: a killed one, else the first that raised."""
 
     def when(child: ChildRank) -> float:
         with contextlib.suppress(OSError):
@@ -230,6 +231,7 @@ def find_first_cause(failed: list[ChildRank], private: Path) -> ChildRank:
 
 
 def reap_child(child: ChildRank) -> bool:
+    """Collect the status of a child if it has ended; return whether it has."""
     pid, status = os.waitpid(child.pid, os.WNOHANG)
     if pid:
         child.status = status
@@ -239,9 +241,9 @@ def reap_child(child: ChildRank) -> bool:
 def report_failure(
     child: ChildRank, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool
 ) -> int:
-    """Print why a run failed; returns its exit status."""
+    """Print why a run failed; return its exit status."""
     assert child.status is not None
-    others = f"; the other {size - 1} were stopped" if size > 1 else ""
+    others = f"; the other {f'{size - 1} ranks were' if size > 2 else 'rank was'} stopped" if size > 1 else ""
     if os.WIFSIGNALED(child.status):
         number = os.WTERMSIG(child.status)
         name = signal.Signals(number).name
@@ -254,17 +256,21 @@ def report_failure(
         note = json.loads((private / f"error-{child.rank}.json").read_text())
     except (OSError, ValueError):
         note = {"user": False, "text": ""}
-    last = (note["text"].strip().splitlines() or ["it ended without a word"])[-1]
-    why(note["text"] if note["user"] else f"rank {child.rank} failed: {last}")
     if note["user"]:
+        why(note["text"])
         print(f"error: {note['text']}", file=sys.stderr)
-    else:
+    elif note["text"].strip():
+        why(f"rank {child.rank} failed: {note['text'].strip().splitlines()[-1]}")
         print(f"{note['text']}error: rank {child.rank} failed as shown above{others}", file=sys.stderr)
+    else:
+        problem = f"rank {child.rank} exited with status {child.exit_status} and left no error message"
+        why(problem)
+        print(f"error: {problem}{others}", file=sys.stderr)
     return os.WEXITSTATUS(child.status)
 
 
 def kill_ranks(children: list[ChildRank]) -> None:
-    """End all that still run."""
+    """Kill the ranks that still run."""
     alive = [child for child in children if child.status is None and not reap_child(child)]
     for child in alive:
         with contextlib.suppress(ProcessLookupError):

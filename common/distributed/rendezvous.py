@@ -1,7 +1,7 @@
-"""Where am I, and with whom: the place that torchrun, SLURM or we ourselves gave a process, and joining the others.
+"""Rendezvous of the ranks: the store through which they meet, the process group, and what each knows of the others.
 
-Local processes meet through a file in a private temporary folder and talk on the loopback interface
-only: no open port, no clash between runs.
+Forked ranks meet through a file in a private temporary folder and communicate on the loopback interface only: no open
+port, no clash between runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBE_SECONDS = 5.0  # for an answer, until a port is taken for another program'
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """All processes of a run as one of them sees them."""
+    """All ranks of a run, or a subgroup of them, as one of them sees them."""
 
     rank: int
     size: int
@@ -44,34 +44,34 @@ class World:
     backend: str
     threads: int
     timeout: datetime.timedelta = datetime.timedelta(minutes=2)
-    """How long one message may take; groups made later need it, too."""
+    """Time limit of one collective or message; groups made later need it, too."""
     rendezvous_seconds: float = 0.0
-    """How long it took to meet the others."""
+    """Seconds from the start of `join_world` to its end."""
     store: dist.Store | None = None
-    """Where the processes met; it works when messages no longer do."""
+    """Key-value store of the rendezvous; it works when collectives no longer do."""
     global_ranks: tuple[int, ...] = ()
-    """Of a part of a run's processes, the rank of each in the whole run; empty for all of them."""
+    """In a subgroup, the rank of each member in the whole run; empty for all ranks."""
     group: dist.ProcessGroup | None = None
-    """What sends messages within a part."""
+    """Process group of a subgroup; None for all ranks."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The picklable values of all ranks, on rank 0; empty elsewhere. All ranks call it."""
+        """Return the picklable values of all ranks on rank 0, an empty list elsewhere. All ranks call it."""
         values: list[Any] = [None] * self.size
         dist.gather_object(value, values if self.is_main else None, self.global_rank(0), self.group)
         return values if self.is_main else []
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's picklable value on all ranks. All ranks call it."""
+        """Return rank 0's picklable value on all ranks. All ranks call it."""
         box = [value]
         dist.broadcast_object_list(box, self.global_rank(0), self.group)
         return box[0]
 
     def named_barrier(self, name: str) -> None:
-        """Wait until all ranks have called it with this name, in one run once; no GPU is busy with it."""
+        """Wait until all ranks have called it with this name, once in a run; keeps no GPU busy."""
         if self.backend != "nccl" or self.store is None:
             dist.barrier(self.group)
             return
@@ -80,11 +80,11 @@ class World:
         self.store.wait(names, self.timeout)
 
     def global_rank(self, rank: int) -> int:
-        """The rank in the whole run of a process of this part."""
+        """Return the rank in the whole run of a member of this subgroup."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
     def subgroup(self, global_ranks: Sequence[int]) -> World:
-        """This process and some others as a world of their own, whose global_ranks call it together."""
+        """Return the world of some ranks, this one among them; all of them call it."""
         if len(global_ranks) == self.size:
             return self
         group = dist.new_group(list(global_ranks), timeout=self.timeout, use_local_synchronization=True)
@@ -103,7 +103,7 @@ class World:
 
 
 def join_world(rank_info: RankInfo, settings: Launch) -> World:
-    """Meet the other processes. Raises UserError naming those that did not come in time."""
+    """Join the other ranks. Raises UserError naming those that did not join in time."""
     start = time.perf_counter()
     threads = settings.threads or count_own_cores(rank_info)
     torch.set_num_threads(threads)
@@ -132,7 +132,7 @@ def join_world(rank_info: RankInfo, settings: Launch) -> World:
 
 
 def open_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
-    """The store through which the processes find each other; sets the one interface that they then use."""
+    """Open the store through which the ranks find each other, and set the network interface that they then use."""
     if rank_info.launcher == "local":
         set_interface("lo")
         return dist.FileStore(rank_info.master, rank_info.size)
@@ -148,7 +148,7 @@ def open_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
 
 
 def open_torchrun_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
-    """torchrun has named a port, and mostly serves there itself."""
+    """Open the store at the port that torchrun names; mostly its agent serves there. Raises Unreachable."""
     host, _, port = rank_info.master.rpartition(":")
     setup = datetime.timedelta(seconds=settings.setup_timeout)
     serves = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -162,7 +162,10 @@ def open_torchrun_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
 
 
 def open_slurm_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
-    """Rank 0 serves on the first free port of a list that follows from the token; the others try the list."""
+    """Serve on rank 0, on the first free port of a list derived from the attempt's id; other ranks try the list.
+
+    Raises Unreachable where rank 0 does not answer.
+    """
     setup = datetime.timedelta(seconds=settings.setup_timeout)
     candidates = network.derive_ports(rank_info.attempt_id)
 
@@ -192,7 +195,7 @@ def open_slurm_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
 
 
 def check_rank0_name(rank_info: RankInfo) -> None:
-    """Raise UserError if the others cannot find rank 0 by the name they know."""
+    """Raise UserError if other hosts cannot find rank 0 by its host name."""
     try:
         address = network.resolve_ipv4(rank_info.master)
     except OSError as error:
@@ -205,18 +208,19 @@ def check_rank0_name(rank_info: RankInfo) -> None:
 
 
 def set_interface(name: str) -> None:
+    """Let gloo and NCCL use one network interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
 def count_own_cores(rank_info: RankInfo) -> int:
-    """The processors that each process of this host may take: what SLURM gave each, or an equal share."""
+    """Return how many cores this rank may use: those SLURM gave it, or an equal part of those of this host."""
     allowed = len(os.sched_getaffinity(0))
     given = int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if rank_info.launcher == "slurm" else 0
     return max(1, min(given, allowed) if given else allowed // rank_info.local_size)
 
 
 def choose_device(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
-    """One GPU per process with nccl where there are enough, else the CPU with gloo."""
+    """Return one GPU per rank and nccl where there are enough GPUs, else the CPU and gloo. Raises UserError."""
     found = torch.cuda.device_count() if settings.device != "cpu" else 0
     if found >= rank_info.local_size or (found and settings.device == "cuda"):
         if found < rank_info.local_size:
@@ -232,7 +236,7 @@ def choose_device(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, 
 
 
 def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
-    """Wait until every rank has signed in; returns their hosts. Raises Unreachable naming the missing ones."""
+    """Wait until each rank has written its host to the store; return them. Raises Unreachable naming missing ranks."""
     names = [f"here/{rank}" for rank in range(rank_info.size)]
     store.set(names[rank_info.rank], socket.gethostname())
     try:
@@ -240,17 +244,19 @@ def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timed
     except (RuntimeError, dist.DistError):
         absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
         raise Unreachable(
-            f"rank {', '.join(absent)} did not arrive within {timeout.total_seconds():.0f} s; "
-            "see its log, or raise launch.setup_timeout"
+            f"{'ranks' if len(absent) > 1 else 'rank'} {', '.join(absent)} did not join within "
+            f"{timeout.total_seconds():.0f} s; "
+            "see the logs there, or raise launch.setup_timeout"
         ) from None
     return tuple(store.get(name).decode() for name in names)
 
 
 @contextlib.contextmanager
 def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
-    """The joined world; the process group is destroyed when the block ends.
+    """Join the world for the block, and destroy the process group at its end.
 
-    Not when it fails: its peers would fail in turn, and could be found dead before this process has told why.
+    Not when the block fails: the other ranks would fail in turn, and could be found dead before this one has reported
+    why.
     """
     yield join_world(rank_info, settings)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""BatchNorm over the whole batch of several processes, and buffers that all of them agree on."""
+"""BatchNorm over the batches of all ranks, and buffers averaged over them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum over all processes. Backward sums too: what one process adds reaches the loss of every process."""
+    """Sum over all ranks. Backward sums too: what one rank adds reaches the loss of every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -30,13 +30,13 @@ class AllReduce(torch.autograd.Function):
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d with the statistics of all processes' samples, for CPU tensors, which torch's own refuses.
+    """BatchNorm2d over the samples [N, C, H, W] of all ranks, for CPU tensors, which torch's own refuses.
 
-    Parameters and buffers are BatchNorm2d's. Processes may hold unequally many samples, or none.
+    Parameters and buffers are BatchNorm2d's. Ranks may hold unequally many samples, or none.
     """
 
     waited = 0.0
-    """Seconds in the forward's messages since somebody set it to 0: no work of this process."""
+    """Seconds that forwards waited in their all-reduce since it was last set to 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -64,7 +64,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model with synchronised BatchNorm: torch's own on a GPU, ours on the CPU; names and values stay."""
+    """Convert BatchNorm to its synchronised form: torch's on a GPU, ours on the CPU; names and values stay."""
     if device.type == "cuda":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
     for module in model.modules():
@@ -74,7 +74,7 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def take_waiting_seconds(model: nn.Module) -> float:
-    """Seconds that synchronised BatchNorm waited in forwards since the last call."""
+    """Return the seconds that synchronised BatchNorm waited in forwards since the last call, and reset them."""
     seconds = 0.0
     for module in model.modules():
         if isinstance(module, SyncBatchNorm2d):
@@ -84,13 +84,13 @@ def take_waiting_seconds(model: nn.Module) -> float:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Average the buffers over all processes of a group, in one message: each has seen other samples. All call it."""
+    """Average the buffers over all ranks of a group in one all-reduce: each has seen other samples. All call it."""
     average_tensors([buffer for buffer in model.buffers() if buffer.is_floating_point()], group)
 
 
 @torch.no_grad()
 def average_tensors(values: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace tensors of one type by their means over all processes of a group, in one message."""
+    """Replace tensors of one dtype by their means over all ranks of a group, in one all-reduce."""
     if not values or dist.get_world_size(group) == 1:
         return
     flat = torch.cat([value.flatten() for value in values])

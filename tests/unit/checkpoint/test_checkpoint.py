@@ -442,7 +442,7 @@ def test_a_half_written_one_is_never_read(disk: Disk) -> None:
     disk.save(1)
     disk.at(1).rename(disk.at(1).with_name(".step-00000001.new"))
     assert disk.load() is None
-    assert disk.said == ["1 half-written checkpoint is not used, and there is no other"]
+    assert disk.said == ["1 half-written checkpoint is not used, and there is no complete one"]
     disk.checkpoints = disk.start()
     disk.save(2)
     assert disk.names() == ["latest", "step-00000002"], "the next one clears up"
@@ -552,12 +552,12 @@ def test_one_process_takes_what_two_have_saved(two: Any, world: World) -> None:
     loaded = Checkpointer(Folder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
     assert loaded is not None and right(loaded, None)
     assert (loaded.step, loaded.processes, loaded.local, loaded.exact) == (200, 2, None, False)
-    assert said[0].startswith("2 processes saved this, 1 go on") and "random streams begin anew" in said[0]
+    assert said[0].startswith("saved by 2 ranks, resumed by 1") and "random states are not" in said[0]
 
 
 def test_two_processes_take_what_one_has_saved(two: Any) -> None:
     assert found(two, "of_one") == [{"step": 7, "whole": True}] * 2
-    assert two[1][0]["of_one"]["said"][0].startswith("1 processes saved this, 2 go on")
+    assert two[1][0]["of_one"]["said"][0].startswith("saved by 1 rank, resumed by 2")
 
 
 def test_if_one_cannot_write_none_has_saved_and_all_go_on(two: Any) -> None:

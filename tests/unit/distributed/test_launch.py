@@ -84,7 +84,7 @@ def test_first_traceback_is_shown_once(tmp_path: Path) -> None:
     done = fork_ranks("one_raises", tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1 and "KeyError: 'the cause'" in done.stderr
-    assert "error: rank 1 failed as shown above; the other 2 were stopped" in done.stderr
+    assert "error: rank 1 failed as shown above; the other 2 ranks were stopped" in done.stderr
 
 
 def test_user_errors_of_a_rank_have_no_traceback(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_told_from_others(small_group
     (tmp_path / "group").write_text(str(small_group))
     done = fork_ranks("one_takes_too_much", tmp_path)
     assert done.returncode == 128 + signal.SIGKILL
-    assert "was killed by SIGKILL: the kernel ran out of memory; the other 2 were stopped" in done.stderr
+    assert "was killed by SIGKILL: the kernel ran out of memory; the other 2 ranks were stopped" in done.stderr
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Path, cache: Path) -> None:
@@ -191,7 +191,7 @@ def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(t
 def test_rank_that_does_not_arrive_is_named(tmp_path: Path) -> None:
     done = fork_ranks("one_does_not_arrive", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "error: rank 1 did not arrive within 3 s; see its log, or raise launch.setup_timeout\n"
+    assert done.stderr == "error: rank 1 did not join within 3 s; see the logs there, or raise launch.setup_timeout\n"
 
 
 def test_rank_that_hangs_ends_the_run_after_the_step_timeout(tmp_path: Path) -> None:

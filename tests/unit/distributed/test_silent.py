@@ -21,7 +21,7 @@ from common.distributed.rendezvous import World
 from tests.harness.processes import wait_until
 
 SECONDS = datetime.timedelta(seconds=30)
-DEAF = "rank 0 on a, through which the others meet, does not answer"
+DEAF = "rank 0 on a, which serves the rendezvous store, does not answer"
 
 
 def serve(answer: Connection) -> None:
