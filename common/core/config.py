@@ -31,7 +31,7 @@ from configs.shared import Experiment
 
 
 class CheckedConfig(Protocol):
-    """A dataclass of settings that knows which of them do not fit together."""
+    """A config dataclass that checks which of its values do not fit together."""
 
     def check(self) -> None: ...
 
@@ -39,7 +39,7 @@ class CheckedConfig(Protocol):
 T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=CheckedConfig)
 ROOT = Path(__file__).resolve().parents[2]
-# what the place in the data, the model or the optimizer's memory of a run depend on
+# keys that data position, model or optimizer state of a run depend on
 FIXED = (
     "seed",
     "batch",
@@ -53,7 +53,7 @@ USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=va
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names."""
+    """Flatten nested mappings to dotted names."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -61,13 +61,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_yaml_position(error: yaml.YAMLError) -> str:
-    """Where YAML could not be read any more."""
+    """Return in words where a YAML error is; empty where that is not known."""
     mark = getattr(error, "problem_mark", None)
     return f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file, all scalars as text, by dotted name."""
+    """Return the values of a YAML file by dotted name, all scalars as text. Raises UserError."""
     try:
         tree = yaml.load(path.read_text(), Loader=LOADER)  # noqa: S506 (it builds only str, list, dict)
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
-    """Merge layers of text settings, later ones first in rank, into a checked instance of the schema."""
+    """Merge layers of values as text, later ones winning, into a checked config. Raises UserError."""
     known = list_keys(schema)
     config = OmegaConf.structured(schema)
     for layer in layers:
@@ -103,7 +103,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """What a command line asked for, before any value is read."""
+    """Options and values of a command line, before any value is converted."""
 
     help: bool
     print_config: bool
@@ -113,7 +113,7 @@ class CommandLine:
 
 
 def parse_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Split a command line into options and key=value pairs."""
+    """Split a command line into options and key=value pairs. Raises UserError."""
     rest, values = list(arguments), dict[str, str]()
     show_help = print_config = False
     paths: dict[str, Path] = {}
@@ -143,25 +143,25 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def import_schema(name: str) -> type[Experiment]:
-    """The Config dataclass of an experiment, found by the experiment's name."""
+    """Import the Config dataclass of an experiment by name."""
     return importlib.import_module(f"configs.{name}").Config
 
 
 def list_experiments() -> list[str]:
-    """All experiments: a script, its settings and its values, under one name."""
+    """Return the names of all experiments: those with a script, a config class and a YAML file."""
     found = (path.stem for path in (ROOT / "configs").glob("*.yaml"))
     return sorted(name for name in found if (ROOT / "experiments" / f"{name}.py").exists())
 
 
 def experiment_name(schema: type[Experiment]) -> str:
-    """The experiment that a Config dataclass belongs to."""
+    """Return the name of the experiment that a Config dataclass belongs to."""
     return schema.__module__.rpartition(".")[2]
 
 
 def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> T:
-    """The settings of one run; prints and exits for --help and --print-config.
+    """Return the config of one run; print and exit for --help and --print-config.
 
-    Raises UserError for anything wrong, before any process starts and any data is touched.
+    Raises UserError for anything wrong, before any rank starts and any data is touched.
     """
     name = experiment_name(schema)
     line = parse_command_line(arguments)
@@ -201,7 +201,7 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
 
 
 def to_yaml(settings: Experiment) -> str:
-    """The resolved settings as YAML; a run can be repeated from this text alone."""
+    """Return the resolved config as YAML; a run can be repeated from this text alone."""
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
@@ -216,12 +216,12 @@ def to_known_yaml(settings: Experiment, file: Path) -> str:
     return OmegaConf.to_yaml(tree)
 
 
-Changes = dict[str, tuple[Any, Any]]  # settings by dotted name: then and now, as text or lists of texts
-CHANGED = "changed.json"  # in an attempt that has other settings than the run began with
+Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as text or lists of texts
+CHANGED = "changed.json"  # in an attempt with other values than config.yaml
 
 
 def find_changes(file: Path, settings: Experiment) -> Changes:
-    """What of the training the settings have otherwise than a YAML file."""
+    """Return the values that change training and differ from a YAML file."""
     then, now = read_config_file(file), flatten(yaml.load(to_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
     kept = [name for name in now if not name.startswith(("runs", "launch.", "log.", "wandb.", "checkpoint."))]
     kept = [name for name in kept if name not in ("data.root", "data.cache") and name in then]
@@ -229,18 +229,18 @@ def find_changes(file: Path, settings: Experiment) -> Changes:
 
 
 def describe_changes(changed: Changes) -> str:
-    """Changed settings in words."""
+    """Return changed values in words, as in `stages 2 -> 1`."""
     return ", ".join(f"{name} {then} -> {now}" for name, (then, now) in changed.items())
 
 
 def read_last_changes(run: Path) -> Changes:
-    """What the newest start of a run had otherwise than config.yaml."""
+    """Return the values in which a run's newest attempt differs from config.yaml."""
     starts = sorted(path for path in run.glob("attempts/[0-9]*") if path.name.isdecimal())
     return read_changes(starts[-1] / CHANGED) if starts else {}
 
 
 def read_all_changes(run: Path) -> Changes:
-    """What any start of a run had otherwise than config.yaml."""
+    """Return the values in which any attempt of a run differs from config.yaml."""
     found: Changes = {}
     for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGED}")):
         found |= read_changes(path)
@@ -248,12 +248,12 @@ def read_all_changes(run: Path) -> Changes:
 
 
 def is_setting_text(value: Any) -> bool:
-    """Whether this is a setting as text, or a list of texts."""
+    """Check for a value as text, or a list of texts."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
 def read_changes(path: Path) -> Changes:
-    """The changed settings in a file; none where it is missing. Raises UserError for a damaged one."""
+    """Return the changed values in a file; none where it is missing. Raises UserError for a damaged one."""
     try:
         found = {name: (then, now) for name, (then, now) in json.loads(path.read_text()).items()}
         if not all(map(is_setting_text, itertools.chain.from_iterable(found.values()))):
@@ -262,12 +262,12 @@ def read_changes(path: Path) -> Changes:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError):
-        told = f"{path} is damaged: which settings that start had is not known"
+        told = f"{path} is damaged: the settings of that attempt are not known"
         raise UserError(f"{told}; bring the file back, or delete it to go on with those of config.yaml") from None
 
 
 def format_help(schema: type[Experiment]) -> str:
-    """Every key with its default, type or range, and meaning."""
+    """Return the help text: every key with its default, type or range, and documentation."""
     name = experiment_name(schema)
     values = read_config_file(ROOT / "configs" / f"{name}.yaml")
     lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]

@@ -17,7 +17,7 @@ from common.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKey:
-    """One setting: its dotted name, type, range and documentation."""
+    """One key of a config: dotted name, type, default, range and documentation."""
 
     name: str
     type: Any
@@ -28,7 +28,7 @@ class ConfigKey:
 
     @property
     def allowed(self) -> str:
-        """The type and range in words, as in `int >= 1`."""
+        """Type and range in words, as in `int >= 1`."""
         if typing.get_origin(self.type) is typing.Literal:
             return " | ".join(str(choice) for choice in typing.get_args(self.type))
         name = "list" if self.type == list[str] else self.type.__name__
@@ -38,7 +38,7 @@ class ConfigKey:
 
 
 def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
-    """All settings of a dataclass and the dataclasses in it, by dotted name."""
+    """Return all keys of a dataclass and the dataclasses in it, by dotted name."""
     hints, docs = typing.get_type_hints(schema), read_field_docs(schema)
     found: dict[str, ConfigKey] = {}
     for field in dataclasses.fields(schema):
@@ -55,7 +55,7 @@ def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
 
 
 def read_field_docs(schema: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass and of its bases."""
+    """Return the string literal under each field of a dataclass and of its bases."""
     docs: dict[str, str] = {}
     for cls in reversed(schema.__mro__):
         if not dataclasses.is_dataclass(cls):
@@ -69,7 +69,7 @@ def read_field_docs(schema: type) -> dict[str, str]:
 
 
 def parse_value(key: ConfigKey, text: Any) -> Any:
-    """Read the text of a value by the type of its key; UserError names key, value and what is allowed."""
+    """Convert the text of a value by the type of its key. Raises UserError naming key, value and what is allowed."""
 
     def refuse(reason: str = "") -> UserError:
         return UserError(f"{key.name}={text}: {reason or 'not a valid value'}; allowed: {key.allowed}")
@@ -102,7 +102,7 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
 
 
 def parse_number(kind: type, text: str) -> int | float | None:
-    """A decimal int of at most 18 digits or a finite float, or None; no octal, no underscores, no sexagesimal."""
+    """Parse a decimal int of at most 18 digits or a finite float; None for octal, underscores and sexagesimal."""
     if kind is int:
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
     if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
@@ -111,7 +111,7 @@ def parse_number(kind: type, text: str) -> int | float | None:
 
 
 def parse_list(text: str) -> list[str] | None:
-    """`[a,b]`, `a,b` or `[]` as a list of strings."""
+    """Parse `[a,b]`, `a,b` or `[]` as a list of strings; None for nested brackets."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if any(c in inner for c in "[]{}"):
         return None

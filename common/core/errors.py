@@ -1,4 +1,4 @@
-"""The error that a person can mend. Imports nothing, so that every command may start with it."""
+"""User-facing errors and exit statuses. Imports nothing, so that every command may start with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 import sys
 from collections.abc import Iterator
 
-DIVERGENCE = "the loss of step|no finite number"  # a pattern in the words of a run whose training diverged
-NO_VALID_CHECKPOINT = "can be used, as told above"  # in the words of a run none of whose checkpoints is whole
-EXIT_RESUMABLE = 75  # exit status: told to stop, saved, to be continued (EX_TEMPFAIL of sysexits.h)
+DIVERGENCE = "the loss of step|no finite number"  # pattern in the error of a run whose training diverged
+NO_VALID_CHECKPOINT = "can be used, as told above"  # in the error of a run none of whose checkpoints is valid
+EXIT_RESUMABLE = 75  # exit status after a stop request: saved, resumable (EX_TEMPFAIL of sysexits.h)
 
 
 class UserError(Exception):
@@ -17,7 +17,7 @@ class UserError(Exception):
 
 
 class Unreachable(UserError):
-    """A process or host that does not answer. On a cluster it may be a fault that a later start does not meet."""
+    """A rank or host that does not answer. On a cluster another attempt may get another host."""
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Whether a host has the memory that a model needs, judged before anything starts. Imports no torch."""
+"""Memory limits of this host, compared with what a model needs before anything starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def check_host_memory(settings: Experiment) -> None:
-    """Raise UserError where parameters, gradients and optimizer of this host's processes exceed its free memory."""
+    """Raise UserError where parameters, gradients and optimizer state of this host's ranks exceed its free memory."""
     needed = settings.memory_bytes
     free, what = measure_available()
     if needed > free:
         count = settings.processes // settings.launch.nodes
         raise UserError(
             f"the model needs {needed / 1e9:,.1f} GB on a host for the parameters, gradients and optimizer of {count} "
-            f"processes, and {free / 1e9:,.1f} GB are free ({what}); choose a smaller model or fewer processes"
+            f"process{'es' if count > 1 else ''}, and {free / 1e9:,.1f} GB are free ({what}); choose a smaller model "
+            "or fewer processes"
         )
 
 
 def measure_available() -> tuple[int, str]:
-    """Bytes that a process started here can get, and what limits them."""
+    """Return the bytes that a process started here can get, and what limits them."""
     limits = [
         (read_system_free(), "the host's memory"),
         (read_slurm_limit(), "what SLURM gave the job"),
@@ -37,12 +38,13 @@ def measure_available() -> tuple[int, str]:
 
 
 def read_system_free() -> int:
+    """Return the bytes of memory that are free on this host."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return int(found[1]) * 1024 if found else UNLIMITED
 
 
 def read_slurm_limit() -> int | None:
-    """The memory of a job on each host."""
+    """Return the memory of a SLURM job on each host, in bytes; None outside a job or without a limit."""
     whole, each, cores = (
         os.environ.get(f"SLURM_{name}", "") for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
     )
@@ -52,7 +54,7 @@ def read_slurm_limit() -> int | None:
 
 
 def read_cgroup_limits() -> list[tuple[int, str]]:
-    """What the control groups of this process leave of their limits, of version 1 and 2."""
+    """Return the bytes left in each control group of this process, version 1 and 2, with its name in words."""
     found = []
     for line in read_or_empty("/proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
@@ -70,6 +72,7 @@ def read_cgroup_limits() -> list[tuple[int, str]]:
 
 
 def read_or_empty(path: str) -> str:
+    """Return the text of a file; empty where it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -77,6 +80,6 @@ def read_or_empty(path: str) -> str:
 
 
 def count_oom_kills() -> int:
-    """Processes that this machine's kernel has ended for want of memory since it started."""
+    """Return how many processes this machine's kernel has killed for lack of memory since it booted."""
     found = OOM_KILLS.search(read_or_empty("/proc/vmstat"))
     return int(found[1]) if found else 0

@@ -1,4 +1,4 @@
-"""Finding the first rank over a network: names, addresses, interfaces, ports. Imports no torch."""
+"""Names, addresses, interfaces and ports through which the ranks find rank 0. Imports no torch."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def call_within(seconds: float, function: Callable[[], T]) -> T | None:
 
 
 def resolve_ipv4(host: str) -> str:
-    """The IPv4 address of a host. Raises OSError."""
+    """Return the IPv4 address of a host. Raises OSError."""
     return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
 
 
 def list_interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one."""
+    """Return the IPv4 address of each network interface that has one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -82,7 +82,7 @@ def list_interfaces() -> dict[str, str]:
 
 
 def find_interface(address: str) -> str:
-    """The interface on which packets to `address` leave, or, for one of our own addresses, its interface.
+    """Return the interface on which packets to `address` leave, or that of an address of this host.
 
     One concrete name: gloo knows no patterns. Raises OSError without a route.
     """
@@ -95,7 +95,7 @@ def find_interface(address: str) -> str:
 
 
 def check_interface(name: str) -> str:
-    """An interface that exists here and has an address. Raises UserError."""
+    """Return `name` if this host has such an interface with an address. Raises UserError otherwise."""
     found = list_interfaces()
     if name not in found:
         here = ", ".join(f"{n} ({a})" for n, a in found.items())
@@ -104,13 +104,13 @@ def check_interface(name: str) -> str:
 
 
 def derive_ports(token: str, count: int = 8) -> list[int]:
-    """Ports to try, the same for all who know the token and other ones for another token."""
+    """Return the ports to try: the same for all ranks of an attempt, others for another token."""
     seed = int.from_bytes(token.encode()[-16:].rjust(16, b"\0"), "big") * 2654435761
     return [PORTS[(seed + i * 7919) % len(PORTS)] for i in range(count)]
 
 
 def serve_on_free_port(candidates: Sequence[int], serve: Callable[[int], T]) -> T:
-    """What `serve(port)` returns for the first port that is free. Raises UserError if none is."""
+    """Call `serve(port)` for the first free port; return its result. Raises UserError if none is free."""
     problem: Exception = OSError("no port")
     for port in candidates:
         try:
@@ -121,10 +121,10 @@ def serve_on_free_port(candidates: Sequence[int], serve: Callable[[int], T]) -> 
 
 
 def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[int], T | None], patience: float) -> T:
-    """What `connect(port)` returns for the port on which the first rank answers; None means somebody else did.
+    """Call `connect(port)` until rank 0 answers; return its result. None means that another program answered.
 
-    A host that cannot be found or reached is given up after 10 s; one that refuses is up, and may take
-    `patience` seconds until the first rank serves. Raises Unreachable with host, address, interface, ports.
+    A host that cannot be resolved or reached is given up after 10 s; one that refuses is up, and may take
+    `patience` seconds until rank 0 serves. Raises Unreachable with host, address, interface, ports.
     """
     start = time.monotonic()
     address = "?"
@@ -150,7 +150,7 @@ def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[in
 
 
 def describe_unreachable(host: str, address: str, candidates: Sequence[int], problem: str) -> str:
-    """One message on why the first rank cannot be reached, and what to do."""
+    """Return one message on why rank 0 cannot be reached, and what to do."""
     try:
         route = find_interface(address)
     except OSError:

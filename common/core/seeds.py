@@ -1,4 +1,4 @@
-"""Where every random choice comes from: one named stream a purpose, all derived from one seed.
+"""Seeds of all random choices: one named stream per purpose, all derived from one seed.
 
 Two streams never share numbers by accident (`seed + rank` does that), and a new purpose does not
 shift the numbers of the old ones. Imports neither torch nor the rest of `common`.
@@ -13,18 +13,18 @@ import numpy as np
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose, such as derive(0, "order", epoch); stable over versions and machines."""
+    """Return a 63-bit seed for one purpose, such as derive(0, "order", epoch); stable over versions and machines."""
     text = "/".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def make_generator(seed: int, *purpose: str | int) -> np.random.Generator:
-    """A numpy generator for one purpose."""
+    """Return a numpy generator for one purpose."""
     return np.random.Generator(np.random.PCG64(derive_seed(seed, *purpose)))
 
 
 def pack_rng_state(state: Any) -> list[Any]:
-    """The state of a legacy stream of numpy, as a checkpoint holds it."""
+    """Convert the state of numpy's legacy generator to what a checkpoint holds."""
     import torch
 
     kind, key, position, has_gauss, gauss = state

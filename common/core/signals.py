@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-REPEAT_SECONDS = 5.0  # seconds in which another signal belongs to the same notice: make, srun and SLURM repeat them
+REPEAT_SECONDS = 5.0  # in which another signal belongs to the same stop request: make, srun and SLURM repeat
 
 
 def ignore_stop_signals() -> None:

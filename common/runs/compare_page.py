@@ -23,7 +23,7 @@ HEIGHT, GAP = 330, 85  # pixels of one row of plots, and between two
 ROOM = 16  # bars whose names find room under them
 
 MISSING = "-"  # where a run has no such number
-MARK = '<meta name="generator" content="make compare">'  # only a file with it is written over
+MARK = '<meta name="generator" content="make compare">'  # only a file with it is overwritten
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class ComparedRun:
 
 
 def choose_colours(count: int) -> list[str]:
-    """Colours that can be told apart, as far as there are so many."""
+    """Return `count` colours, distinct as far as there are so many."""
     if count <= len(qualitative.D3):
         return list(qualitative.D3[:count])
     return list(sample_colorscale("Turbo", [0.04 + 0.92 * i / (count - 1) for i in range(count)]))
 
 
 def draw_curve(run: ComparedRun, curve: Curve, colour: str, shown: str, spread: bool) -> go.Scatter:
-    """A curve against steps; what else it can be drawn against travels along."""
+    """Draw a curve against steps; samples and seconds travel along for the buttons."""
     beside = np.column_stack([curve.at, curve.low, curve.high])
     hover = f"step %{{customdata[0]:,}}, %{{customdata[1]:,}} samples, %{{customdata[2]:.1f}} s<br>%{{y:{shown}}}"
     hover += f"<br>%{{customdata[3]:{shown}}} to %{{customdata[4]:{shown}}}" if spread else ""
@@ -78,6 +78,7 @@ def draw_curve(run: ComparedRun, curve: Curve, colour: str, shown: str, spread: 
 
 
 def draw_bar(run: ComparedRun, value: float, colour: str, shown: str) -> go.Bar:
+    """Draw one number of a run as a bar."""
     key = html.escape(run.key)
     return go.Bar(
         x=[key],
@@ -102,7 +103,7 @@ class Panel:
 
 
 def build_panels(runs: Sequence[ComparedRun]) -> list[Panel]:
-    """The plots that have something to show."""
+    """Return the plots that have something to show."""
     drawn = list(zip(runs, choose_colours(len(runs)), strict=True))
 
     def curves(of: Any, shown: str, spread: bool = False) -> list[go.Scatter | go.Bar]:
@@ -123,7 +124,7 @@ def build_panels(runs: Sequence[ComparedRun]) -> list[Panel]:
 
 
 def build_figure(runs: Sequence[ComparedRun]) -> go.Figure | None:
-    """All plots in one figure, so that they share a legend; None where no run has anything to draw."""
+    """Draw all plots in one figure, so that they share a legend; None where no run has anything to draw."""
     found = build_panels(runs)
     if not found:
         return None
@@ -156,15 +157,17 @@ def build_figure(runs: Sequence[ComparedRun]) -> go.Figure | None:
 
 
 def format_cell(text: str) -> str:
+    """Return a table cell as HTML."""
     return f"<td>{html.escape(text)}</td>"
 
 
 def format_header(words: Sequence[str]) -> str:
+    """Return a table's header row as HTML."""
     return "<tr>" + "".join(f"<th>{html.escape(word)}</th>" for word in words) + "</tr>"
 
 
 def format_runs_table(runs: Sequence[ComparedRun]) -> str:
-    """Final numbers and links, a line a run."""
+    """Return the table of final numbers and links as HTML, one row per run."""
     names = list(dict.fromkeys(name for run in runs for name, text in run.columns.items() if text != MISSING))
     lines = [format_header(["run", "state", *names, "files"])]
     for run, colour in zip(runs, choose_colours(len(runs)), strict=True):
@@ -177,7 +180,7 @@ def format_runs_table(runs: Sequence[ComparedRun]) -> str:
 
 
 def format_settings_table(runs: Sequence[ComparedRun], differing: Sequence[str]) -> str:
-    """The settings in which runs differ, a line a run."""
+    """Return the table of settings in which runs differ as HTML, one row per run."""
     if not differing:
         return "<p>The runs have the same settings.</p>"
     lines = [format_header(["run", *differing])]
@@ -189,7 +192,7 @@ def format_settings_table(runs: Sequence[ComparedRun], differing: Sequence[str])
 
 
 def render_page(runs: Sequence[ComparedRun], differing: Sequence[str]) -> str:
-    """The whole page as HTML."""
+    """Return the whole page as HTML."""
     plot = build_figure(runs)
     drawn = "<p>No run has begun to train yet.</p>"
     if plot is not None:

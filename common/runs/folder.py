@@ -1,17 +1,17 @@
-"""The run folder: names, attempts, atomic writes, reading it back. Knows neither torch nor W&B.
+"""The run folder: names, attempts, atomic writes, reading it back. Imports neither torch nor W&B.
 
 runs/<name>-<time>-<4 hex>/
   config.yaml          resolved settings; the run can be repeated from this file alone
   meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
   code/                the source that this run executes, untracked files included
-  attempts/0001/       one folder a start; ranks write only here
-    attempt.json       the attempt and step that it continues; parent null for a fresh start
+  attempts/0001/       one folder per attempt; ranks write only here
+    attempt.json       the attempt and step that it resumes; parent null for a new run
     changed.json       where it has other settings than config.yaml: then and now
-    result.json        how it ended, once a later start has begun
+    result.json        how it ended, once a later attempt has begun
     passed_on.json     how many of its rows W&B has got
     world.json         processes, hosts, device, backend
-    logs/rank-0.log    one file a rank
-    heartbeat-0.json   one file a rank: step, time, and how long its steps take until backward begins
+    logs/rank-0.log    one file per rank
+    heartbeat-0.json   one file per rank: step, time, and how long its steps take until backward begins
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
   wandb/               the W&B directory
@@ -81,7 +81,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk. Raises OSError."""
+    """Flush a file, or the names in a folder, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -93,11 +93,12 @@ def fsync_path(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, atomically. Raises UserError."""
     write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file is missing or cut off."""
+    """Return the object in a JSON file; empty when the file is missing or cut off."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -116,7 +117,7 @@ def parse_rows(lines: list[str]) -> list[dict[str, Any] | None]:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; None for a damaged one."""
+    """Parse a JSON text; None for a damaged one."""
     try:
         return json.loads(text)
     except ValueError:
@@ -133,7 +134,7 @@ def is_row(value: Any) -> bool:
 
 
 class Folder:
-    """One run folder and, in it, the attempt that this start writes to."""
+    """One run folder and, in it, one attempt."""
 
     def __init__(self, path: Path, attempt: int = 0) -> None:
         self.path = path
@@ -162,7 +163,7 @@ class Folder:
         return path.name if path.parent == Path("runs").absolute() else str(path)
 
     def claim(self) -> Folder:
-        """Claim the next attempt by an exclusive mkdir: of two starts at once, each gets its own."""
+        """Claim the next attempt by an exclusive mkdir: two that start at once get one each. Raises UserError."""
         number = max((a.number for a in self.attempts()), default=0) + 1
         with disk_errors(self.path):
             (self.path / "attempts").mkdir(exist_ok=True)
@@ -183,14 +184,14 @@ class Folder:
 
     @property
     def superseded(self) -> bool:
-        """Whether the run was started again since: then this attempt no longer counts."""
+        """Whether a newer attempt exists: then this one no longer counts."""
         return any(attempt.number > self.number for attempt in self.attempts())
 
     def set_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
-        """Note which attempt, up to which step, this one continues; None and 0 for a fresh start.
+        """Record which attempt, up to which step, this one resumes; None and 0 for a new run. Raises UserError.
 
-        `rows` are the rows of metrics that the parent had written by then. Until this is noted the attempt has not
-        begun to train, and nobody continues it.
+        `rows` are the rows of metrics that the parent had written by then. Without this record the attempt has not
+        begun to train, and none resumes it.
         """
         text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
         write_atomic(self.attempt / "attempt.json", text, durable=True)
@@ -198,9 +199,9 @@ class Folder:
             fsync_path(self.attempt.parent)
 
     def chain(self) -> list[tuple[Folder, int | None]]:
-        """The attempts that count, newest first, each with its last step that counts (None: all of them).
+        """Return the attempts that count, newest first, each with its last step that counts (None: all of them).
 
-        An attempt counts up to the step at which the next one continued it; one that none continued, not at all.
+        An attempt counts up to the step at which the next one resumed it; an older one that none resumed, not at all.
         """
         begun = [attempt for attempt in self.attempts() if attempt.origin is not None]
         if not begun:  # nothing was noted: the newest start that trained stands alone
@@ -217,7 +218,7 @@ class Folder:
 
     @property
     def origin(self) -> tuple[int | None, int] | None:
-        """What `set_parent` noted; None where it has not."""
+        """What `set_parent` recorded; None where it was not called."""
         note = read_json(self.attempt / "attempt.json")
         parent, step = note.get("parent", ""), note.get("step")
         return (parent, step) if isinstance(parent, int | None) and isinstance(step, int) else None
@@ -243,14 +244,14 @@ class Folder:
         write_json(self.attempt / f"heartbeat-{rank}.json", beat)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of the run, oldest first, over all attempts that count; each step is there once.
+        """Return all complete rows of the run, oldest first, over all attempts that count; each step once.
 
         A line cut off by a crash is left out.
         """
         return list(self.rows())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The same one after the other, so that a long run need not fit into memory."""
+        """Yield the rows of `metrics` one by one, so that a long run need not fit into memory."""
         chain = self.chain()
         for i, (attempt, bound) in reversed(list(enumerate(chain))):
             # an evaluation after the last step that counts comes again, so steps do not tell
@@ -258,21 +259,18 @@ class Folder:
             rows = itertools.islice(attempt.read_lines(), count if isinstance(count, int) and count >= 0 else None)
             yield from (row for row in rows if row and (bound is None or row["global_step"] <= bound))
 
-    def own_metrics(self) -> list[dict[str, Any]]:
-        """All complete rows of this attempt alone."""
-        return list(self.own_rows())
-
     def own_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the complete rows of this attempt alone."""
         return (row for row in self.read_lines() if row)
 
     def read_lines(self) -> Iterator[dict[str, Any] | None]:
-        """The row of each line of this attempt's metrics; None for a line that is cut off or damaged."""
+        """Yield the row of each line of this attempt's metrics; None for a line that is cut off or damaged."""
         with contextlib.suppress(FileNotFoundError), open(self.metrics_file, errors="replace") as file:
             while lines := file.readlines(BLOCK):
                 yield from parse_rows(lines)
 
     def damaged_lines(self) -> list[int]:
-        """The numbers, from 1, of damaged lines of this attempt's metrics; a last one that is cut off is no damage."""
+        """Return the numbers, from 1, of damaged lines of this attempt's metrics; a last one cut off does not count."""
         found = [number for number, row in enumerate(self.read_lines(), 1) if row is None]
         if found:
             with open(self.metrics_file, "rb") as file:
@@ -287,11 +285,11 @@ class Folder:
         return read_json(self.path / "result.json")
 
     def retire_result(self) -> None:
-        """Put how the newest start ended into its own folder: this one begins, or is to. Raises UserError."""
+        """Move the result of the attempt before into its own folder, as this one begins. Raises UserError."""
         file = self.path / "result.json"
         earlier = [one.attempt / file.name for one in self.attempts() if not self.number or one.number < self.number]
         with disk_errors(file), contextlib.suppress(FileNotFoundError):
             if earlier and not earlier[-1].exists():
                 file.replace(earlier[-1])
-            else:  # of a start that ended before it had a folder
+            else:  # of an attempt that ended before it had a folder
                 file.unlink()

@@ -1,4 +1,4 @@
-"""The curves of a run, out of its metrics: thinned to what a screen can show, whatever its length. Imports no torch.
+"""Curves of a run's metrics, thinned to what a screen can show, whatever their length. Imports no torch.
 
 A point of a training curve is the mean over some consecutive steps, with the lowest and the highest of them.
 """
@@ -43,9 +43,9 @@ class RunCurves:
 
 
 def read_curves(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> RunCurves:
-    """The curves of a run's rows of metrics. Rows that are not as they should be are left out.
+    """Return the curves of a run's rows of metrics. Malformed rows are left out.
 
-    `ends` are the last steps of starts that another one continued.
+    `ends` are the last steps of attempts that another one resumed.
     """
     steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether an evaluation or another start came before
     tests: dict[str, list[tuple[float, ...]]] = {}
@@ -71,7 +71,7 @@ def read_curves(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> R
 
 
 def to_table(rows: list[tuple[float, ...]], width: int) -> Numbers:
-    """[rows, width]; without the rows that hold something else than numbers."""
+    """Return an array [rows, width] without the rows that hold anything but numbers."""
     try:
         return np.array(rows, dtype=np.float64).reshape(len(rows), width)
     except (TypeError, ValueError):
@@ -80,12 +80,12 @@ def to_table(rows: list[tuple[float, ...]], width: int) -> Numbers:
 
 
 def compute_group_bounds(count: int) -> NDArray[np.int64]:
-    """Where the groups of consecutive steps begin and end."""
+    """Return the bounds of the groups of consecutive steps: at most POINTS + 1 indices."""
     return np.unique(np.linspace(0, count, min(count, POINTS) + 1).astype(np.int64))
 
 
 def average_groups(at: Numbers, above: Numbers, below: Numbers) -> Curve:
-    """Sum of `above` / sum of `below` in groups of consecutive rows; each point stands at its group's last row."""
+    """Return sum(above) / sum(below) over groups of consecutive rows; each point is at its group's last row."""
     bounds = compute_group_bounds(len(at))
     first, last = bounds[:-1], bounds[1:] - 1
     if not len(first):
@@ -95,12 +95,12 @@ def average_groups(at: Numbers, above: Numbers, below: Numbers) -> Curve:
 
 
 def compute_loss_curve(table: Numbers) -> Curve:
-    """The loss."""
+    """Return the loss, averaged over groups of steps."""
     return average_groups(table[:, :3], table[:, 3], np.ones(len(table)))
 
 
 def compute_speed_curve(table: Numbers) -> Curve:
-    """Samples a second; a step that came after something else is not counted."""
+    """Return samples per second; a step after an evaluation or a restart does not count."""
     samples, seconds = np.diff(table[:, 1]), np.diff(table[:, 2])
     counted = (table[1:, 4] == 0) & (seconds > 0)
     return average_groups(table[1:, :3][counted], samples[counted], seconds[counted])

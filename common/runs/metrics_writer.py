@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl as rank 0 writes them: whole lines, each once, also on a disk that is full for a while."""
+"""Writer of metrics.jsonl on rank 0: complete lines, each once, also on a disk that is full for a while."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from common.runs.folder import disk_errors
 
 
 def replace_nonfinite(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with null for what JSON cannot hold: a loss that is no number or infinite."""
+    """Return a row with null for what JSON cannot hold: NaN and infinite values."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 class MetricsWriter:
-    """Rows go to the disk at once, or wait here until it takes them."""
+    """Writer that keeps rows in memory while the disk refuses them."""
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
         self.file, self.warn = file, warn
@@ -29,7 +29,7 @@ class MetricsWriter:
         self.warned = False
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write rows; where the disk refuses, say so once and keep them for the next time."""
+        """Write rows; where the disk refuses, warn once and keep them for the next call."""
         self.waiting += [json.dumps(replace_nonfinite(row), allow_nan=False) + "\n" for row in rows]
         try:
             self.flush()
@@ -39,7 +39,7 @@ class MetricsWriter:
             self.warned = True
 
     def flush(self) -> None:
-        """Write what waits. Raises UserError; then no half of a line is left."""
+        """Write the rows that wait. Raises UserError; then no partial line is left."""
         if not self.waiting:
             return
         with disk_errors(self.file):

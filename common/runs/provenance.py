@@ -1,4 +1,4 @@
-"""What a run was made of: source, versions, machine. Imports neither torch nor W&B."""
+"""Provenance of a run: source, versions, machine, attempts. Imports neither torch nor W&B."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SOURCE = ("experiments", "common", "slurm", "configs", "tests")  # and the files
 
 
 def utc_now() -> str:
-    """The time in UTC, to the second, as ISO 8601."""
+    """Return the time in UTC, to the second, as ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def run_git(*arguments: str) -> str | None:
-    """The output of a git command in the source tree, or None without git or outside a checkout."""
+    """Return the output of a git command in the source tree; None without git or outside a checkout."""
     try:
         command = ["git", "-C", str(ROOT), *arguments]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
@@ -38,7 +38,7 @@ def run_git(*arguments: str) -> str | None:
 
 
 def list_source_files() -> list[Path]:
-    """The source, new files included, relative to the root; never what runs or caches left in the checkout."""
+    """Return the source files, new ones included, relative to the root; never what runs or caches left there."""
     listed = run_git("ls-files", "-co", "--exclude-standard", "-z")
     if listed:
         found = [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
@@ -49,6 +49,7 @@ def list_source_files() -> list[Path]:
 
 
 def package_version(package: str) -> str | None:
+    """Return the installed version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -56,7 +57,7 @@ def package_version(package: str) -> str | None:
 
 
 def read_cpu_model() -> str | None:
-    """The processor's name as Linux gives it."""
+    """Return the processor's name as Linux gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -65,7 +66,7 @@ def read_cpu_model() -> str | None:
 
 
 def describe_machine(device: str) -> str:
-    """The kind of machine, for what was measured on one: processor, cores, and the first GPU where one is used."""
+    """Return the kind of machine for measurements: processor, cores, and the first GPU where one is used."""
     name = f"{read_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
     if device == "cuda":
         import torch
@@ -75,7 +76,7 @@ def describe_machine(device: str) -> str:
 
 
 def count_visible_gpus() -> int:
-    """The GPUs that a process started here would see. Asks neither torch nor CUDA: a parent that has cannot fork."""
+    """Count the GPUs that a process started here would see, without CUDA: a parent that has used it cannot fork."""
     if (package_version("torch") or "").endswith("+cpu"):  # it has no use for those that are there
         return 0
     there = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
@@ -102,7 +103,7 @@ def copy_source(folder: Folder) -> None:
 
 
 def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:
-    """Write meta.json: everything that a later reader needs to trust or repeat the run."""
+    """Write meta.json: source, versions, machine, arguments and data of a run. Raises UserError."""
     meta = {
         "git": {
             "sha": (run_git("rev-parse", "HEAD") or "").strip() or None,
@@ -122,7 +123,7 @@ def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -
 
 
 def record_attempt(folder: Folder) -> None:
-    """Note in meta.json that an attempt starts here and now."""
+    """Add this attempt to the history in meta.json. Raises UserError."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
     entry = {"attempt": folder.number, "start": utc_now(), "end": None, "state": "running"}
     entry |= identify_process() | {"slurm": slurm or None, "starter": identify_launcher()}
@@ -132,7 +133,7 @@ def record_attempt(folder: Folder) -> None:
 
 
 def identify_process() -> dict[str, Any]:
-    """What tells whether this process still runs."""
+    """Return what identifies this process, also after it has ended: host, boot, pid and start time."""
     return {
         "host": socket.gethostname(),
         "boot": read_boot_id(),
@@ -142,7 +143,7 @@ def identify_process() -> dict[str, Any]:
 
 
 def read_boot_id() -> str:
-    """The start of this machine's kernel, which stays when the host gets another name; empty where it is not known."""
+    """Return the id of this boot, which stays when the host is renamed; empty where it is not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -150,7 +151,7 @@ def read_boot_id() -> str:
 
 
 def identify_launcher() -> str | None:
-    """What all starts by the same SLURM job, or else by the same torchrun, have in common."""
+    """Return what identifies the SLURM job, or else the torchrun, that started this process; None without either."""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -162,7 +163,7 @@ def identify_launcher() -> str | None:
 
 
 def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> Folder | None:
-    """The run that an earlier start by the same job or torchrun made with the same command line."""
+    """Return the run that an earlier attempt of the same job or torchrun made with the same command line."""
     for path in sorted(runs.glob(f"{name}-*/meta.json"), reverse=True):
         meta = read_json(path)
         begun = [entry.get("starter") for entry in meta.get("history", [])[:1]]

@@ -220,7 +220,7 @@ class Running:
 
 
 def last_step(attempt: Folder) -> int:
-    return max((row["global_step"] for row in attempt.own_metrics()), default=0)
+    return max((row["global_step"] for row in attempt.own_rows()), default=0)
 
 
 @contextlib.contextmanager
