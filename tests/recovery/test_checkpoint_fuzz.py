@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.checkpoint import checkpointer, storage
+from common.checkpoint import rank_file, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
 from common.checkpoint.storage import CheckpointPath, Manifest, StagingDir
 from common.core.errors import UserError
@@ -66,7 +66,7 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 seat = dataclasses.replace(world, rank=rank, size=RANKS)
                 content = Checkpointer(attempt, seat, Checkpoint(), print)._content(step, part_of(number, step, rank))
                 name = storage.rank_file_name(rank)
-                entries[name] = checkpointer.write_rank_file(draft.path / name, content)
+                entries[name] = rank_file.write_rank_file(draft.path / name, content)
             draft.commit(Manifest(step, number, RANKS, entries, {}))
     return folder.path
 

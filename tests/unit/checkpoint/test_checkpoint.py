@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.checkpoint import checkpointer, state_dicts, storage
+from common.checkpoint import checkpointer, rank_file, state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.storage import CheckpointPath
 from common.core.errors import UserError
@@ -408,7 +408,7 @@ def test_without_what_a_file_says_of_itself_wrong_weights_are_loaded(
     damage_manifest(disk, files=json.loads(disk.at(1, "manifest.json").read_text())["files"])
     assert disk.load() == 1
     assert "rank-0.pt is that of step 1, attempt 1, rank 0 of 1" in disk.said[0]
-    unpack = checkpointer.decode_rank_file
+    unpack = rank_file.decode_rank_file
     monkeypatch.setattr(checkpointer, "decode_rank_file", lambda content, name: unpack(content, name) | {"step": 2})
     loaded = disk.checkpoints.load()
     assert loaded is not None and loaded.step == 2 and not right(loaded, 0)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.core import config, config_keys
-from common.core.config import list_keys, load_config
+from common.core.config import load_config
+from common.core.config_keys import list_keys
 from common.core.errors import UserError
 from configs.mnist_pipeline import Config
 from configs.profile import Profile
