@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import UserError, user_errors
-from common.core.processes import read_stat
+from common.core.processes import read_start_ticks, read_stat
 
 KINDS = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 NOSUID, NODEV, NOEXEC, BIND, RECURSIVE, PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
@@ -44,7 +44,7 @@ class Process(NamedTuple):
 
     @staticmethod
     def of(pid: int) -> Process:
-        return Process(pid, int(read_stat(pid)[19]))
+        return Process(pid, read_start_ticks(pid))
 
     @staticmethod
     def load(path: Path) -> Process | None:
@@ -77,11 +77,6 @@ class Process(NamedTuple):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
             select.select([handle], [], [], 30)
         os.close(handle)
-
-
-def read_stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on; the name before it may hold blanks and brackets."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def call_libc(name: str, *arguments: object) -> None:
