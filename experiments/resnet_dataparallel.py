@@ -36,32 +36,24 @@ from common.api import (
     sync_batchnorm,
 )
 from common.distributed.rendezvous import World
-from common.measure import plots, step_timing
+from common.measure import device_report, step_timing
 from common.measure.memory import read_peak
 from configs.resnet_dataparallel import ONE_DEVICE, Config
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Forward = Callable[[Tensor], Tensor]
-ROUNDS, STEPS = 3, 5  # of the comparison: how often each side takes its turn, and for how many steps
 TOO_FEW = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
-AXIS = {"y": "training samples per second"}
-BUFFERS = {  # what becomes of its running statistics
-    "single": "one device sees every sample",
-    "data_parallel": "kept from the first GPU's {} samples, thrown away with the other copies",
-    "ddp": "each rank keeps its own, of {} samples a step; averaged before evaluations and saves",
-    "synchronised": "the same on all ranks: each sees the statistics of the whole batch",
-}
+ROUNDS, STEPS = 3, 5  # of the comparison: how often each side takes its turn, and for how many steps
 
 
 def build(cfg: Config, run: Run) -> nn.Module:
@@ -143,14 +135,6 @@ def main(cfg: Config, run: Run) -> None:
     run.report(*summarise(cfg, run, devices))
 
 
-def shards(cfg: Config, count: int, devices: int) -> list[int]:
-    """How many samples of a batch each device gets: DataParallel cuts chunks of equal size, and the last is smaller."""
-    if cfg.strategy == "data_parallel":
-        sizes = [len(chunk) for chunk in torch.arange(count).chunk(devices)]
-        return sizes + [0] * (devices - len(sizes))
-    return [len(part) for part in np.array_split(np.arange(count), devices)]
-
-
 # ---- the comparison
 
 
@@ -205,59 +189,20 @@ def summarise(cfg: Config, run: Run, devices: int) -> list[Any]:
     if not world.is_main:
         return []
     partial_batch = cfg.last_batch == "keep" and run.total >= -(-count // cfg.batch)  # else no epoch came to its end
-    rest = shards(cfg, count % cfg.batch, devices) if partial_batch and count % cfg.batch else None
+    rest = device_report.shards(cfg, count % cfg.batch, devices) if partial_batch and count % cfg.batch else None
     imbalance = {
         "memory": step_timing.imbalance(held),
         "before_backward": step_timing.imbalance([rank.before_backward for rank in scaling.ranks]),
     }
     outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": rest}
     measured = {"imbalance": imbalance, "compare": rates}
-    shown = describe_devices(cfg, devices, held, imbalance, rest) | compare_rows(rates, run)
+    shown = device_report.describe_devices(cfg, devices, held, imbalance, rest)
+    shown |= device_report.compare_rows(rates, run.folder.path, len(visible_gpus(world)))
     if sides and not full:
         shown["comparison"] = TOO_FEW.format(count, cfg.batch)
     name = "device" if own else "rank"
     memory = {f"{name} {number}": most for number, most in enumerate(held)}
     return [Facts(shown, outcome, measured, memory), scaling]
-
-
-def describe_devices(
-    cfg: Config, devices: int, held: list[int], imbalance: dict[str, float | None], rest: list[int] | None
-) -> dict[str, str]:
-    """MetricsWriter of the table on shards, memory and BatchNorm; `held` are bytes by device."""
-    seen = "synchronised" if cfg.sync_batchnorm and devices > 1 else cfg.strategy if devices > 1 else "single"
-    own = shards(cfg, cfg.batch, devices)
-    rows = {
-        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {join_sizes(own)}",
-        "memory": f"{', '.join(f'{value / 1e6:,.0f}' for value in held)} MB at most, by device",
-        "BatchNorm": BUFFERS[seen].format(own[0]),
-        "checkpoints": "the model's own names, without module., whatever the strategy",
-    }
-    if rest:
-        rows["last batch"] = f"{sum(rest)} = {join_sizes(rest)}"
-    uneven = [f"{name.replace('_', ' ')} {value:.0%}" for name, value in imbalance.items() if value is not None]
-    if uneven:
-        rows["imbalance"] = f"{', '.join(uneven)} (the largest above the mean)"
-    return rows
-
-
-def compare_rows(rates: dict[str, list[float]], run: Run) -> dict[str, str]:
-    """MetricsWriter of the table on the sides of the comparison; draws them."""
-    if not rates:
-        return {}
-    heights = {name: (mean(values), stdev(values)) for name, values in rates.items()}
-    one = next(iter(heights.values()))[0]
-    rows = {
-        name: f"{rate:,.0f} samples/s +- {off:.0f}, {rate / one:.2f} x the first"
-        for name, (rate, off) in heights.items()
-    }
-    if "data_parallel" not in rates:
-        rows["data_parallel"] = ONE_DEVICE.format(len(visible_gpus(run.world)))
-    plots.bars(run.folder.path / "compare.png", heights, **AXIS)
-    return rows | {"plot": str(run.folder.path / "compare.png")}
-
-
-def join_sizes(sizes: list[int]) -> str:
-    return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"
 
 
 if __name__ == "__main__":

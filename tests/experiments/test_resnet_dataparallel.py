@@ -19,6 +19,7 @@ from common.checkpoint import state_dicts
 from common.core import config
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
+from common.measure import device_report
 from common.models import networks
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import points
@@ -79,8 +80,8 @@ def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]
 def test_shares_are_those_of_the_strategies() -> None:
     chunks, slices = Config(strategy="data_parallel"), Config(strategy="ddp")
     for count, devices, expected in ((5, 4, [2, 2, 1, 0]), (1, 4, [1, 0, 0, 0]), (64, 2, [32, 32]), (5, 2, [3, 2])):
-        assert resnet_dataparallel.shards(chunks, count, devices) == expected
-    assert resnet_dataparallel.shards(slices, 5, 4) == [2, 1, 1, 1]
+        assert device_report.shards(chunks, count, devices) == expected
+    assert device_report.shards(slices, 5, 4) == [2, 1, 1, 1]
 
 
 def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
