@@ -17,6 +17,7 @@ INIT = 20.0  # seconds for an online wandb.init
 
 
 def load_run_config(folder: Folder) -> Experiment:
+    """Read the config of a run. Raises UserError."""
     return config.build_config(
         config.import_schema(folder.experiment), [config.read_config_file(folder.path / "config.yaml")]
     )

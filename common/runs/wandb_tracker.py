@@ -93,6 +93,7 @@ class Tracker:
 
 
 def build_command(folder: Folder, mode: str, reason: str = "") -> list[str]:
+    """Return the command of the tracking process."""
     return [sys.executable, "-m", "common.runs.wandb_tracker", str(folder.path), str(folder.number), mode, reason]
 
 
@@ -130,6 +131,7 @@ def follow_rows(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] 
 
 
 def main(path: str, attempt: str, mode: str, reason: str) -> None:
+    """Forward the rows of an attempt to W&B until stdin closes, then its model and result."""
     for number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job; our end is stdin's
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # training goes first

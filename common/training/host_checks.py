@@ -1,4 +1,4 @@
-"""Is every host sound? What each process finds out about its own, and what is wrong when they are laid side by side."""
+"""Health checks of the hosts: facts that each rank collects about its own, and the problems that comparing shows."""
 
 from __future__ import annotations
 
@@ -187,6 +187,7 @@ def find_problems(facts: Sequence[dict[str, Any]], hosts: int) -> list[str]:
 
 
 def name_host(f: dict[str, Any]) -> str:
+    """Return host and rank of the facts, as in `node1 (rank 0)`."""
     return f"{f['host']} (rank {f['rank']})"
 
 
