@@ -67,10 +67,22 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Convert BatchNorm to its synchronised form: torch's on a GPU, ours on the CPU; names and values stay."""
     if device.type == "cuda":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
-    for module in model.modules():
-        if type(module) is nn.BatchNorm2d:
-            module.__class__ = SyncBatchNorm2d
+    if type(model) is nn.BatchNorm2d:
+        return convert_layer(model)
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if type(layer) is nn.BatchNorm2d:
+                parent.add_module(name, convert_layer(layer))
     return model
+
+
+def convert_layer(layer: nn.BatchNorm2d) -> SyncBatchNorm2d:
+    """Return a synchronised layer that shares the parameters and buffers of a BatchNorm2d."""
+    synced = SyncBatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    synced.weight, synced.bias = layer.weight, layer.bias
+    synced.running_mean, synced.running_var = layer.running_mean, layer.running_var
+    synced.num_batches_tracked = layer.num_batches_tracked
+    return synced.train(layer.training)
 
 
 def take_waiting_seconds(model: nn.Module) -> float:
