@@ -65,4 +65,5 @@ def compare_rows(rates: dict[str, list[float]], folder: Path, gpus: int) -> dict
 
 
 def join_sizes(sizes: list[int]) -> str:
+    """Return the sizes as a sum, shortened from nine on."""
     return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"

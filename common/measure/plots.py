@@ -20,6 +20,7 @@ def axes(width: float = 7.0, height: float = 4.2) -> Any:
 
 
 def save(at: Any, path: Path) -> None:
+    """Write a figure as PNG and close it."""
     from matplotlib import pyplot
 
     at.figure.savefig(path, dpi=150)

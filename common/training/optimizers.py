@@ -81,5 +81,6 @@ def learning_rate(cfg: Optim, step: int, total: int, batch: int = 0) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -186,8 +186,9 @@ class RunContext:
                 self.folder.heartbeat(self.world.rank, self.step, time.time(), before_backward)
 
     def log_image(self, step: int, name: str, pixels: Tensor) -> None:
-        """An image [H, W] or [3, H, W], uint8 or floats from 0 to 1, in the run folder and in W&B. Rank 0's counts; any
-        step may have one, and the other ranks need not call it. Raises ValueError for another shape or a bad name.
+        """Log an image [H, W] or [3, H, W], uint8 or floats from 0 to 1, to the run folder and W&B.
+
+        Rank 0's counts; the other ranks need not call it. Raises ValueError for another shape or an invalid name.
         """
         if self.world.is_main:
             media.write_image(self.folder, step, name, pixels)
