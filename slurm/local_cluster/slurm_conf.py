@@ -181,8 +181,8 @@ def next_job_id(last: int, now: float | None = None) -> int:
     return max(last + 1000, int(since_2025) // 10)
 
 
-def make_slurm_conf(plan: Plan) -> str:
-    """The text of slurm.conf."""
+def list_values(plan: Plan) -> dict[str, str]:
+    """The values of slurm.conf that the plan's own settings may replace."""
     folder = plan.folder
     values = {
         "ClusterName": plan.name,
@@ -232,9 +232,14 @@ def make_slurm_conf(plan: Plan) -> str:
         values["AccountingStorageType"] = "accounting_storage/slurmdbd"
         values["AccountingStorageHost"] = "ctl"
         values["AccountingStoragePort"] = "16819"
+    return values
+
+
+def make_slurm_conf(plan: Plan) -> str:
+    """The text of slurm.conf."""
     given = {key.lower(): (key, value) for key, value in plan.settings.items()}
     grace = given.pop("gracetime", ("", "0"))[1]  # belongs to a partition, not to the whole
-    lines = {key.lower(): (key, value) for key, value in values.items()} | given
+    lines = {key.lower(): (key, value) for key, value in list_values(plan).items()} | given
     rows = [f"{key}={value}" for key, value in lines.values()]
     rows += [
         f"NodeName=node[1-{plan.nodes}] CPUs={plan.cpus} RealMemory={plan.memory} State=UNKNOWN",
@@ -270,10 +275,7 @@ def make_hosts_file(plan: Plan) -> str:
 
 
 def write_files(plan: Plan) -> None:
-    """All files of a cluster, in a folder that is emptied of an earlier cluster's state first.
-
-    A killed cluster's job table would come back as jobs that run for ever.
-    """
+    """Write all files of a cluster, in a folder that is emptied first: old jobs would come back and run for ever."""
     for name in FOLDERS:
         shutil.rmtree(plan.folder / name, ignore_errors=True)
         (plan.folder / name).mkdir()
