@@ -170,7 +170,9 @@ def test_answers_need_no_torch() -> None:
         for file in (ROOT / "common" / package).glob("[a-z]*.py")
     ]
     assert "runs.wandb_tracker" in free
-    modules = ", ".join(["slurm", "exp", *(f"common.{name}" for name in free)])
+    commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status", "reports.logs"]
+    commands += ["reports.compare", "reports.doctor", "local_cluster.cli"]
+    modules = ", ".join([*(f"slurm.{name}" for name in commands), *(f"common.{name}" for name in free)])
     program = f"import sys, {modules}\nprint('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -145,7 +145,7 @@ def test_a_model_is_measured_with_the_settings_of_its_newest_start(finished: Mak
     assert done.returncode == 0 and " of 100 " in done.stdout and "not compared" in done.stdout, done.stdout
     changes.write_text('{"data.test_limit": 3}')
     done = evaluate(folder)
-    assert done.returncode == 2 and "changed.json is damaged: which settings that start had is not known" in done.stderr
+    assert done.returncode == 2 and "changed.json is damaged: the settings of that attempt are not known" in done.stderr
     told = inside.run_verb("rerun", "--", str(folder.path))
     assert told.returncode == 2 and "changed.json is damaged" in told.stderr
     done = resume(REPLICATED, folder, "steps=50")
@@ -182,7 +182,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     assert json.loads((folder.path / "attempts/0002/heartbeat-1.json").read_text())["step"] == 50
     assert "trains on after step 40; learning rates are now those of a run of 50 steps" in done.stdout
     kept = json.loads((folder.path / "attempts/0001/result.json").read_text())
-    assert (kept["state"], kept["test_samples"]) == ("finished", 333), "how the first start ended"
+    assert (kept["state"], kept["scores"]["test_samples"]) == ("finished", 333), "how the first start ended"
     rows = folder.metrics()
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 50 and losses[:40] == before
