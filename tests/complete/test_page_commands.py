@@ -1,0 +1,19 @@
+"""The commands of all pages beside the README run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.page_commands import OTHERS, check_command, make_runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_runs(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Path, runs: Path) -> None:
+    check_command(command, cache, tmp_path, place, runs)
