@@ -16,7 +16,7 @@ class Stages:
     """What every experiment with stages can set."""
 
     transport: Literal["auto", "network"] = "auto"
-    """How the own engine's training messages travel: auto takes shared memory between processes of one host (CPU)."""
+    """How the built-in engine's messages travel: auto takes shared memory between ranks of one host (CPU)."""
     schedule: str = "gpipe"
     """naive, gpipe, 1f1b (both engines), interleaved_1f1b, zero_bubble (torch), or FILE.py:function (own)."""
     stages: int = between(1, 64, 2)

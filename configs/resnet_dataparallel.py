@@ -19,7 +19,7 @@ class Config(Sweep, DataParallel):
     functional: bool = False
     """Whether data_parallel calls the function nn.parallel.data_parallel; else it wraps the model in the class."""
     last_batch: Literal["keep", "drop"] = "keep"
-    """What becomes of the ragged rest of an epoch, which may be smaller than the number of devices."""
+    """What becomes of the last partial batch of an epoch, which may be smaller than the number of devices."""
     loss_every: int = at_least(1, 100)
     """Batches between two lines of the running loss."""
     compare: bool = True

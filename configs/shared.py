@@ -146,20 +146,19 @@ class Checkpoint:
     every_seconds: float = between(0, 86_400, 300)
     """Save whenever so many seconds have passed; 0 goes by steps alone. That much work is lost at worst."""
     every_steps: int = at_least(0, 0)
-    """Save after every so many optimizer steps; 0 goes by seconds alone. With both at 0 only a notice of
-    preemption saves."""
+    """Save after every so many optimizer steps; 0 goes by seconds alone. With both at 0 only a stop request saves."""
     keep: int = at_least(2, 2)
-    """Checkpoints of a start that stay on disk, beside the best one. At least 2: should the newest be damaged, the
+    """Checkpoints of an attempt that stay on disk, beside the best one. At least 2: should the newest be damaged, the
     one before it is used."""
     best: Literal["none", "test_loss", "test_accuracy"] = "none"
     """Save after every evaluation in which this is better than ever before, and keep that until a better one comes."""
     retries: int = between(0, 10, 1)
     """How often writing is tried again after an error of the disk, before training goes on without."""
     grace: float = between(1, 3600, 60)
-    """Seconds after a notice to stop until a process that has not saved and left ends itself. Longer than a step, or an
+    """Seconds after a stop request until a process that has not saved and left ends itself. Longer than a step, or an
     evaluation batch, and a checkpoint take."""
     max_restarts: int = at_least(0, 3)
-    """On a cluster, starts in a row that may fail without a new checkpoint before the job is given up."""
+    """On a cluster, attempts in a row that may fail without a new checkpoint before the job is given up."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ class Experiment:
     steps: int = at_least(0, 0)
     """Stop after so many optimizer steps; 0 runs all epochs."""
     batch: int = at_least(1, 64)
-    """Samples in one optimizer step, over all processes together. The ragged rest of an epoch is left out."""
+    """Samples in one optimizer step, over all processes together. The last partial batch of an epoch is left out."""
     eval_batch: int = at_least(1, 1000)
     """Samples in one evaluation batch. The last one may be smaller: every test sample counts once."""
     dtype: Literal["float32", "float64"] = "float32"

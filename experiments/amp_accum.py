@@ -105,7 +105,7 @@ def accumulate_gradients(
                 loss = F.cross_entropy(model(lay_out(cfg, x)), y)
             footprint.look()
             loss = loss / len(microbatches)  # the real number: an epoch's last step may have fewer than cfg.accumulate
-            if not reduced:  # so far nobody has take_waiting_seconds for the others
+            if not reduced:  # so far no rank has waited for the others
                 step.mark("backward")
             scaler.scale(loss).backward()
         total = total + loss.detach()

@@ -248,7 +248,7 @@ def summarise(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Fac
     shown = {
         "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
         "weights": f"{nonzero:,} of {masks.total:,} are not zero; {masks.sparsity:.2%} are masked",
-        "masks": f"{digest[:16]}, the same on {run.world.size} ranks",
+        "masks": digest[:16] + (f", the same on {run.world.size} ranks" if run.world.size > 1 else ""),
     }
     measured = {name: value for name, value in saved.items() if name in pruning_savings.MEASURED}
     return [Facts(shown | pruning_savings.format_rows(saved, len(x), cfg.int8), outcome, measured)]

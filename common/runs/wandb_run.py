@@ -78,7 +78,7 @@ def log_model_artifact(run: Any, folder: Folder) -> None:
 
 
 class MediaForwarder:
-    """The images and histograms of a start that W&B has not got yet, as media.jsonl lists them."""
+    """The images and histograms of an attempt that W&B has not got yet, as media.jsonl lists them."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self.position = folder, 0

@@ -175,7 +175,7 @@ def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def record_forwarded(folder: Folder, rows: int) -> None:
-    """Keep for later starts how many rows W&B has got of this one."""
+    """Keep for later attempts how many rows W&B has got of this one."""
     with contextlib.suppress(UserError):  # a full disk: they then come twice
         write_json(folder.attempt / FORWARDED, {"rows": rows})
 

@@ -200,7 +200,7 @@ def main(given: argparse.Namespace) -> int:
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose_scheduler(given.launch or "auto")
     if scheduler is None and not machines:
-        print(f"no SLURM is used: {nodes} processes on this machine", flush=True)
+        print(f"no SLURM is used: {nodes} process{'es' if nodes > 1 else ''} on this machine", flush=True)
     found = check_hosts(scheduler, nodes, profile, settings)
     if machines:
         print(json.dumps({"sound": not found["problems"]} | found, indent=2))

@@ -2,7 +2,7 @@
 
 Submitit pickles it by reference, so what it does is whatever this file says when the job starts. The
 job's script therefore puts the run folder's own `code/` first on the path: a job, and each of its
-later starts, executes the source as it was submitted.
+later attempts, executes the source as it was submitted.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 It stands outside the step, so it is there whichever process died, rank 0 included. A run that was told to stop, or
 that crashed, is started again where it was saved. One that a person must look at is not: a wrong setting, a loss that
-is no number, or starts in a row that reached no new checkpoint.
+is no number, or attempts in a row that reached no new checkpoint.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def find_obstacle(folder: Folder, status: int) -> str:
     allowed = config.build_config(config.import_schema(name), [config.read_config_file(given)]).checkpoint.max_restarts
     failed = count_failures(folder) if status != EXIT_RESUMABLE else 0
     if failed > allowed:
-        return f"{failed} starts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
+        return f"{failed} attempts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
     return ""
 
 

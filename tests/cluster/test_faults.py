@@ -84,7 +84,7 @@ def test_a_loss_that_is_no_number_is_not_tried_again(small: Lab) -> None:
 
 
 def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
-    """Two starts in a row may fail in vain, the third is one too many."""
+    """Two attempts in a row may fail in vain, the third is one too many."""
     running = small.submit("mnist_pipeline", *SMALL, "checkpoint.every_steps=0", "checkpoint.max_restarts=2")
     for number in (1, 2, 3):
         running.wait_for_start(number)
@@ -92,7 +92,7 @@ def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
     running.finish()
     stays_ended(running, "FAILED")
     assert len(running.folder.attempts()) == 3
-    assert "3 starts in a row ended without a new checkpoint" in running.folder.result["reason"]
+    assert "3 attempts in a row ended without a new checkpoint" in running.folder.result["reason"]
 
 
 def test_a_restart_is_shown_by_status_and_followed_by_logs_to_the_end(small: Lab) -> None:

@@ -84,7 +84,7 @@ def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
     assert requeues(fake) == 3
     done = end(fake, folder, 1, OURS)
     assert done.returncode == 1 and requeues(fake) == 3
-    assert folder.result["reason"].startswith("2 starts in a row ended without a new checkpoint")
+    assert folder.result["reason"].startswith("2 attempts in a row ended without a new checkpoint")
 
 
 def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
