@@ -63,7 +63,7 @@ def run(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder | No
         chosen.wandb.group = folder.name
         print(f"{number:>4} of {len(planned)}  {join_words(row['cell'])}", end="", flush=True)
         try:
-            with silence_stdout(), keep_signal_handlers():
+            with silence_stdout(), keep_signal_handlers() as stops:
                 made, status = start(chosen)
         except UserError:
             if not rows:
@@ -79,6 +79,8 @@ def run(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder | No
         write_tables(folder, name, rows)
         if status in (EXIT_RESUMABLE, *(128 + number for number in STOP_SIGNALS)):
             return status  # it was the sweep that was told to stop
+        if stops:  # too late for a run that was at its end, which counts as finished
+            return 128 + stops[0]
     done = [row for row in rows if row.get("state") == "finished"]
     if done:
         print_summary(grid.summarise(cfg, gpus, done), folder)
@@ -141,14 +143,23 @@ def silence_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keep_signal_handlers() -> Iterator[None]:
-    """Leave the signals to the next run as this one found them."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def keep_signal_handlers() -> Iterator[list[int]]:
+    """Leave the signals to the next run as this one found them; the list then holds the stop signals that it got."""
+    before, got = {number: signal.getsignal(number) for number in STOP_SIGNALS}, list[int]()
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        yield
+        yield got
     finally:
+        signal.set_wakeup_fd(earlier)
         for number, handler in before.items():
             signal.signal(number, handler)
+        with contextlib.suppress(BlockingIOError):
+            got += [number for number in os.read(reader, 4096) if number in STOP_SIGNALS]
+        os.close(reader)
+        os.close(writer)
 
 
 def write_tables(folder: Path, name: str, rows: Sequence[Row]) -> None:
