@@ -219,7 +219,6 @@ def list_values(plan: Plan) -> dict[str, str]:
         "ReturnToService": "2",  # a host that comes back is used again, without an administrator
         "SlurmdTimeout": "10",
         "KillWait": "5",
-        "InactiveLimit": "0",
         "MailProg": "/bin/true",
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
@@ -229,8 +228,7 @@ def list_values(plan: Plan) -> dict[str, str]:
         values["AuthInfo"] += f",socket={folder}/run/munge.sock"
         values["AccountingStoragePass"] = f"{folder}/run/munge.sock"  # its name for the same socket
     if plan.database:
-        values["AccountingStorageType"] = "accounting_storage/slurmdbd"
-        values["AccountingStorageHost"] = "ctl"
+        values |= {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageHost": "ctl"}
         values["AccountingStoragePort"] = "16819"
     return values
 
