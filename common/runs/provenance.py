@@ -20,6 +20,7 @@ from common.runs.folder import Folder, disk_errors, read_json, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
 SOURCE = ("experiments", "common", "slurm", "configs", "tests")  # and the files beside these folders
+NO_SOURCE = (".svg", ".png", ".xz")  # pictures of the pages and archives of tests
 
 
 def utc_now() -> str:
@@ -42,10 +43,12 @@ def list_source_files() -> list[Path]:
     listed = run_git("ls-files", "-co", "--exclude-standard", "-z")
     if listed:
         found = [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
-        return [path for path in found if len(path.parts) == 1 or path.parts[0] in SOURCE]
-    beside = [path for path in ROOT.iterdir() if path.is_file()]
-    inside = [path for name in SOURCE for path in (ROOT / name).rglob("*") if path.is_file()]
-    return [path.relative_to(ROOT) for path in beside + inside if "__pycache__" not in path.parts]
+        found = [path for path in found if len(path.parts) == 1 or path.parts[0] in SOURCE]
+    else:
+        beside = [path for path in ROOT.iterdir() if path.is_file()]
+        inside = [path for name in SOURCE for path in (ROOT / name).rglob("*") if path.is_file()]
+        found = [path.relative_to(ROOT) for path in beside + inside if "__pycache__" not in path.parts]
+    return [path for path in found if path.suffix not in NO_SOURCE]
 
 
 def package_version(package: str) -> str | None:
