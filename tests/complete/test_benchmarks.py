@@ -26,7 +26,7 @@ KEEP = {
 def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.benchmarks", f"--folder={tmp_path}", "--minutes=0.4", "--rounds=1"]
     done = subprocess.run(
-        [*command, "--", "sparse_prune/linear mnist_pipeline/loader"],
+        [*command, "--", "sparse_prune/linear"],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
@@ -39,8 +39,6 @@ def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) ->
     parts = json.loads(file.read_text())["parts"]
     part = parts["sparse_prune/linear"]
     assert part["rounds"] == len(part["samples"]["bf16"]["seconds"]) >= 1 and part["facts"] == {"threads": 2}
-    for name in {"sparse_prune/linear", "mnist_pipeline/loader"} - set(parts):
-        assert f"not measured: {name}: the budget was over" in done.stdout
 
 
 @pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)

@@ -27,7 +27,7 @@ def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick:
     left, wanted = everything(tmp_path / "fork"), everything(tmp_path / "real")
     assert left.keys() == wanted.keys() and len([name for name in left if name.endswith(".pt")]) == 8
     assert [name for name in left if left[name] != wanted[name]] == []
-    assert len(left["attempts/0001/metrics.jsonl"]) == 13 and left["result.json"]["test_samples"] == 100
+    assert len(left["attempts/0001/metrics.jsonl"]) == 13 and left["result.json"]["scores"]["test_samples"] == 100
 
 
 def test_ctrl_c_in_training_ends_both_with_the_same_words(tmp_path: Path, quick: tuple[str, ...]) -> None:
