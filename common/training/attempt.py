@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from common.checkpoint import extension, storage
 from common.core import config
@@ -24,6 +24,7 @@ from common.data import prepare
 from common.data.prepare import Prepared
 from common.runs import provenance, wandb_tracker
 from common.runs.folder import Folder, read_json, write_json
+from common.runs.result import Result
 from configs.shared import Experiment
 
 
@@ -78,12 +79,12 @@ class Attempt:
             ended = describe_ending(self.folder, status, reason)
             if not self.folder.result and not submitted and not self.folder.superseded:
                 with contextlib.suppress(UserError):  # the full disk that ended the run has been reported
-                    write_json(self.folder.path / "result.json", ended)
-                if ended["last_step"]:
-                    print(f"metrics up to step {ended['last_step']} are in {self.folder.metrics_file}", file=sys.stderr)
+                    ended.write(self.folder.path / "result.json")
+                if ended.last_step:
+                    print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 if storage.list_candidates(self.folder):
                     print(f"go on with: {how_to_resume(self.folder, cfg, reason)}", file=sys.stderr)
-            state = self.folder.result.get("state", ended["state"])
+            state = self.folder.result.get("state", ended.state)
             facts = {"world": read_json(self.folder.attempt / "world.json") or None}
             if not self.folder.superseded:  # else the newest entry of the history is another attempt's
                 with contextlib.suppress(UserError):
@@ -181,16 +182,13 @@ def how_to_resume(folder: Folder, cfg: Experiment, reason: str) -> str:
     return again
 
 
-def describe_ending(folder: Folder, status: int, reason: str = "") -> dict[str, Any]:
+def describe_ending(folder: Folder, status: int, reason: str = "") -> Result:
     """Return the result of an attempt that did not finish the run; `reason` is what is known of a failure."""
-    steps = [row["global_step"] for row in folder.metrics()]
-    ended: dict[str, Any] = {"state": "failed", "exit_status": status, "last_step": max(steps, default=0)}
+    last = max((row["global_step"] for row in folder.metrics()), default=0)
     if status == 128 + signal.SIGINT:
-        ended |= {"state": "cancelled", "reason": "stopped by Ctrl-C"}
-    elif status == EXIT_RESUMABLE:
+        return Result("cancelled", status, "stopped by Ctrl-C", last)
+    if status == EXIT_RESUMABLE:
         saved = bool(storage.list_candidates(folder))
         when = "after saving a checkpoint" if saved else "before the first step"
-        ended |= {"state": "preempted", "reason": f"stopped on request, {when}"}
-    elif reason:
-        ended["reason"] = reason
-    return ended
+        return Result("preempted", status, f"stopped on request, {when}", last)
+    return Result("failed", status, reason, last)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from common.runs import provenance
-from common.runs.folder import Folder, read_json, write_json
+from common.runs.folder import Folder, read_json
+from common.runs.result import Result
 from slurm.reports.selection import find_run
 from slurm.reports.status import OVER, find_scheduler, is_alive, read_state
 
@@ -26,7 +27,7 @@ def cancel_run(folder: Folder) -> str:
     if not job and is_alive(start) is None:
         raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
     # first: so it is not queued again, and its process knows why it has to stop
-    write_json(folder.path / "result.json", {"state": "cancelled", "exit_status": 130})
+    Result("cancelled", 130).write(folder.path / "result.json")
     if not job:
         os.kill(start["pid"], signal.SIGTERM)
         return f"cancelled process {start['pid']}; it saves, and leaves"

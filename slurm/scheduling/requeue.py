@@ -19,6 +19,7 @@ from common.core import config
 from common.core.errors import EXIT_RESUMABLE, UserError, user_errors
 from common.runs import provenance
 from common.runs.folder import Folder, read_json, write_json
+from common.runs.result import Result
 from slurm.scheduling.scheduler import Scheduler
 
 PATIENCE = 600.0  # seconds for a controller that does not answer: it may be starting again
@@ -114,8 +115,7 @@ def main(path: str, status: int) -> int:
                 return EXIT_RESUMABLE
             reason = f"it cannot be queued again: {error}"
     steps = [row["global_step"] for row in folder.metrics()]
-    ended = {"state": "failed", "exit_status": status or 1, "last_step": max(steps, default=0), "reason": reason}
-    write_json(folder.path / "result.json", ended)
+    Result("failed", status or 1, reason, max(steps, default=0)).write(folder.path / "result.json")
     provenance.update_metadata(folder, state="failed", end=provenance.utc_now())
     print(f"not started again: {reason}", file=sys.stderr)
     return status or 1

@@ -95,6 +95,7 @@ def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monke
     requeue.note_refusal(folder, 10, "rank 0 tells")
     assert end(fake, folder, 2, OURS).returncode == 2
     assert folder.result["reason"] == "the loss is nan" and requeues(fake) == 0
+    assert folder.result["format"] == 2 and folder.result["last_step"] == 0
 
 
 def test_a_run_that_has_a_result_is_over(fake: Fake, folder: Folder) -> None:
