@@ -97,7 +97,7 @@ def load_tensors(named: Named, saved: Mapping[str, Tensor]) -> None:
 
 
 def collect_optimizer_state(optimizer: Optimizer, named: Named, keep: bool = True) -> dict[str, dict[str, Any]]:
-    """What an optimizer remembers of each parameter, by the parameter's name; `keep` as for `tensors`."""
+    """What an optimizer remembers of each parameter, by the parameter's name; `keep` as for `collect_tensors`."""
     found = {
         name: {key: full_tensor(value) for key, value in optimizer.state[parameter].items()}
         for name, parameter in named

@@ -9,6 +9,6 @@ REPEAT_SECONDS = 5.0  # in which another signal belongs to the same stop request
 
 
 def ignore_stop_signals() -> None:
-    """Ignore SIGNALS in a process that only its parent ends: SLURM signals every process of a job."""
+    """Ignore STOP_SIGNALS in a process that only its parent ends: SLURM signals every process of a job."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

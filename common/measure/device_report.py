@@ -31,7 +31,7 @@ def shards(cfg: Config, count: int, devices: int) -> list[int]:
 def describe_devices(
     cfg: Config, devices: int, held: list[int], imbalance: dict[str, float | None], rest: list[int] | None
 ) -> dict[str, str]:
-    """MetricsWriter of the table on shards, memory and BatchNorm; `held` are bytes by device."""
+    """Rows of the table on shards, memory and BatchNorm; `held` are bytes by device."""
     seen = "synchronised" if cfg.sync_batchnorm and devices > 1 else cfg.strategy if devices > 1 else "single"
     own = shards(cfg, cfg.batch, devices)
     rows = {
@@ -49,7 +49,7 @@ def describe_devices(
 
 
 def compare_rows(rates: dict[str, list[float]], folder: Path, gpus: int) -> dict[str, str]:
-    """MetricsWriter of the table on the sides of the comparison; draws them."""
+    """Rows of the table on the sides of the comparison; draws them."""
     if not rates:
         return {}
     heights = {name: (mean(values), stdev(values)) for name, values in rates.items()}
