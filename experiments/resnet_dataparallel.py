@@ -132,6 +132,8 @@ def main(cfg: Config, run: Run) -> None:
             total, count = running.tolist()
             run.say(f"[epoch {step.epoch + 1}, step {step.number:5d}] running loss {total / count:.3f}")
             running.zero_()
+        if step.number % batches.steps == 0:  # of one epoch
+            running.zero_()
     run.report(*summarise(cfg, run, devices))
 
 
@@ -195,14 +197,13 @@ def summarise(cfg: Config, run: Run, devices: int) -> list[Any]:
         "before_backward": step_timing.imbalance([rank.before_backward for rank in scaling.ranks]),
     }
     outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": rest}
-    measured = {"imbalance": imbalance, "compare": rates}
     shown = device_report.describe_devices(cfg, devices, held, imbalance, rest)
-    shown |= device_report.compare_rows(rates, run.folder.path, len(visible_gpus(world)))
     if sides and not full:
         shown["comparison"] = TOO_FEW.format(count, cfg.batch)
     name = "device" if own else "rank"
     memory = {f"{name} {number}": most for number, most in enumerate(held)}
-    return [Facts(shown, outcome, measured, memory), scaling]
+    comparison = device_report.Comparison(rates, run.folder.path, len(visible_gpus(world)))
+    return [Facts(shown, outcome, {"imbalance": imbalance}, memory), comparison, scaling]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -9,6 +11,7 @@ import numpy as np
 import torch
 
 from common.measure import plots
+from common.runs.result import Added
 from configs.resnet_dataparallel import ONE_DEVICE, Config
 
 AXIS = {"y": "training samples per second"}
@@ -48,20 +51,33 @@ def describe_devices(
     return rows
 
 
-def compare_rows(rates: dict[str, list[float]], folder: Path, gpus: int) -> dict[str, str]:
-    """Rows of the table on the sides of the comparison; draws them."""
-    if not rates:
-        return {}
-    heights = {name: (mean(values), stdev(values)) for name, values in rates.items()}
-    one = next(iter(heights.values()))[0]
-    rows = {
-        name: f"{rate:,.0f} samples/s +- {off:.0f}, {rate / one:.2f} x the first"
-        for name, (rate, off) in heights.items()
-    }
-    if "data_parallel" not in rates:
-        rows["data_parallel"] = ONE_DEVICE.format(gpus)
-    plots.bars(folder / "compare.png", heights, **AXIS)
-    return rows | {"plot": str(folder / "compare.png")}
+@dataclass(frozen=True)
+class Comparison:
+    """The report on the sides of the comparison: samples per second of each, round by round."""
+
+    rates: Mapping[str, list[float]]
+    folder: Path
+    gpus: int
+    """GPUs that one process can use."""
+
+    def rows(self) -> dict[str, str]:
+        """For the table; draws the picture, once the result is written."""
+        if not self.rates:
+            return {}
+        heights = {name: (mean(values), stdev(values)) for name, values in self.rates.items()}
+        one = next(iter(heights.values()))[0]
+        rows = {
+            name: f"{rate:,.0f} samples/s +- {off:.0f}, {rate / one:.2f} x the first"
+            for name, (rate, off) in heights.items()
+        }
+        if "data_parallel" not in self.rates:
+            rows["data_parallel"] = ONE_DEVICE.format(self.gpus)
+        plots.bars(self.folder / "compare.png", heights, **AXIS)
+        return rows | {"plot": str(self.folder / "compare.png")}
+
+    def result(self) -> Added:
+        """For result.json."""
+        return Added(measured={"compare": dict(self.rates)})
 
 
 def join_sizes(sizes: list[int]) -> str:
