@@ -111,8 +111,9 @@ def read_sweep_file(path: str, more: list[str]) -> Grid:
 
 
 def is_python_grid(path: Path) -> bool:
-    """Whether a file is one of configs/sweeps/*.py."""
-    return path.suffix == ".py" and path.absolute().parent == config.ROOT / "configs" / "sweeps"
+    """Whether a file is the grid of an experiment, configs/sweeps/NAME.py."""
+    here = path.absolute().parent == config.ROOT / "configs" / "sweeps"
+    return here and path.suffix == ".py" and path.stem in config.list_experiments() and path.is_file()
 
 
 def read_python_grid(experiment: str, more: list[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from common.core.errors import UserError
 from slurm.launch import sweep_file
 from tests.harness import inside
 from tests.harness.damaged_runs import DAMAGES
@@ -117,6 +118,12 @@ def test_every_grid_is_valid(file: Path) -> None:
 def test_a_python_grid_has_the_points_that_its_experiment_sweeps(experiment: str, points: int) -> None:
     grid = sweep_file.read_sweep_file(f"configs/sweeps/{experiment}.py", ["launch.device=cpu"])
     assert grid.experiment == experiment and len(grid.points) == points
+
+
+@pytest.mark.parametrize("name", ["mnist_pipeline", "no_such_experiment", "__init__"])
+def test_a_python_file_that_is_no_grid_is_refused(name: str) -> None:
+    with pytest.raises(UserError):
+        sweep_file.read_sweep_file(f"configs/sweeps/{name}.py", [])
 
 
 def test_repeats_of_a_python_grid_have_seeds_of_their_own_where_accuracy_counts() -> None:
