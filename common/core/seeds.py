@@ -13,7 +13,7 @@ import numpy as np
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """Return a 63-bit seed for one purpose, such as derive_seed(0, "order", epoch); stable over versions and machines."""
+    """Return a 63-bit seed for one purpose, as derive_seed(0, "order", epoch); stable over versions and machines."""
     text = "/".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
