@@ -74,4 +74,7 @@ def bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, titl
     at.bar_label(drawn, fmt=lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}", padding=3)
     at.set(ylabel=y, title=title)
     at.margins(y=0.12)
+    if len(heights) > 5:  # their labels would overlap side by side
+        for label in at.get_xticklabels():
+            label.set(rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
     save(at, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,8 +53,8 @@ def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dic
     """The median of each side and half its spread."""
     found = {}
     for side in sides:
-        values = sorted(factor * value for value in part["samples"][side]["seconds"])
-        found[textwrap.fill(side, 14)] = values[len(values) // 2], (values[-1] - values[0]) / 2
+        values = [factor * value for value in part["samples"][side]["seconds"]]
+        found[textwrap.fill(side, 14)] = statistics.median(values), (max(values) - min(values)) / 2
     return found
 
 
