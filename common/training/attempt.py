@@ -20,6 +20,7 @@ from typing import IO
 from common.checkpoint import extension, storage
 from common.core import config
 from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, UserError
+from common.core.text import format_count
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.runs import provenance, wandb_tracker
@@ -117,7 +118,7 @@ def set_up(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
         raise
     if prepared.notice:
         print(prepared.notice, flush=True)
-    print(f"{name}: {count_ranks(cfg)}, data {prepared.name}, run folder {folder.path}", flush=True)
+    print(f"{name}: {format_count(cfg.processes, 'rank')}, data {prepared.name}, run folder {folder.path}", flush=True)
     return folder, prepared
 
 
@@ -148,11 +149,6 @@ def warn_of_damaged_metrics(given: Folder) -> None:
         if damaged:
             lines = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
             print(f"WARNING: {attempt.metrics_file}: damaged lines are left out: {lines}", file=sys.stderr, flush=True)
-
-
-def count_ranks(cfg: Experiment) -> str:
-    """Return the number of ranks in words, as in `2 processes`."""
-    return f"{cfg.processes} process{'es' if cfg.processes > 1 else ''}"
 
 
 def lock_run(folder: Folder) -> IO[str]:

@@ -18,6 +18,7 @@ from common.checkpoint import state_dicts, storage
 from common.checkpoint.preemption import StopRequest, StopRequested, leave_together, name_silent_ranks
 from common.core import config, host_memory, seeds
 from common.core.errors import EXIT_RESUMABLE, UserError, is_timeout, user_errors
+from common.core.text import format_count
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
 from common.distributed.rendezvous import World
@@ -25,7 +26,7 @@ from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker
 from common.runs.folder import Folder
 from common.training import host_checks, sweep
-from common.training.attempt import Attempt, count_ranks, is_finished, lock_run
+from common.training.attempt import Attempt, is_finished, lock_run
 from common.training.run import Run
 from configs.shared import Experiment
 
@@ -110,7 +111,9 @@ class ForkedRanks:
             folder = attempt.folder
             saved = bool(storage.list_candidates(folder))
             word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
-            print(f"{given.experiment}: {count_ranks(cfg)}, {word}run folder {given.path}", flush=True)
+            print(
+                f"{given.experiment}: {format_count(cfg.processes, 'rank')}, {word}run folder {given.path}", flush=True
+            )
         return attempt
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Ending:
@@ -147,7 +150,7 @@ class LaunchedRank:
         """Raise UserError if torchrun or SLURM started another number of ranks than the config needs."""
         if rank_info.size != cfg.processes:
             raise UserError(
-                f"{rank_info.launcher} started {rank_info.size} process{'es' if rank_info.size > 1 else ''}, "
+                f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, "
                 f"the settings need {cfg.processes}"
             )
         self.rank_info, self.is_main = rank_info, rank_info.rank == 0

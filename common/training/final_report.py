@@ -11,6 +11,7 @@ from common.checkpoint.checkpointer import read_full_model
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.core import config
 from common.core.errors import UserError, first_line
+from common.core.text import format_count
 from common.data.loader import STATISTICS
 from common.measure import tables
 from common.models import model_file
@@ -47,7 +48,7 @@ def run_rows(run: RunContext) -> dict[str, str]:
         "test accuracy": f"{scores['test_accuracy']:.2%}",
         "test loss": f"{scores['test_loss']:.4f}",
         "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
-        "ranks": f"{world.size} with {world.threads} threads each on {world.device.type} of "
+        "ranks": f"{world.size} with {format_count(world.threads, 'thread')} each on {world.device.type} of "
         + ", ".join(sorted(set(world.hosts))),
     }
 
