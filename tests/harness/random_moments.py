@@ -9,7 +9,10 @@ time that all of it takes. The end must be equal to the bit to that of a run whi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import math
+import os
 import random
 import shutil
 import signal
@@ -37,21 +40,24 @@ WORDS = ("model=lenet5", "data.name=imagefolder", f"data.image_size={SIDE}", "ba
          "log.progress=none", "launch.threads=1", "processes_per_node=2")  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Trial:
     """What became of one run that was told to stop."""
 
     number: signal.Signals
     moment: float
     """Seconds after its start."""
-    left: float
+    left: float = math.nan
     """Seconds from the notice to the end of its processes."""
-    reached: str
-    differs: list[str]
+    status: int | None = None
+    """Exit status of the stopped run."""
+    reached: str = "?"
+    problem: str = ""
+    """The first difference from the run that nobody stopped, or what failed."""
 
     def line(self) -> str:
         told = f"{self.number.name:<8} after {self.moment:6.2f} s, {self.reached:<24} left within {self.left:5.2f} s"
-        return f"{told}  {'equal to the bit' if not self.differs else 'DIFFERENT: ' + self.differs[0]}"
+        return f"{told}, status {self.status}  {self.problem or 'equal to the bit'}"
 
 
 def make_images(root: Path, count: int) -> None:
@@ -106,27 +112,44 @@ def reached(place: Path) -> str:
 
 
 def attempt(root: Path, whole: Folder, place: Path, number: signal.Signals, moment: float) -> Trial:
-    """Stop a new run after so many seconds, let it go on, and compare its end with the whole run's."""
+    """Stop a new run after so many seconds, let it go on, and compare its end with the whole run's.
+
+    A failure is recorded, so that no trial costs the others.
+    """
+    trial = Trial(number, moment)
     process = start(root, place, real=False)
-    time.sleep(moment)
+    try:
+        stop(process, trial)
+        trial.reached = reached(place)
+        assert not processes_of(str(place)), "a process outlives the run"
+        if trial.reached == "preparing":
+            assert not list((place / "cache").glob("imagefolder-*/*.new")), "a half-written array is left"
+            run_to_the_end(root, place)
+        else:
+            resume(only(place))
+        trial.problem = "".join(f"DIFFERENT: {name}" for name in differences(whole, only(place))[:1])
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        trial.problem = f"FAILED: {type(error).__name__}: {lines[-1] if lines else ''}"
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        for pid in processes_of(str(place)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return trial
+
+
+def stop(process: warm.Command, trial: Trial) -> None:
+    """Send the signal of a trial at its moment, and wait for the end of the run."""
+    time.sleep(trial.moment)
     began = time.monotonic()
-    if process.poll() is None:
-        process.send_signal(number)
+    process.send_signal(trial.number)
     out, err = process.communicate(600)
-    left = time.monotonic() - began
+    trial.left, trial.status = time.monotonic() - began, process.returncode
     assert "Traceback" not in err, out + err
-    assert not processes_of(str(place)), "nothing outlives it"
-    where = reached(place)
-    if where == "preparing":
-        assert not list((place / "cache").glob("imagefolder-*/*.new")) if (place / "cache").exists() else True
-        run_to_the_end(root, place)
-    else:
-        resume(only(place))
-    return Trial(number, moment, left, where, differences(whole, only(place)))
 
 
 def trials(images: int, moments: int, draw: random.Random, scratch: Path) -> list[Trial]:
-    """So many trials for each of Ctrl-C and a cluster's notice."""
+    """So many trials for each of Ctrl-C and a cluster's notice; the folders of those that fail are kept."""
     root = scratch / "images"
     make_images(root, images)
     whole, seconds = run_to_the_end(root, scratch / "whole")
@@ -136,7 +159,8 @@ def trials(images: int, moments: int, draw: random.Random, scratch: Path) -> lis
         number = (signal.SIGINT, signal.SIGUSR2)[n % 2]
         found.append(attempt(root, whole, place, number, draw.uniform(0, seconds)))
         print(found[-1].line(), flush=True)
-        shutil.rmtree(place)
+        shutil.rmtree(place / "cache" if found[-1].problem else place, ignore_errors=True)
+    shutil.rmtree(root)
     return found
 
 
@@ -145,14 +169,17 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=60_000)
     parser.add_argument("--moments", type=int, default=20)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="moments-") as scratch:
-        found = trials(given.images, given.moments, open_stream("random moments"), Path(scratch))
+    scratch = Path(tempfile.mkdtemp(prefix="moments-"))
+    found = trials(given.images, given.moments, open_stream("random moments"), scratch)
+    wrong = [trial for trial in found if trial.problem]
     late = [trial for trial in found if trial.left > LEAVES_WITHIN]
-    wrong = [trial for trial in found if trial.differs]
-    slowest = max(trial.left for trial in found)
-    print(
-        f"{len(found)} trials: {len(wrong)} different, {len(late)} left later than {LEAVES_WITHIN:g} s, {slowest:.1f} s"
-    )
+    slowest = max((trial.left for trial in found if not math.isnan(trial.left)), default=math.nan)
+    told = f"{len(late)} left later than {LEAVES_WITHIN:g} s, the slowest after {slowest:.1f} s"
+    print(f"{len(found)} trials: {len(wrong)} different or failed, {told}")
+    if wrong:
+        print(f"the folders of the failed ones: {scratch}")
+    else:
+        shutil.rmtree(scratch)
     return int(bool(late or wrong))
 
 

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from common.runs.folder import Folder
+from tests.harness import random_moments, warm
 from tests.harness.chance import open_stream
-from tests.harness.random_moments import trials
+from tests.harness.processes import environment, processes_of
+from tests.harness.random_moments import Trial, trials
 
 
 def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     found = trials(images=600, moments=1, draw=open_stream("moments"), scratch=tmp_path)
-    assert not [trial.line() for trial in found if trial.differs]
+    assert not [trial.line() for trial in found if trial.problem]
+
+
+def test_a_trial_that_fails_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(root: Path, place: Path, *, real: bool) -> warm.Command:
+        return warm.Command(["sleep", "60"], env=environment(MARK=str(place)), real=True)
+
+    def stop(process: warm.Command, trial: Trial) -> None:
+        raise OSError("of the run\nno space left")
+
+    monkeypatch.setattr(random_moments, "start", start)
+    monkeypatch.setattr(random_moments, "stop", stop)
+    monkeypatch.setattr(random_moments, "run_to_the_end", lambda root, place: (Folder(place), 0.01))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["random_moments", "--images=12", "--moments=1"])
+    assert random_moments.main() == 1
+    said = capsys.readouterr().out.splitlines()
+    assert ["FAILED: OSError: no space left" in line for line in said] == [False, True, True, False, False]
+    assert said[3].startswith("2 trials: 2 different or failed") and str(tmp_path) in said[4]
+    assert not processes_of(str(tmp_path)), "nothing of a failed trial disturbs the next one"
