@@ -19,6 +19,7 @@ from common.checkpoint.rank_file import decode_rank_file, write_rank_file
 from common.checkpoint.state_dicts import to_plain
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
 from common.core.errors import NO_VALID_CHECKPOINT, UserError, first_line
+from common.core.text import format_count
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder, fsync_path, write_atomic
 from configs.shared import Checkpoint
@@ -205,10 +206,9 @@ class Checkpointer:
             self.say(f"{CheckpointPath(Folder(self.folder.path, choice.attempt), choice.step)} is not used: {problem}")
         assert loaded is not None
         if not loaded.exact:
-            ranks = f"{loaded.processes} rank{'s' if loaded.processes > 1 else ''}"
             self.say(
-                f"saved by {ranks}, resumed by {self.world.size}: model, optimizer and data position are restored; "
-                "random states are not, and results match only to rounding"
+                f"saved by {format_count(loaded.processes, 'rank')}, resumed by {self.world.size}: model, optimizer "
+                "and data position are restored; random states are not, and results match only to rounding"
             )
         return loaded
 
@@ -229,8 +229,7 @@ class Checkpointer:
             )
         left = self.world.broadcast(len(storage.list_unfinished(self.folder)) if self.world.is_main else 0)
         if left:
-            word = "checkpoints are" if left > 1 else "checkpoint is"
-            self.say(f"{left} half-written {word} not used, and there is no complete one")
+            self.say(f"not used: {format_count(left, 'half-written checkpoint')}; there is no complete one")
 
 
 def choose_manifest(found: Iterator[CheckpointPath]) -> tuple[Manifest | None, list[str]]:

@@ -191,7 +191,7 @@ def read_manifest(snapshot: CheckpointPath) -> Manifest:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
     if list(files) != [rank_file_name(rank) for rank in range(len(files))] or len(files) != manifest.processes:
-        raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} processes")
+        raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} ranks")
     if (manifest.step, manifest.attempt) != (snapshot.step, snapshot.attempt.number):
         raise InvalidCheckpoint(f"it is that of step {manifest.step} of attempt {manifest.attempt}")
     return manifest

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from common.core.errors import UserError
+from common.core.text import format_count
 from configs.shared import Experiment
 
 UNLIMITED = 1 << 60  # cgroups write numbers near 2**63 for no limit
@@ -19,11 +20,10 @@ def check_host_memory(settings: Experiment) -> None:
     needed = settings.memory_bytes
     free, what = measure_available()
     if needed > free:
-        count = settings.processes // settings.launch.nodes
+        ranks = format_count(settings.processes // settings.launch.nodes, "rank")
         raise UserError(
-            f"the model needs {needed / 1e9:,.1f} GB on a host for the parameters, gradients and optimizer of {count} "
-            f"process{'es' if count > 1 else ''}, and {free / 1e9:,.1f} GB are free ({what}); choose a smaller model "
-            "or fewer processes"
+            f"the model needs {needed / 1e9:,.1f} GB on a host for the parameters, gradients and optimizer of {ranks}, "
+            f"and {free / 1e9:,.1f} GB are free ({what}); choose a smaller model or fewer ranks"
         )
 
 

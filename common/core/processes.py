@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
 PDEATHSIG, SUBREAPER = 1, 36  # PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
@@ -39,11 +41,53 @@ def kill_children() -> None:
                 os.waitpid(pid, 0)
 
 
-def read_stat(pid: int | str) -> list[str]:
+class Process(NamedTuple):
+    """A process, distinguished from a later one with the same pid by its start time."""
+
+    pid: int
+    start: int
+    """Clock ticks from boot to its start."""
+
+    @staticmethod
+    def of(pid: int) -> Process:
+        """Return the running process with a pid. Raises OSError."""
+        return Process(pid, int(read_stat(pid)[19]))
+
+    @staticmethod
+    def load(path: Path) -> Process | None:
+        """Return the process recorded in a file; None if it has ended or the file cannot be read."""
+        try:
+            pid, start = path.read_text().split()
+        except (OSError, ValueError):
+            return None
+        process = Process(int(pid), int(start))
+        return process if process.is_alive() else None
+
+    def save(self, path: Path) -> None:
+        """Record the process in a file. Raises OSError."""
+        path.with_suffix(".new").write_text(f"{self.pid} {self.start}\n")
+        path.with_suffix(".new").replace(path)
+
+    def is_alive(self) -> bool:
+        """Check whether this very process runs."""
+        try:
+            now = read_stat(self.pid)
+        except OSError:
+            return False
+        return int(now[19]) == self.start and now[0] not in "ZX"
+
+    def kill(self) -> None:
+        """Kill this very process and wait up to 30 s for its end; with a table's first process all in it end."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return
+        if self.is_alive():  # asked after opening: the handle now means the recorded process or none
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            select.select([handle], [], [], 30)
+        os.close(handle)
+
+
+def read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, process group and so on. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def read_start_ticks(pid: int | str) -> int:
-    """Return when a process started, in clock ticks since boot; with the pid it names one process. Raises OSError."""
-    return int(read_stat(pid)[19])

@@ -15,6 +15,7 @@ import numpy as np
 
 from common.core import seeds
 from common.core.errors import UserError
+from common.core.text import format_count
 from common.data.sources import list_files, to_printable
 from common.runs.folder import disk_errors
 
@@ -150,7 +151,7 @@ def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[tu
 def summarize_files(files: list[str]) -> str:
     """Return the number of files and the names of the first ones."""
     more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
-    return to_printable(f"{len(files)} file{'s' * (len(files) > 1)}: {', '.join(sorted(files)[:SHOWN])}{more}")
+    return to_printable(f"{format_count(len(files), 'file')}: {', '.join(sorted(files)[:SHOWN])}{more}")
 
 
 def describe_error(error: Exception, path: Path) -> str:

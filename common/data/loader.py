@@ -143,7 +143,7 @@ class Loader:
         if len(data) < batch and drop_last:
             raise ValueError(f"{len(data)} training samples hold no full batch of {batch}; lower batch")
         if batch % shard[1]:
-            raise ValueError(f"batch={batch} cannot be shared evenly by {shard[1]} processes")
+            raise ValueError(f"batch={batch} cannot be shared evenly by {shard[1]} ranks")
         self.data, self.batch, self.seed, self.block = data, batch, seed, block
         self.device, self.dtype = device, dtype
         self.wants_inputs, self.wants_targets, self.shard, self.workers = inputs, targets, shard, workers

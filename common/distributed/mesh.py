@@ -19,7 +19,7 @@ def split_world(world: World, replicas: int) -> tuple[World, World]:
     if replicas > 1 and torn:
         raise UserError(
             f"replicas={replicas}: a replica's stages are on {' and '.join(torn[0])}; start a "
-            f"multiple of {length} processes on each host, in blocks (srun --distribution=block)"
+            f"multiple of {length} ranks on each host, in blocks (srun --distribution=block)"
         )
     pipeline = world.subgroup(range(replica * length, (replica + 1) * length))
     return pipeline, world.subgroup(range(position, world.size, length))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from common.core import network
 from common.core.errors import Unreachable, UserError, first_line
+from common.core.text import format_count
 from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
 
@@ -225,8 +226,8 @@ def choose_device(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, 
     if found >= rank_info.local_size or (found and settings.device == "cuda"):
         if found < rank_info.local_size:
             raise UserError(
-                f"launch.device=cuda: {rank_info.local_size} processes on this host, {found} GPUs; "
-                "use fewer processes or launch.device=auto"
+                f"launch.device=cuda: {format_count(rank_info.local_size, 'rank')} on this host, "
+                f"{format_count(found, 'GPU')}; use fewer ranks or launch.device=auto"
             )
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank), "nccl"

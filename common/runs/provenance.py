@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.config import ROOT
-from common.core.processes import read_start_ticks
+from common.core.processes import Process
 from common.runs.folder import Folder, disk_errors, read_json, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
@@ -141,7 +141,7 @@ def identify_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot": read_boot_id(),
         "pid": os.getpid(),
-        "pid_started": read_start_ticks("self"),
+        "pid_started": Process.of(os.getpid()).start,
     }
 
 
@@ -158,10 +158,8 @@ def identify_launcher() -> str | None:
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-        return (
-            f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent} {read_start_ticks(parent)}"
-        )
+        agent = Process.of(os.getppid())
+        return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent.pid} {agent.start}"
     return None
 
 

@@ -27,9 +27,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.core.errors import UserError
+from common.core.processes import Process
+from common.core.text import format_count
 from slurm.local_cluster import daemons, slurm_conf
 from slurm.local_cluster.cluster import DEFAULT, Cluster, find_folder, find_running, require_running
-from slurm.local_cluster.namespaces import Process, check_user
+from slurm.local_cluster.namespaces import check_user
 from slurm.local_cluster.slurm_conf import Plan
 
 
@@ -75,7 +77,7 @@ def start_cluster(given: argparse.Namespace) -> None:
         except BaseException:  # also Ctrl-C: half a cluster is of no use
             end_cluster(folder)
             raise
-    hosts = f"{nodes} host{'s' * (nodes > 1)} with {cpus} CPU{'s' * (cpus > 1)} each"
+    hosts = f"{format_count(nodes, 'host')} with {format_count(cpus, 'CPU')} each"
     print(f"cluster {given.name} is up: {hosts}, idle after {time.monotonic() - began:.1f} s")
 
 

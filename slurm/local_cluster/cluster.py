@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.core.errors import UserError
+from common.core.processes import Process
 from slurm.local_cluster import daemons, slurm_conf
-from slurm.local_cluster.namespaces import Process, run_inside
+from slurm.local_cluster.namespaces import run_inside
 from slurm.local_cluster.slurm_conf import Plan
 
 DEFAULT = "local"

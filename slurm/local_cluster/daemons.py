@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.core.errors import UserError
+from common.core.processes import Process
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.slurm_conf import CONTROLLER, Plan, host_address, host_name
 
@@ -27,7 +28,7 @@ def create_cluster(plan: Plan) -> None:
             namespaces.become_root(plan.uid, plan.gid)
         namespaces.unshare("pid")
         pid = namespaces.fork_child(lambda: run_controller(plan))
-        namespaces.Process.of(pid).save(plan.folder / "holder")
+        Process.of(pid).save(plan.folder / "holder")
 
     status = namespaces.wait_for_child(namespaces.fork_child(ancestor))
     if status:
@@ -151,9 +152,9 @@ def wait_for_port(name: str, address: str, port: int, seconds: float = 20) -> No
     raise UserError(f"{name} does not listen after {seconds:.0f} s")
 
 
-def require_host(plan: Plan, number: int) -> namespaces.Process:
+def require_host(plan: Plan, number: int) -> Process:
     """The first process of a host; UserError if the host is off."""
-    process = namespaces.Process.load(find_record(plan, number))
+    process = Process.load(find_record(plan, number))
     if not process:
         raise UserError(f"{host_name(number)} is powered off; python -m slurm cluster power-on {number}")
     return process
@@ -187,7 +188,7 @@ def power_off(plan: Plan, number: int) -> None:
 
 def power_on(plan: Plan, number: int) -> None:
     """Start a host that is off."""
-    if namespaces.Process.load(find_record(plan, number)):
+    if Process.load(find_record(plan, number)):
         raise UserError(f"{host_name(number)} is on")
     start_host(plan, number)
 
@@ -206,5 +207,5 @@ def print_hosts(plan: Plan, states: dict[str, str]) -> None:
     print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}SLURM")
     for number in range(1, plan.nodes + 1):
         name = host_name(number)
-        cable = ("in" if plugged.get(name) else "cut") if namespaces.Process.load(find_record(plan, number)) else "off"
+        cable = ("in" if plugged.get(name) else "cut") if Process.load(find_record(plan, number)) else "off"
         print(f"{name:10}{host_address(number):14}{cable:8}{states.get(name, 'unknown')}")

@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import pwd
-import select
 import signal
 import socket
 import subprocess
@@ -20,10 +19,9 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from common.core.errors import UserError, user_errors
-from common.core.processes import read_start_ticks, read_stat
+from common.core.processes import Process
 
 KINDS = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 NOSUID, NODEV, NOEXEC, BIND, RECURSIVE, PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
@@ -33,50 +31,6 @@ REFUSED = (
     " sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run this as root"
 )
 REFUSED_ROOT = "namespaces are refused to this root; in a container, start it with --privileged"
-
-
-class Process(NamedTuple):
-    """A process that cannot be confused with a later one of the same number."""
-
-    pid: int
-    start: int
-    """Clock ticks from boot to its start."""
-
-    @staticmethod
-    def of(pid: int) -> Process:
-        return Process(pid, read_start_ticks(pid))
-
-    @staticmethod
-    def load(path: Path) -> Process | None:
-        """The process recorded in a file, if it still runs."""
-        try:
-            pid, start = path.read_text().split()
-        except (OSError, ValueError):
-            return None
-        process = Process(int(pid), int(start))
-        return process if process.alive() else None
-
-    def save(self, path: Path) -> None:
-        path.with_suffix(".new").write_text(f"{self.pid} {self.start}\n")
-        path.with_suffix(".new").replace(path)
-
-    def alive(self) -> bool:
-        try:
-            now = read_stat(self.pid)
-        except OSError:
-            return False
-        return int(now[19]) == self.start and now[0] not in "ZX"
-
-    def kill(self) -> None:
-        """End this very process and wait until it and, if it is the first of a process table, all others are gone."""
-        try:
-            handle = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return
-        if self.alive():  # asked after opening: the handle now means the recorded process or none
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-            select.select([handle], [], [], 30)
-        os.close(handle)
 
 
 def call_libc(name: str, *arguments: object) -> None:

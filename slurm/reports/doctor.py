@@ -22,6 +22,7 @@ from typing import Any
 from common.core import config
 from common.core.config import ROOT
 from common.core.errors import UserError, user_errors
+from common.core.text import format_count
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import parse_node_count, parse_settings, parse_switch
@@ -200,7 +201,7 @@ def main(given: argparse.Namespace) -> int:
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose_scheduler(given.launch or "auto")
     if scheduler is None and not machines:
-        print(f"no SLURM is used: {nodes} process{'es' if nodes > 1 else ''} on this machine", flush=True)
+        print(f"no SLURM is used: {format_count(nodes, 'rank')} on this machine", flush=True)
     found = check_hosts(scheduler, nodes, profile, settings)
     if machines:
         print(json.dumps({"sound": not found["problems"]} | found, indent=2))

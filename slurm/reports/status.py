@@ -21,12 +21,12 @@ from typing import Any
 
 from common.core import config
 from common.core.errors import UserError
+from common.core.processes import Process
 from common.runs import provenance
 from common.runs import result as results
 from common.runs.folder import Folder, read_json
 from slurm.arguments import parse_switch
 from slurm.local_cluster import cluster
-from slurm.local_cluster.namespaces import Process
 from slurm.reports import heartbeats
 from slurm.reports.selection import find_run
 from slurm.scheduling.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
@@ -142,7 +142,7 @@ def read_ending(result: dict[str, Any]) -> tuple[str, str]:
 
 def is_alive(entry: dict[str, Any]) -> bool | None:
     """Whether a process named in meta.json still runs; None where this host cannot tell."""
-    runs = Process(entry.get("pid", 0), entry.get("pid_started", 0)).alive()
+    runs = Process(entry.get("pid", 0), entry.get("pid_started", 0)).is_alive()
     if entry.get("host") == socket.gethostname():
         return runs
     # a host that was renamed meanwhile has the same kernel; but so has another container

@@ -224,7 +224,7 @@ MISTAKES = [
     ),
     Mistake(
         "any-process-of-that-pid",
-        "slurm/local_cluster/namespaces.py",
+        "common/core/processes.py",
         'return int(now[19]) == self.start and now[0] not in "ZX"',
         'return now[0] not in "ZX"',
     ),

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from common.core.processes import Process
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster, find_folder
@@ -86,7 +87,7 @@ class Lab:
     @property
     def cluster(self) -> Cluster:
         folder = find_folder("local", self.env)
-        process = namespaces.Process.load(folder / "holder")
+        process = Process.load(folder / "holder")
         assert process, "the cluster is gone"
         return Cluster(Plan.load(folder), process)
 

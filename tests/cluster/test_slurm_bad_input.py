@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from common.core.processes import Process
 from common.runs.folder import Folder
 from slurm.local_cluster import cluster, daemons, namespaces, slurm_conf
 from tests.harness.site import FIRST, Site, own_mounts, up
@@ -63,7 +64,7 @@ def host_knows(site: Site, number: int, names: str) -> Iterator[None]:
     file = site.folder / "hosts"
     file.write_text(f"127.0.0.1 localhost\n10.77.0.254 ctl\n{names}\n")
     environ = {"CLUSTER_DIR": str(site.folder)}
-    process = namespaces.Process.load(cluster.find_folder("local", environ) / "holder")
+    process = Process.load(cluster.find_folder("local", environ) / "holder")
     assert process
     plan = slurm_conf.Plan.load(cluster.find_folder("local", environ))
 

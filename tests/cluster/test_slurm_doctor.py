@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from common.core.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_folder
-from slurm.local_cluster.namespaces import Process
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.site import FIRST, Site, until
 

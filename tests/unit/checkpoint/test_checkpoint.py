@@ -442,7 +442,7 @@ def test_a_half_written_one_is_never_read(disk: Disk) -> None:
     disk.save(1)
     disk.at(1).rename(disk.at(1).with_name(".step-00000001.new"))
     assert disk.load() is None
-    assert disk.said == ["1 half-written checkpoint is not used, and there is no complete one"]
+    assert disk.said == ["not used: 1 half-written checkpoint; there is no complete one"]
     disk.checkpoints = disk.start()
     disk.save(2)
     assert disk.names() == ["latest", "step-00000002"], "the next one clears up"

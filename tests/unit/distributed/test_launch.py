@@ -132,7 +132,7 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Pat
     words = ("data.name=digits", f"data.cache={cache}", "width=65536", "depth=256")
     done = run("mnist_pipeline", *words, runs=tmp_path / "runs")
     assert done.status == 2 and "Traceback" not in done.err
-    assert re.search(r"the model needs [\d,]+\.\d GB on a host .* of 2 processes, and [\d.]+ GB are free", done.err)
+    assert re.search(r"the model needs [\d,]+\.\d GB on a host .* of 2 ranks, and [\d.]+ GB are free", done.err)
     assert not (tmp_path / "runs").exists()
     done = run("resnet_modelparallel", "width=4096", "data.name=generated", runs=tmp_path / "runs")
     assert done.status == 2 and "the model needs" in done.err

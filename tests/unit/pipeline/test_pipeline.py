@@ -30,7 +30,7 @@ def test_pieces_in_memory_and_batchnorm_equal_one_process() -> None:
         (4, "cuda", 2, ("cuda:1", "nccl")),
         (4, "cpu", 2, ("cpu", "gloo")),
         (0, "cuda", 2, "no GPU is visible"),
-        (1, "cuda", 2, "2 processes on this host, 1 GPUs"),
+        (1, "cuda", 2, "2 ranks on this host, 1 GPU;"),
     ],
 )
 def test_a_gpu_each_where_there_are_enough(

@@ -17,13 +17,13 @@ import pytest
 
 from common.core import config
 from common.core.errors import UserError
+from common.core.processes import Process
 from common.runs import provenance
 from common.runs.folder import Folder, write_json
 from configs import resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import parse_experiment
 from slurm.launch.submit import prepare_folder
-from slurm.local_cluster.namespaces import Process
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside

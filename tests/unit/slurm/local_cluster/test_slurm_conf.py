@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.core.errors import UserError
+from common.core.processes import Process
 from slurm.local_cluster import cli, cluster, namespaces, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness import warm
@@ -213,21 +214,21 @@ def test_starting_imports_nothing_heavy() -> None:
 
 def test_only_the_recorded_process_is_ended(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as sleep:
-        true = namespaces.Process.of(sleep.pid)
+        true = Process.of(sleep.pid)
         true.save(tmp_path / "holder")
-        assert namespaces.Process.load(tmp_path / "holder") == true
+        assert Process.load(tmp_path / "holder") == true
         recycled = true._replace(start=true.start - 1)
-        assert not recycled.alive()
+        assert not recycled.is_alive()
         recycled.kill()
         assert sleep.poll() is None
         true.kill()
         assert sleep.wait(timeout=5) == -9
-    assert namespaces.Process.load(tmp_path / "holder") is None
+    assert Process.load(tmp_path / "holder") is None
     true.kill()  # gone already: nothing to do
 
 
 def test_commands_enter_as_the_caller() -> None:
-    process = namespaces.Process(4711, 1)
+    process = Process(4711, 1)
     as_root = cluster.Cluster(replace(PLAN, uid=0, gid=0), process).command(["id"], cwd="/x")
     assert as_root[:2] == ["nsenter", "--target=4711"] and "--user" not in as_root and as_root[-1] == "id"
     as_user = cluster.Cluster(PLAN, process).command(["id"], cwd="/x")
