@@ -6,11 +6,10 @@ Nothing in common or slurm imports this module, and it loads nothing that only s
 from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
 from common.distributed import ddp, sync_batchnorm
-from common.measure.step_timing import ScalingReport
 from common.models import networks
 from common.pipeline.report import PipelineReport
 from common.runs.result import Facts
-from common.training import model_split, single_process_baseline
+from common.training import model_split
 from common.training.entry_point import start
 from common.training.evaluate import classify, classify_replicated
 from common.training.optimizers import build_optimizer
@@ -21,7 +20,6 @@ __all__ = [
     "Facts",
     "PipelineReport",
     "Run",
-    "ScalingReport",
     "TrainState",
     "UserError",
     "build_optimizer",
@@ -31,7 +29,6 @@ __all__ = [
     "model_split",
     "networks",
     "report_scaling",
-    "single_process_baseline",
     "start",
     "sync_batchnorm",
 ]

@@ -28,19 +28,9 @@ and that falls when a gradient overflows (Micikevicius et al. 2017, arXiv 1710.0
 
 from __future__ import annotations
 
-from common.api import (
-    Facts,
-    Run,
-    TrainState,
-    UserError,
-    build_optimizer,
-    classify,
-    ddp,
-    networks,
-    start,
-    sync_batchnorm,
-)
+from common.api import Run, TrainState, UserError, build_optimizer, classify, ddp, networks, start, sync_batchnorm
 from common.measure.memory import Footprint
+from common.measure.precision_report import PrecisionReport
 from common.training.loop import Step
 from configs.amp_accum import Config
 
@@ -56,11 +46,10 @@ from torch.optim import Optimizer
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HOPELESS = 2.0**-14  # a scale below which only something infinite overflows; from 65536, 31 steps left out in a row
-FINAL = 20  # last steps, whose mean loss is the final one
 
 
 def build(cfg: Config, run: Run) -> nn.Module:
-    """The model, with the same weights on every rank: all draw from one seed."""
+    """Build the model, with the same weights on every rank: all draw from one seed."""
     if cfg.model in ("resnet18", "resnet50"):
         model: nn.Module = networks.ResNet(cfg.model, run.sample_shape, run.classes)
     else:
@@ -70,24 +59,25 @@ def build(cfg: Config, run: Run) -> nn.Module:
 
 
 def wrap(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
-    """The model that averages gradients over all ranks in its backward; one rank alone needs none."""
+    """Wrap the model so that its backward averages gradients over all ranks; one rank alone needs no wrapper."""
     if cfg.compile:
         model.compile()  # in place: parameters keep their names
     return model if run.world.size == 1 else ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
 
 
 def autocast(cfg: Config, device: torch.device) -> torch.autocast:
+    """Make the context in which products are computed in 16 bits; parameters, sums and losses stay float32."""
     return torch.autocast(device.type, HALF.get(cfg.precision), enabled=cfg.precision in HALF)
 
 
 def make_scaler(cfg: Config, device: torch.device) -> GradScaler:
-    """For fp16 only: switched off, its methods do nothing, and `step` is the optimizer's."""
+    """Make the scaler of the loss, for fp16 only: switched off, `scale` and `unscale_` change nothing."""
     fp16 = cfg.precision == "fp16"
     return GradScaler(device.type, cfg.init_scale, growth_interval=cfg.growth_interval, enabled=fp16)
 
 
 def lay_out(cfg: Config, x: Tensor) -> Tensor:
-    """Images [N, C, H, W] with the colours of a pixel side by side, if asked for; grey ones [N, H, W] lie so anyway."""
+    """Lay out images [N, C, H, W] pixel by pixel if set, not colour by colour; grey ones [N, H, W] have one."""
     return x.contiguous(memory_format=torch.channels_last) if cfg.channels_last and x.dim() == 4 else x
 
 
@@ -128,7 +118,7 @@ def update(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScal
 
 
 def prepare_device(cfg: Config, run: Run) -> None:
-    """Choose what float32 means on this device, and say which settings gain nothing here."""
+    """Set how float32 products are computed on this device, and say which settings gain nothing here."""
     if run.device.type == "cuda":
         products = "tf32" if cfg.precision == "tf32" else "ieee"  # torch's own choice for convolutions is tf32
         torch.backends.cuda.matmul.fp32_precision = products
@@ -171,30 +161,8 @@ def main(cfg: Config, run: Run) -> None:
             step.log(loss=loss, skipped=float(skipped), bytes_sent=float(reduced * payload))
         if scaler.get_scale() < HOPELESS:
             raise UserError(f"gradients overflow fp16 whatever the scale, at step {step.number}; use precision=bf16")
-    run.report(*summarise(cfg, run, scaler, footprint))
-
-
-def summarise(cfg: Config, run: Run, scaler: GradScaler, footprint: Footprint) -> list[Facts]:
-    """What precision and accumulation have cost; on rank 0, all ranks call it."""
     held = run.world.gather(footprint.most)
-    if not run.world.is_main:
-        return []
-    rows = [row for row in run.folder.metrics() if "loss" in row]  # of earlier attempts, too
-    skipped = int(sum(row["skipped"] for row in rows))
-    sent = sum(row["bytes_sent"] for row in rows) / len(rows)
-    final = [row["loss"] for row in rows[-FINAL:] if row["loss"] is not None]
-    computed = "fp32" if cfg.precision == "tf32" and run.device.type == "cpu" else cfg.precision
-    outcome = {"bytes_sent": sent, "steps_skipped": skipped, "computed_in": computed}
-    outcome["final_loss"] = sum(final) / len(final) if final else None
-    ranks, each = run.world.size, cfg.plan.microbatch
-    shown = {
-        "step": f"batch {cfg.batch} = {cfg.accumulate} microbatches x {ranks} ranks x {each} samples",
-        "precision": f"{computed}, {cfg.model}" + (f", scale {scaler.get_scale():g}" if scaler.is_enabled() else ""),
-        "steps skipped": str(skipped),
-        "peak memory": f"{max(held) / 1e6:.1f} MB beyond the model, on the rank that takes most",
-        "sent": f"{sent / 1e6:.2f} MB of gradients by each rank in a step",
-    }
-    return [Facts(shown, outcome, {"training_bytes": max(held)})]
+    run.report(PrecisionReport(cfg, run.folder, run.device.type, held, scaler.get_scale()))
 
 
 if __name__ == "__main__":

@@ -22,28 +22,15 @@ for either: the last of an epoch may even be smaller than the number of devices,
 
 from __future__ import annotations
 
-from common.api import (
-    Facts,
-    Run,
-    ScalingReport,
-    TrainState,
-    build_optimizer,
-    classify_replicated,
-    ddp,
-    networks,
-    single_process_baseline,
-    start,
-    sync_batchnorm,
-)
+from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, networks, start, sync_batchnorm
 from common.distributed.rendezvous import World
-from common.measure import device_report, step_timing
-from common.measure.memory import read_peak
+from common.measure.device_report import report_devices
+from common.training.single_process_baseline import Side, compare_sides
 from configs.resnet_dataparallel import ONE_DEVICE, Config
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import mean
 from typing import Any
 
 import torch
@@ -52,22 +39,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Forward = Callable[[Tensor], Tensor]
-TOO_FEW = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
-ROUNDS, STEPS = 3, 5  # of the comparison: how often each side takes its turn, and for how many steps
 
 
 def build(cfg: Config, run: Run) -> nn.Module:
-    """The model, with the same weights on every rank: all draw from one seed."""
+    """Build the model, with the same weights on every rank: all draw from one seed."""
     return networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
 def visible_gpus(world: World) -> list[int]:
-    """The GPUs that one process can use: DataParallel's devices."""
+    """Return the numbers of the GPUs that one process can use: DataParallel's devices."""
     return list(range(torch.cuda.device_count())) if world.device.type == "cuda" else []
 
 
 def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
-    """The model as the strategy calls it: without GPUs DataParallel is the model itself."""
+    """Wrap the model as the strategy does; without GPUs DataParallel leaves it as it is."""
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
             model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
@@ -78,7 +63,7 @@ def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
 
 
 def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
-    """What computes the outputs: the wrapped model, or DataParallel as a function of the bare one."""
+    """Return the forward: the wrapped model, or with functional=true DataParallel as a function of the bare one."""
     # a run of data_parallel compares itself with other strategies; without GPUs the function is an error
     if cfg.strategy == "data_parallel" and cfg.functional and visible_gpus(world):
         return partial(nn.parallel.data_parallel, ddp.unwrap(model), device_ids=visible_gpus(world))
@@ -86,10 +71,10 @@ def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
 
 
 def mean_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: int, world: World) -> Tensor:
-    """This rank's share of the mean loss over a batch of `size` samples, times the number of ranks.
+    """Compute this rank's part of the mean loss [] over a batch of `size` samples, times the number of ranks.
 
     The ranks' mean is the batch's mean loss, however unequal their shards are, and so with the gradients. A rank
-    without samples takes part with zeros; BatchNorm that is not synchronised must not look at nothing.
+    without samples takes part with zeros; its BatchNorm, unless synchronised, is in eval mode meanwhile.
     """
     norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d] if not len(y) else []
     for module in norms:
@@ -106,9 +91,10 @@ def main(cfg: Config, run: Run) -> None:
     forward = choose_forward(cfg, model, world)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard, keep_partial=cfg.last_batch == "keep")
-    devices = max(1, len(visible_gpus(world))) if cfg.strategy == "data_parallel" else world.size
+    gpus = len(visible_gpus(world))
+    devices = max(1, gpus) if cfg.strategy == "data_parallel" else world.size
     if cfg.strategy == "data_parallel" and devices == 1:
-        run.say(ONE_DEVICE.format(len(visible_gpus(world))))
+        run.say(ONE_DEVICE.format(gpus))
     ddp.warm_up_buckets(model, run.example(cfg.batch // world.size))
     state = TrainState([ddp.unwrap(model)], optimizer, batches, world, replicated=True)
 
@@ -134,76 +120,35 @@ def main(cfg: Config, run: Run) -> None:
             running.zero_()
         if step.number % batches.steps == 0:  # of one epoch
             running.zero_()
-    run.report(*summarise(cfg, run, devices))
-
-
-# ---- the comparison
+    rates = compare(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
+    rates = compare(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
+    samples = len(run.train_set)
+    run.report(*report_devices(cfg, world, run.times, rates, run.folder.path, gpus, samples, run.total))
 
 
 def compare(cfg: Config, run: Run) -> dict[str, list[float]]:
-    """Samples per second of each side, round by round: the sides take turns. All ranks call it.
+    """Return samples/s of each strategy, round by round; the sides take turns. All ranks call it.
 
     While rank 0 measures one process, with a rank's threads and with those of all, the others wait.
     """
     world = run.world
     threads = {world.threads, world.threads * world.local_size} if run.device.type == "cpu" else {world.threads}
+
     plan = [(f"single, {count} thread{'s' * (count > 1)}", "single", count) for count in sorted(threads)]
     plan += [("data_parallel", "data_parallel", world.threads)] if len(visible_gpus(world)) > 1 else []
     plan += [("ddp", "ddp", world.threads)] if world.size > 1 else []
-    plan = world.broadcast(plan)
 
-    def make_side(strategy: Any) -> Callable[[], Tensor]:
-        """Of a model of its own: the trained one stays as it is."""
+    def make_side(name: str, strategy: Any, count: int) -> Side:
+        """Make a side with a model of its own: the trained one stays as it is."""
         own = replace(cfg, strategy=strategy)
-        model = wrap(own, build(own, run), world)
-        shard = run.shard if strategy == "ddp" else (0, 1)
-        return single_process_baseline.make_stepper(run, choose_forward(own, model, world), model, shard)
 
-    sides = {name: make_side(strategy) for name, strategy, _ in plan if strategy == "ddp" or world.is_main}
-    rates: dict[str, list[float]] = {name: [] for name, _, _ in plan}
-    for number in range(ROUNDS):
-        for name, _, count in plan:
-            torch.set_num_threads(count)
-            if name in sides:
-                rates[name].append(cfg.batch / single_process_baseline.time_steps(sides[name], run.device, STEPS))
-            world.named_barrier(f"compare/{number}/{name}")
-    torch.set_num_threads(world.threads)
-    return rates
+        def make_model() -> tuple[Forward, nn.Module]:
+            model = wrap(own, build(own, run), world)
+            return choose_forward(own, model, world), model
 
+        return Side(name, count, make_model, run.shard if strategy == "ddp" else None)
 
-# ---- the report
-
-
-def summarise(cfg: Config, run: Run, devices: int) -> list[Any]:
-    """Memory, shards, BatchNorm and speed of the devices. All ranks call it."""
-    world, count = run.world, len(run.train_set)
-    own = [torch.device("cuda", index) for index in visible_gpus(world)] if cfg.strategy == "data_parallel" else []
-    used = [read_peak(device) for device in own or [run.device]]
-    held = [value for values in world.gather(used) for value in values]
-    sides, full = cfg.compare and devices > 1, count >= cfg.batch
-    rates = compare(cfg, run) if sides and full else {}
-    rate = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # rank 0 knows them
-    one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
-    step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
-    scaling = ScalingReport.of(world, run.times, step, alone=single)
-    if cfg.strategy != "ddp":
-        scaling = replace(scaling, hosts=world.hosts * devices)
-    if not world.is_main:
-        return []
-    partial_batch = cfg.last_batch == "keep" and run.total >= -(-count // cfg.batch)  # else no epoch came to its end
-    rest = device_report.shards(cfg, count % cfg.batch, devices) if partial_batch and count % cfg.batch else None
-    imbalance = {
-        "memory": step_timing.imbalance(held),
-        "before_backward": step_timing.imbalance([rank.before_backward for rank in scaling.ranks]),
-    }
-    outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": rest}
-    shown = device_report.describe_devices(cfg, devices, held, imbalance, rest)
-    if sides and not full:
-        shown["comparison"] = TOO_FEW.format(count, cfg.batch)
-    name = "device" if own else "rank"
-    memory = {f"{name} {number}": most for number, most in enumerate(held)}
-    comparison = device_report.Comparison(rates, run.folder.path, len(visible_gpus(world)))
-    return [Facts(shown, outcome, {"imbalance": imbalance}, memory), comparison, scaling]
+    return compare_sides(run, [make_side(*point) for point in world.broadcast(plan)])
 
 
 if __name__ == "__main__":

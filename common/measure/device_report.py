@@ -1,20 +1,24 @@
-"""What the devices of resnet_dataparallel held and did: shards, memory, and the sides of its comparison."""
+"""Report of resnet_dataparallel: shards, memory and BatchNorm of its devices, and the sides of its comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
 import torch
 
+from common.distributed.rendezvous import World
 from common.measure import plots
-from common.runs.result import Added
+from common.measure.memory import read_peak
+from common.measure.step_timing import ScalingReport, StepTimes, imbalance
+from common.runs.result import Added, Facts, Report
 from configs.resnet_dataparallel import ONE_DEVICE, Config
 
 AXIS = {"y": "training samples per second"}
+TOO_FEW = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
 BUFFERS = {  # what becomes of its running statistics
     "single": "one device sees every sample",
     "data_parallel": "kept from the first GPU's {} samples, thrown away with the other copies",
@@ -23,8 +27,47 @@ BUFFERS = {  # what becomes of its running statistics
 }
 
 
-def shards(cfg: Config, count: int, devices: int) -> list[int]:
-    """How many samples of a batch each device gets: DataParallel cuts chunks of equal size, and the last is smaller."""
+def report_devices(
+    cfg: Config,
+    world: World,
+    times: StepTimes | None,
+    rates: Mapping[str, list[float]],
+    folder: Path,
+    gpus: int,
+    samples: int,
+    total: int,
+) -> list[Report]:
+    """Report memory, shards, BatchNorm and speed of the devices. All ranks call it; the reports are rank 0's.
+
+    `rates` are samples/s by side and round; `gpus` those that one process can use; `samples` those of the training
+    set; `total` the steps of the run.
+    """
+    parallel = cfg.strategy == "data_parallel"
+    devices, own = max(1, gpus) if parallel else world.size, range(gpus) if parallel else ()
+    used = [read_peak(device) for device in [torch.device("cuda", index) for index in own] or [world.device]]
+    held = [value for values in world.gather(used) for value in values]
+    rate = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # rank 0 knows them
+    one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
+    step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
+    scaling = ScalingReport.of(world, times, step, alone=single)
+    if cfg.strategy != "ddp":
+        scaling = replace(scaling, hosts=world.hosts * devices)
+    if not world.is_main:
+        return []
+    partial = cfg.last_batch == "keep" and samples % cfg.batch and total >= -(-samples // cfg.batch)  # of a full epoch
+    rest = split_batch(cfg, samples % cfg.batch, devices) if partial else None
+    before = [rank.before_backward for rank in scaling.ranks]
+    uneven = {"memory": imbalance(held), "before_backward": imbalance(before)}
+    shown = describe_devices(cfg, devices, held, uneven, rest)
+    if cfg.compare and devices > 1 and samples < cfg.batch:
+        shown["comparison"] = TOO_FEW.format(samples, cfg.batch)
+    memory = {f"{'device' if own else 'rank'} {number}": most for number, most in enumerate(held)}
+    outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": rest}
+    return [Facts(shown, outcome, {"imbalance": uneven}, memory), Comparison(rates, folder, gpus), scaling]
+
+
+def split_batch(cfg: Config, count: int, devices: int) -> list[int]:
+    """Return the samples of a batch that each device gets: DataParallel cuts equal chunks, and the last is smaller."""
     if cfg.strategy == "data_parallel":
         sizes = [len(chunk) for chunk in torch.arange(count).chunk(devices)]
         return sizes + [0] * (devices - len(sizes))
@@ -34,9 +77,9 @@ def shards(cfg: Config, count: int, devices: int) -> list[int]:
 def describe_devices(
     cfg: Config, devices: int, held: list[int], imbalance: dict[str, float | None], rest: list[int] | None
 ) -> dict[str, str]:
-    """Rows of the table on shards, memory and BatchNorm; `held` are bytes by device."""
+    """Return the table's rows on shards, memory and BatchNorm; `held` are bytes by device."""
     seen = "synchronised" if cfg.sync_batchnorm and devices > 1 else cfg.strategy if devices > 1 else "single"
-    own = shards(cfg, cfg.batch, devices)
+    own = split_batch(cfg, cfg.batch, devices)
     rows = {
         "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {join_sizes(own)}",
         "memory": f"{', '.join(f'{value / 1e6:,.0f}' for value in held)} MB at most, by device",
@@ -61,7 +104,7 @@ class Comparison:
     """GPUs that one process can use."""
 
     def rows(self) -> dict[str, str]:
-        """For the table; draws the picture, once the result is written."""
+        """Return the table's rows; draws the plot, once the result is written."""
         if not self.rates:
             return {}
         heights = {name: (mean(values), stdev(values)) for name, values in self.rates.items()}
@@ -76,7 +119,7 @@ class Comparison:
         return rows | {"plot": str(self.folder / "compare.png")}
 
     def result(self) -> Added:
-        """For result.json."""
+        """Return what goes into result.json."""
         return Added(measured={"compare": dict(self.rates)})
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -116,7 +117,7 @@ def prune_groups(scores: Sequence[Tensor], sparsity: float, size: int) -> list[T
 
 
 def allocate_erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[float]:
-    """Return the sparsity of each layer under the Erdos-Renyi-Kernel distribution (RigL, arXiv 1911.11134).
+    """Return the sparsity of each layer under the Erdos-Renyi-Kernel distribution (Evci et al. 2019, arXiv 1911.11134).
 
     A layer's density is proportional to the sum of its dimensions over their product, so that small layers stay
     denser; a layer whose density would exceed 1 is dense. `shapes` are those of the weights, `sparsity` the overall
@@ -185,6 +186,10 @@ class Masks:
                 if isinstance(value, Tensor) and value.shape == weight.shape:
                     value.mul_(factor)
 
+    def mark_pruned(self, scores: Sequence[Tensor]) -> list[Tensor]:
+        """Return the scores with PRUNED_SCORE for weights that are pruned already."""
+        return [score.masked_fill(~kept, PRUNED_SCORE) for score, kept in zip(scores, self.kept, strict=True)]
+
     def digest(self) -> str:
         """Return the SHA-256 of all masks, independent of the device."""
         found = hashlib.sha256()
@@ -202,3 +207,34 @@ class Masks:
                 f"the masks of ranks {others} differ from rank 0's: they were computed from other weights or gradients"
             )
         return found[0]
+
+
+@torch.no_grad()
+def drop_and_grow(masks: Masks, optimizer: Optimizer, share: float) -> None:
+    """Exchange a share of each layer's weights: the smallest go, and where gradients are largest as many come.
+
+    Those that come begin at zero and without momentum. From RigL (Evci et al. 2019, arXiv 1911.11134); `grad` of each
+    weight is its dense gradient.
+    """
+    staying, grown = [], []
+    for weight, mask in zip(masks.weights, masks.kept, strict=True):
+        assert weight.grad is not None
+        count = min(int(share * count_nonzero(mask)), count_nonzero(~mask))
+        stays = mask & ~select_lowest([weight.abs().masked_fill(~mask, math.inf)], count)[0]
+        staying.append(stays)
+        # lowest of -|gradient| is the largest gradient; +1 keeps those that stay out of it
+        grown.append(stays | select_lowest([-weight.grad.abs().masked_fill(stays, -1)], count)[0])
+    masks.assign(staying)
+    masks.apply()  # what goes, and what comes, begins at zero and without momentum
+    masks.apply_to_state(optimizer)
+    masks.assign(grown)
+
+
+@torch.no_grad()
+def soft_threshold(weights: Sequence[Tensor], length: float) -> None:
+    """Move every weight towards zero by `length`; those that are nearer become exactly zero.
+
+    The proximal step of an L1 penalty (ISTA: Beck and Teboulle 2009, doi 10.1137/080716542).
+    """
+    for weight in weights:
+        weight.copy_(F.softshrink(weight, length))

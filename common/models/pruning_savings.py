@@ -24,6 +24,9 @@ from common.measure.timing import time_calls
 from common.models import exporting
 from common.models import int8 as quantise
 from common.models.networks import LinearReLU
+from common.models.pruning_masks import Masks, count_nonzero
+from common.runs.result import Facts
+from configs.sparse_prune import Config
 
 ROUNDS, TURN = 9, 4e-3  # of timing: turns of each side, and the least seconds of a turn
 
@@ -209,3 +212,23 @@ def format_rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str,
     if "export" in facts:
         found["exported"] = f"{facts['export']}; run elsewhere, outputs differ by {facts['export_difference']:g}"
     return found
+
+
+def report_savings(
+    cfg: Config, model: nn.Module, masks: Masks, x: Tensor, accuracy: Callable[[nn.Module], float], path: Path
+) -> Facts:
+    """Report what pruning has left of a trained model, and what that saves, timed on the samples x [N, ...].
+
+    `accuracy` returns a model's test accuracy; `path` is where the exported model goes.
+    """
+    saved, digest = measure_savings(model, x, accuracy if cfg.int8 else None, path, cfg.export), masks.digest()
+    nonzero = sum(map(count_nonzero, masks.weights))
+    outcome = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
+    outcome |= {name: value for name, value in saved.items() if name not in MEASURED}
+    shown = {
+        "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
+        "weights": f"{nonzero:,} of {masks.total:,} are not zero; {masks.sparsity:.2%} are masked",
+        "masks": digest[:16] + (f", the same on {cfg.processes} ranks" if cfg.processes > 1 else ""),
+    }
+    measured = {name: value for name, value in saved.items() if name in MEASURED}
+    return Facts(shown | format_rows(saved, len(x), cfg.int8), outcome, measured)

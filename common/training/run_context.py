@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from common.checkpoint.preemption import StopRequest
 from common.checkpoint.saver import Saver
 from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
-from common.data.loader import AccumulationLoader, Images, Loader
+from common.data.loader import AccumulationLoader, Images, Loader, draw_order
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.measure import media, profiler
@@ -123,6 +124,20 @@ class RunContext:
     def example(self, samples: int) -> Tensor:
         """The first inputs [samples, ...] of the training set, on the device."""
         return self.train_set.load_inputs(slice(0, samples), self.device, self.dtype)
+
+    def draw_batches(self, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's shard (inputs, targets) of at most `count` full batches in a random order given by `seed`.
+
+        They are apart from the order of training, and not augmented.
+        """
+        size, (rank, ranks) = self.cfg.batch, self.shard
+        order = torch.from_numpy(draw_order(len(self.train_set), seed, 0))
+        for batch in order[: len(order) // size * size].view(-1, size)[:count]:
+            own = batch.view(ranks, -1)[rank]
+            yield (
+                self.train_set.load_inputs(own, self.device, self.dtype),
+                self.train_set.load_targets(own, self.device),
+            )
 
     # ---- training
 

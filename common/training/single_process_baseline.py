@@ -1,10 +1,11 @@
-"""Single-process baseline: the same training by one rank, to measure the scaling efficiency against."""
+"""Training steps timed apart from the training: by one rank alone, or by several strategies in turns."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -21,11 +22,13 @@ from common.training import optimizers
 from common.training.run_context import RunContext
 from configs.ddp_multinode import Config
 
+ROUNDS, STEPS = 3, 5  # of a comparison: how often each side takes its turn, and for how many steps
+
 
 def make_stepper(
     run: RunContext, model: Callable[[Tensor], Tensor], parameters: nn.Module, shard: tuple[int, int] = (0, 1)
 ) -> Callable[[], Tensor]:
-    """A function that takes one step with the next batch, or with a shard of it, and returns the loss."""
+    """Return a function that takes one step with the next batch, or with a shard of it, and returns the loss []."""
     optimizer = optimizers.build_optimizer(parameters.train().parameters(), run.cfg.optim)
     loader = Loader.from_config(run.train_set, run.cfg, run.device, shard=shard)
     batches = (batch for _ in itertools.count() for batch in loader)
@@ -42,12 +45,12 @@ def make_stepper(
 
 
 def time_steps(step: Callable[[], Tensor], device: torch.device, count: int, patience: float = math.inf) -> float:
-    """Mean seconds of `count` steps after two to warm up, or of fewer if these take `patience` seconds."""
+    """Return the mean seconds of `count` steps after two to warm up, or of fewer if these take `patience` seconds."""
     return mean(time_calls(step, device, count, warm_up=2, budget=patience))
 
 
 def time_one_rank(run: RunContext, build: Callable[[], nn.Module], count: int = 20, patience: float = 10.0) -> float:
-    """Mean seconds of a step of rank 0 alone with the whole batch, while the others wait. All ranks call it."""
+    """Return the mean seconds of a step of rank 0 alone with the whole batch; the others wait. All ranks call it."""
     seconds = 0.0
     if run.world.is_main:
         model = build()
@@ -55,8 +58,35 @@ def time_one_rank(run: RunContext, build: Callable[[], nn.Module], count: int = 
     return float(run.world.broadcast(seconds))
 
 
+@dataclass(frozen=True)
+class Side:
+    """A side of a comparison of training steps."""
+
+    name: str
+    threads: int
+    make_model: Callable[[], tuple[Callable[[Tensor], Tensor], nn.Module]]
+    """Return the forward and the module whose parameters are trained."""
+    shard: tuple[int, int] | None
+    """Shard (r, n) of each batch that this rank takes; None where rank 0 alone takes all of it."""
+
+
+def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[float]]:
+    """Return samples/s of each side, round by round; the sides take turns. All ranks call it."""
+    world, rates = run.world, {side.name: list[float]() for side in sides}
+    own = [side for side in sides if side.shard or world.is_main]
+    steppers = {side.name: make_stepper(run, *side.make_model(), side.shard or (0, 1)) for side in own}
+    for number in range(ROUNDS):
+        for side in sides:
+            torch.set_num_threads(side.threads)
+            if side.name in steppers:
+                rates[side.name].append(run.cfg.batch / time_steps(steppers[side.name], run.device, STEPS))
+            world.named_barrier(f"compare/{number}/{side.name}")
+    torch.set_num_threads(world.threads)
+    return rates
+
+
 def report_scaling(cfg: Config, run: RunContext, model: nn.Module, build: Callable[[], nn.Module]) -> list[Report]:
-    """How well the ranks of data parallelism work together. All ranks call it after training.
+    """Report how well the ranks of data parallelism work together. All ranks call it after training.
 
     With cfg.compare one rank trains a model of its own, which `build` makes, to find the efficiency.
     """

@@ -276,8 +276,8 @@ MISTAKES = [
     ),
     Mistake(
         "smallest-gradients-grow",
-        "experiments/sparse_prune.py",
-        "pruning_masks.select_lowest([-weight.grad.abs().masked_fill(stays, -1)], count)",
-        "pruning_masks.select_lowest([weight.grad.abs().masked_fill(stays, math.inf)], count)",
+        "common/models/pruning_masks.py",
+        "select_lowest([-weight.grad.abs().masked_fill(stays, -1)], count)",
+        "select_lowest([weight.grad.abs().masked_fill(stays, math.inf)], count)",
     ),
 ]

@@ -21,6 +21,7 @@ from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.measure import device_report
 from common.models import networks
+from common.training import single_process_baseline
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import points
 from experiments import resnet_dataparallel
@@ -80,8 +81,8 @@ def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]
 def test_shares_are_those_of_the_strategies() -> None:
     chunks, slices = Config(strategy="data_parallel"), Config(strategy="ddp")
     for count, devices, expected in ((5, 4, [2, 2, 1, 0]), (1, 4, [1, 0, 0, 0]), (64, 2, [32, 32]), (5, 2, [3, 2])):
-        assert device_report.shards(chunks, count, devices) == expected
-    assert device_report.shards(slices, 5, 4) == [2, 1, 1, 1]
+        assert device_report.split_batch(chunks, count, devices) == expected
+    assert device_report.split_batch(slices, 5, 4) == [2, 1, 1, 1]
 
 
 def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,9 @@ def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str,
     assert done.status == 0, done.err
     result = done.result
     assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
-    assert all(len(values) == resnet_dataparallel.ROUNDS and min(values) > 0 for values in result["compare"].values())
+    assert all(
+        len(values) == single_process_baseline.ROUNDS and min(values) > 0 for values in result["compare"].values()
+    )
     one, *_, both = (fmean(values) for values in result["compare"].values())
     assert result["efficiency"] == pytest.approx(both / one / 2)
     assert "0 GPUs here: DataParallel only calls the model" in done.out

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common.checkpoint import storage
 from common.core import config, seeds
 from common.core.errors import UserError
-from common.models import int8, networks, pruning_masks, pruning_savings
+from common.models import int8, networks, pruning_masks, pruning_savings, pruning_schedules
 from common.models.pruning_masks import Masks
 from configs.sparse_prune import CRITERIA, Config
 from configs.sweeps.sparse_prune import GRID, csr_verdict
@@ -82,20 +82,19 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     model = networks.build_network("lenet300", (28, 28), 10)
     masks = Masks(model)
     nothing: Any = None
-    pruner = sparse_prune.Pruner(cfg, nothing, model, masks, nothing)
     with torch.no_grad():
         masks.weights[0].mul_(100)
-    masks.assign(pruning_masks.prune_globally(pruner.scores(0), 0.1))
+    masks.assign(pruning_masks.prune_globally(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.1))
     shares = [float(mask.float().mean()) for mask in masks.kept]
     assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
     cfg.criterion = "random"
     before = [mask.clone() for mask in masks.kept]
-    masks.assign(pruning_masks.prune_globally(pruner.scores(1), 0.8))
+    masks.assign(pruning_masks.prune_globally(sparse_prune.score_weights(cfg, nothing, model, masks, 1), 0.8))
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.total)
     assert not any((now & ~then).any() for now, then in zip(masks.kept, before, strict=True)), "none comes back"
     cfg.criterion, cfg.normalize = "magnitude", "layer"
     masks.assign([torch.ones_like(mask) for mask in masks.kept])
-    masks.assign(pruning_masks.prune_globally(pruner.scores(0), 0.5))
+    masks.assign(pruning_masks.prune_globally(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.5))
     assert [float(mask.float().mean()) for mask in masks.kept] == pytest.approx([0.5] * 3, abs=0.04)
 
 
@@ -147,7 +146,7 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
     optimizer.step()
     masks.apply()
     before, values, then = masks.kept[0].clone(), weight.detach().clone(), weight.grad
-    sparse_prune.drop_and_grow(Config(drop=0.3), masks, optimizer, 0.0)
+    pruning_masks.drop_and_grow(masks, optimizer, 0.3)
     masks.apply()
     after = masks.kept[0]
     assert int(after.sum()) == int(before.sum()) == 100
@@ -166,7 +165,7 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
 @pytest.mark.parametrize("total", [1, 3, 7, 100, 1000])
 def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int) -> None:
     cfg = Config(schedule=schedule, sparsity=0.9, every=7)
-    found = [(step, sparse_prune.sparsity_after(cfg, step, total)) for step in range(total + 1)]
+    found = [(step, pruning_schedules.sparsity_after(cfg, step, total)) for step in range(total + 1)]
     steps = {step: share for step, share in found if share is not None}
     assert list(steps.values())[-1] == pytest.approx(0.9)
     assert all(a <= b for a, b in itertools.pairwise(steps.values()))
@@ -297,7 +296,7 @@ def test_l1_makes_zeros_without_masks_and_more_of_them_the_stronger_it_is(
 ) -> None:
     weight = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     before = weight.clone()
-    sparse_prune.soft_threshold([weight], 0.3)
+    pruning_masks.soft_threshold([weight], 0.3)
     assert torch.equal(weight != 0, before.abs() > 0.3), "exactly those that are nearer to zero than the step"
     assert torch.allclose(weight[weight != 0].abs(), before.abs()[weight != 0] - 0.3)
     counts = []

@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.models import pruning_masks, pruning_savings
 from common.models.networks import SimpleNN
-from common.models.pruning_masks import Masks
-from experiments.sparse_prune import soft_threshold
+from common.models.pruning_masks import Masks, soft_threshold
 from tests.harness.ddp_pitfalls import made
 
 
