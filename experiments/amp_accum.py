@@ -48,7 +48,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HOPELESS = 2.0**-14  # a scale below which only something infinite overflows; from 65536, 31 steps left out in a row
 
 
-def build(cfg: Config, run: Run) -> nn.Module:
+def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model, with the same weights on every rank: all draw from one seed."""
     if cfg.model in ("resnet18", "resnet50"):
         model: nn.Module = networks.ResNet(cfg.model, run.sample_shape, run.classes)
@@ -58,14 +58,14 @@ def build(cfg: Config, run: Run) -> nn.Module:
     return model.to(run.device, run.dtype).to(memory_format=layout)
 
 
-def wrap(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
+def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Wrap the model so that its backward averages gradients over all ranks; one rank alone needs no wrapper."""
     if cfg.compile:
         model.compile()  # in place: parameters keep their names
     return model if run.world.size == 1 else ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
 
 
-def autocast(cfg: Config, device: torch.device) -> torch.autocast:
+def make_autocast(cfg: Config, device: torch.device) -> torch.autocast:
     """Make the context in which products are computed in 16 bits; parameters, sums and losses stay float32."""
     return torch.autocast(device.type, HALF.get(cfg.precision), enabled=cfg.precision in HALF)
 
@@ -91,7 +91,7 @@ def accumulate_gradients(
         waits = cfg.no_sync and number < len(microbatches)
         # around forward AND backward: DDP decides in the forward whether the backward will all-reduce
         with model.no_sync() if waits and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
-            with autocast(cfg, x.device):
+            with make_autocast(cfg, x.device):
                 loss = F.cross_entropy(model(lay_out(cfg, x)), y)
             footprint.look()
             loss = loss / len(microbatches)  # the real number: an epoch's last step may have fewer than cfg.accumulate
@@ -103,7 +103,7 @@ def accumulate_gradients(
     return total, reduced
 
 
-def update(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
+def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
     """Take the optimizer's step; returns whether it was left out because a gradient is inf or NaN (fp16 only).
 
     After the all-reduce such a gradient is every rank's, so all leave the same step out.
@@ -133,19 +133,19 @@ def prepare_device(cfg: Config, run: Run) -> None:
 
 def main(cfg: Config, run: Run) -> None:
     prepare_device(cfg, run)
-    inner = build(cfg, run)
-    model = wrap(cfg, inner, run)
+    inner = build_model(cfg, run)
+    model = wrap_model(cfg, inner, run)
     optimizer = build_optimizer(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = make_scaler(cfg, run.device)
     windows = run.windows(cfg.accumulate, shard=run.shard)  # the microbatches of one step
-    with autocast(cfg, run.device):
+    with make_autocast(cfg, run.device):
         ddp.warm_up_buckets(model, lay_out(cfg, run.example(cfg.plan.microbatch)))
     state = TrainState([inner], optimizer, windows, run.world, replicated=True, scaler=scaler)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 
     def predict(x: Tensor | None, _: int) -> Tensor:
         assert x is not None
-        with autocast(cfg, run.device):
+        with make_autocast(cfg, run.device):
             return inner.forward(lay_out(cfg, x))  # not compiled: other sizes would be compiled anew
 
     def evaluate() -> dict[str, float]:
@@ -157,7 +157,7 @@ def main(cfg: Config, run: Run) -> None:
         with step:
             optimizer.zero_grad()
             loss, reduced = accumulate_gradients(cfg, model, scaler, step, footprint)
-            skipped = update(cfg, model, optimizer, scaler)
+            skipped = update_weights(cfg, model, optimizer, scaler)
             step.log(loss=loss, skipped=float(skipped), bytes_sent=float(reduced * payload))
         if scaler.get_scale() < HOPELESS:
             raise UserError(f"gradients overflow fp16 whatever the scale, at step {step.number}; use precision=bf16")

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def wrap(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
-    """The model, replicated on every rank (DDP) or with parameters, gradients and optimizer state sharded (FSDP2)."""
+def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
+    """Replicate the model on every rank (DDP), or shard parameters, gradients and optimizer state (FSDP2)."""
     if cfg.sync_batchnorm:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
     if cfg.strategy == "fsdp":
@@ -54,12 +54,9 @@ def wrap(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     return replica
 
 
-def build(cfg: Config, run: Run) -> nn.Module:
-    return networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
-
-
 def main(cfg: Config, run: Run) -> None:
-    model = wrap(cfg, build(cfg, run), run)  # one seed: every rank draws the same weights
+    network = networks.build_network(cfg.model, run.sample_shape, run.classes)  # every rank draws the same weights
+    model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
     ddp.warm_up_buckets(model, run.example(cfg.plan.shard))
@@ -81,7 +78,7 @@ def main(cfg: Config, run: Run) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
             optimizer.step()
             step.log(loss=loss.detach())
-    run.report(*report_scaling(cfg, run, model, lambda: build(cfg, run)))
+    run.report(*report_scaling(cfg, run, model))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 
 def main(cfg: Config, run: Run) -> None:
-    model = networks.SimpleNN(cfg.width, cfg.depth)  # one seed: every rank draws the same weights
+    model = networks.SimpleNN(cfg.width, cfg.depth)  # every rank draws the same weights
     stages = model_split.split_model(cfg, model, run)  # at named layers, by parameter counts, or by measured times
     pipe = model_split.build_pipeline(cfg, stages, F.cross_entropy, run)  # this rank keeps its own stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
@@ -42,8 +42,7 @@ def main(cfg: Config, run: Run) -> None:
             loss = pipe.step(step.x, step.y)  # every microbatch forward and backward, in the order of the schedule
             optimizer.step()  # each rank updates its own stages
             step.log(loss=loss)
-    title = f"one step of mnist_pipeline, {cfg.schedule}"
-    run.report(PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None, title))
+    run.report(PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None))
 
 
 if __name__ == "__main__":

@@ -41,36 +41,36 @@ from torch import Tensor, nn
 Forward = Callable[[Tensor], Tensor]
 
 
-def build(cfg: Config, run: Run) -> nn.Module:
+def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model, with the same weights on every rank: all draw from one seed."""
     return networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
-def visible_gpus(world: World) -> list[int]:
+def list_gpus(world: World) -> list[int]:
     """Return the numbers of the GPUs that one process can use: DataParallel's devices."""
     return list(range(torch.cuda.device_count())) if world.device.type == "cuda" else []
 
 
-def wrap(cfg: Config, model: nn.Module, world: World) -> nn.Module:
+def wrap_model(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     """Wrap the model as the strategy does; without GPUs DataParallel leaves it as it is."""
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
             model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
         return ddp.wrap_ddp(model, world.device, gradient_as_bucket_view=True)
     # told to use none of the GPUs that are there, the class fails, where without any it calls the model
-    gpus = visible_gpus(world)
+    gpus = list_gpus(world)
     return nn.DataParallel(model, gpus) if cfg.strategy == "data_parallel" and gpus else model
 
 
 def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
     """Return the forward: the wrapped model, or with functional=true DataParallel as a function of the bare one."""
     # a run of data_parallel compares itself with other strategies; without GPUs the function is an error
-    if cfg.strategy == "data_parallel" and cfg.functional and visible_gpus(world):
-        return partial(nn.parallel.data_parallel, ddp.unwrap(model), device_ids=visible_gpus(world))
+    if cfg.strategy == "data_parallel" and cfg.functional and list_gpus(world):
+        return partial(nn.parallel.data_parallel, ddp.unwrap(model), device_ids=list_gpus(world))
     return model
 
 
-def mean_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: int, world: World) -> Tensor:
+def compute_mean_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: int, world: World) -> Tensor:
     """Compute this rank's part of the mean loss [] over a batch of `size` samples, times the number of ranks.
 
     The ranks' mean is the batch's mean loss, however unequal their shards are, and so with the gradients. A rank
@@ -86,12 +86,12 @@ def mean_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: in
 
 
 def main(cfg: Config, run: Run) -> None:
-    world, inner = run.world, build(cfg, run)
-    model = wrap(cfg, inner, world)
+    world, inner = run.world, build_model(cfg, run)
+    model = wrap_model(cfg, inner, world)
     forward = choose_forward(cfg, model, world)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard, keep_partial=cfg.last_batch == "keep")
-    gpus = len(visible_gpus(world))
+    gpus = len(list_gpus(world))
     devices = max(1, gpus) if cfg.strategy == "data_parallel" else world.size
     if cfg.strategy == "data_parallel" and devices == 1:
         run.say(ONE_DEVICE.format(gpus))
@@ -106,7 +106,7 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps(state, evaluate):
         with step:
             optimizer.zero_grad()
-            loss = mean_loss(model, forward, step.x, step.y, batches.size, world)
+            loss = compute_mean_loss(model, forward, step.x, step.y, batches.size, world)
             step.mark("backward")
             loss.backward()
             step.mark("end of backward")
@@ -120,13 +120,13 @@ def main(cfg: Config, run: Run) -> None:
             running.zero_()
         if step.number % batches.steps == 0:  # of one epoch
             running.zero_()
-    rates = compare(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
-    rates = compare(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
+    rates = compare_strategies(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
+    rates = compare_strategies(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
     samples = len(run.train_set)
     run.report(*report_devices(cfg, world, run.times, rates, run.folder.path, gpus, samples, run.total))
 
 
-def compare(cfg: Config, run: Run) -> dict[str, list[float]]:
+def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
     """Return samples/s of each strategy, round by round; the sides take turns. All ranks call it.
 
     While rank 0 measures one process, with a rank's threads and with those of all, the others wait.
@@ -135,7 +135,7 @@ def compare(cfg: Config, run: Run) -> dict[str, list[float]]:
     threads = {world.threads, world.threads * world.local_size} if run.device.type == "cpu" else {world.threads}
 
     plan = [(f"single, {count} thread{'s' * (count > 1)}", "single", count) for count in sorted(threads)]
-    plan += [("data_parallel", "data_parallel", world.threads)] if len(visible_gpus(world)) > 1 else []
+    plan += [("data_parallel", "data_parallel", world.threads)] if len(list_gpus(world)) > 1 else []
     plan += [("ddp", "ddp", world.threads)] if world.size > 1 else []
 
     def make_side(name: str, strategy: Any, count: int) -> Side:
@@ -143,7 +143,7 @@ def compare(cfg: Config, run: Run) -> dict[str, list[float]]:
         own = replace(cfg, strategy=strategy)
 
         def make_model() -> tuple[Forward, nn.Module]:
-            model = wrap(own, build(own, run), world)
+            model = wrap_model(own, build_model(own, run), world)
             return choose_forward(own, model, world), model
 
         return Side(name, count, make_model, run.shard if strategy == "ddp" else None)

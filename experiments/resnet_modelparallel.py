@@ -57,7 +57,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def build(cfg: Config, run: Run) -> nn.Sequential:
+def build_model(cfg: Config, run: Run) -> nn.Sequential:
     """The unsplit model, with the same weights on every rank: all draw from one seed."""
     toy, shape, classes = cfg.model == "toy", run.sample_shape, run.classes
     model = networks.Toy(shape, classes) if toy else networks.ResNet(cfg.model, shape, classes, width=cfg.width)
@@ -66,7 +66,7 @@ def build(cfg: Config, run: Run) -> nn.Sequential:
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 
-def split(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
+def build_stages(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
     """The stages: all of them on this process's devices, or this rank's own ones of its group's pipeline."""
     pipeline = cfg.pipeline()
     stages = model_split.split_model(pipeline, model, run)
@@ -83,7 +83,7 @@ def main(cfg: Config, run: Run) -> None:
     names = model_split.check_devices(cfg.devices) if cfg.in_one_process else []
     devices = [torch.device(name) for name in names] or [run.device]
     with memory_cap(cfg.memory_cap, devices):
-        pipe = split(cfg, build(cfg, run), run, pp)
+        pipe = build_stages(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
         batches = run.batches(shard=shard, inputs=pipe.has_first, targets=pipe.has_last)
         peers = dp if cfg.replicas > 1 else None
@@ -103,10 +103,10 @@ def main(cfg: Config, run: Run) -> None:
                     sync_batchnorm.average_tensors(averaged if loss is None else [*averaged, loss], dp.group)
                 optimizer.step()  # each rank updates its own stages
                 step.log(loss=loss)
-    run.report(describe(cfg, run, devices), report_of(cfg, run, pipe, pp))
+    run.report(describe_devices(cfg, run, devices), report_pipeline(cfg, run, pipe, pp))
 
 
-def describe(cfg: Config, run: Run, devices: list[torch.device]) -> Facts:
+def describe_devices(cfg: Config, run: Run, devices: list[torch.device]) -> Facts:
     """What ran where, and the memory that it took."""
     held = {str(device): read_peak(device) for device in devices} if cfg.in_one_process else run.memory
     count = cfg.pipeline().stages_per_process
@@ -124,7 +124,7 @@ def describe_microbatches(cfg: Config) -> str:
     return words + (f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else "")
 
 
-def report_of(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineReport:
+def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineReport:
     """Idle shares and one step, of the first replica. All ranks call it."""
     title = f"one step of {cfg.model}, {cfg.mode}, {describe_microbatches(cfg)}"
     folder = run.folder.path if cfg.plot else None

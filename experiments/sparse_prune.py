@@ -154,10 +154,10 @@ def main(cfg: Config, run: Run) -> None:
             if masks.sparsity:
                 masks.apply()  # the step has moved pruned weights, too
             step.log(loss=loss.detach(), sparsity=masks.sparsity)
-    run.report(*summarise(cfg, run, inner, masks))
+    run.report(*report_pruning(cfg, run, inner, masks))
 
 
-def summarise(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Facts]:
+def report_pruning(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Facts]:
     """Measure what pruning has left and what it saves. All ranks call it; the report is rank 0's."""
     masks.assert_equal()
     if not run.world.is_main:

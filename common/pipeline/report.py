@@ -94,7 +94,7 @@ class PipelineReport:
 
     @classmethod
     def gather(
-        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path | None, title: str
+        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path | None, title: str = ""
     ) -> PipelineReport:
         """Of a pipeline on the ranks of a group, which call it together; complete on its rank 0.
 
@@ -104,7 +104,7 @@ class PipelineReport:
         own: Any = {
             "layers": pipe.layers,
             "schedule": told,
-            "picture": (folder / "timeline.png", title) if folder else None,
+            "picture": (folder / "timeline.png", title or f"one step: {told}") if folder else None,
         }
         return cls.of(group.gather(pipe.spans()), pipe.plan, cfg.stages, **own)
 

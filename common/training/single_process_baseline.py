@@ -17,6 +17,7 @@ from common.data.loader import Loader
 from common.distributed import ddp
 from common.measure.step_timing import ScalingReport, time_communication
 from common.measure.timing import time_calls
+from common.models import networks
 from common.runs.result import Facts, Report
 from common.training import optimizers
 from common.training.run_context import RunContext
@@ -49,11 +50,11 @@ def time_steps(step: Callable[[], Tensor], device: torch.device, count: int, pat
     return mean(time_calls(step, device, count, warm_up=2, budget=patience))
 
 
-def time_one_rank(run: RunContext, build: Callable[[], nn.Module], count: int = 20, patience: float = 10.0) -> float:
+def time_one_rank(run: RunContext, name: str, count: int = 20, patience: float = 10.0) -> float:
     """Return the mean seconds of a step of rank 0 alone with the whole batch; the others wait. All ranks call it."""
     seconds = 0.0
     if run.world.is_main:
-        model = build()
+        model = networks.build_network(name, run.sample_shape, run.classes).to(run.device, run.dtype)
         seconds = time_steps(make_stepper(run, model, model), run.device, count, patience)
     return float(run.world.broadcast(seconds))
 
@@ -85,16 +86,16 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
     return rates
 
 
-def report_scaling(cfg: Config, run: RunContext, model: nn.Module, build: Callable[[], nn.Module]) -> list[Report]:
+def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Report]:
     """Report how well the ranks of data parallelism work together. All ranks call it after training.
 
-    With cfg.compare one rank trains a model of its own, which `build` makes, to find the efficiency.
+    With cfg.compare one rank trains a model of its own to find the efficiency.
     """
     communication = None
     if cfg.strategy == "ddp" and cfg.communication != "powersgd":
         size = ddp.BYTES.get(cfg.communication, run.dtype.itemsize)
         communication = time_communication(model, cfg.bucket_mb, size)
-    alone = time_one_rank(run, build) if cfg.compare else 0.0
+    alone = time_one_rank(run, cfg.model) if cfg.compare else 0.0
     own: Any = {"communication": communication, "alone": alone}
     batch = f"batch {cfg.batch} = {run.world.size} x {cfg.plan.shard}"
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})

@@ -86,7 +86,7 @@ def test_shares_are_those_of_the_strategies() -> None:
 
 
 def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resnet_dataparallel, "visible_gpus", lambda world: [0, 1])
+    monkeypatch.setattr(resnet_dataparallel, "list_gpus", lambda world: [0, 1])
     cfg, model, world = Config(strategy="data_parallel", functional=True), nn.Linear(1, 1), cast(World, None)
     called = resnet_dataparallel.choose_forward(cfg, model, world)
     assert isinstance(called, partial) and called.keywords == {"device_ids": [0, 1]}

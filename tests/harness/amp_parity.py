@@ -158,8 +158,8 @@ def make_scaler_of_old(right: Any, cfg: Config, device: torch.device) -> Any:
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
     "no_divisor": ("accumulate_gradients", add_up_the_sum),
     "same_divisor": ("accumulate_gradients", add_up_with_one_divisor),
-    "clip_before_unscale": ("update", update_clipping_first),
-    "forward_outside": ("wrap", wrap_with_forwards_outside),
+    "clip_before_unscale": ("update_weights", update_clipping_first),
+    "forward_outside": ("wrap_model", wrap_with_forwards_outside),
     "scaler_for_bf16": ("make_scaler", make_scaler_for_bf16),
     "old_spelling": ("make_scaler", make_scaler_of_old),
 }
@@ -234,7 +234,7 @@ def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: F
 
 
 def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
-    wrap, make_scaler, update = amp_accum.wrap, amp_accum.make_scaler, amp_accum.update
+    wrap, make_scaler, update = amp_accum.wrap_model, amp_accum.make_scaler, amp_accum.update_weights
     sent, states, scalers = [0], list[Tensor](), list[GradScaler]()
 
     def wrap_otherwise(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
@@ -260,7 +260,7 @@ def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, f
             return int(super().resume(state))
 
     run = Planted(cfg, folder, world, prepared)
-    changes = {"wrap": wrap_otherwise, "make_scaler": keep_scaler, "update": look_behind}
+    changes = {"wrap_model": wrap_otherwise, "make_scaler": keep_scaler, "update_weights": look_behind}
     found = train_script(amp_accum, run, *((amp_accum, name, value) for name, value in changes.items()))
     sums = sums_of_ranks(found["state"])
     if not world.is_main:

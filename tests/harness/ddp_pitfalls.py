@@ -105,7 +105,7 @@ def barrier_on_one_rank() -> Any:
 def several_devices() -> Any:
     def work(world: World) -> Any:
         wrong = attempt(lambda: DistributedDataParallel(SimpleNN(), device_ids=[0, 1]))
-        right = ddp_multinode.wrap(Config(), SimpleNN(), on_world(world))
+        right = ddp_multinode.wrap_model(Config(), SimpleNN(), on_world(world))
         return [wrong, type(right).__name__]
 
     return in_two(work)
@@ -115,7 +115,7 @@ def model_parallelism() -> Any:
     """How many parameters a process holds."""
 
     def held(world: World, strategy: Any) -> int:
-        model = ddp_multinode.wrap(Config(strategy=strategy), SimpleNN(), on_world(world))
+        model = ddp_multinode.wrap_model(Config(strategy=strategy), SimpleNN(), on_world(world))
         locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
         return sum(p.numel() for p in locals_)
 

@@ -81,7 +81,7 @@ def test_clipping_before_unscaling_clips_the_scale() -> None:
         before = torch.cat([p.detach().flatten() for p in model.parameters()])
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1), amp_accum.make_scaler(cfg, torch.device("cpu"))
         gradients(cfg, model, a_window([8]), scaler)
-        amp_accum.update(cfg, model, optimizer, scaler)
+        amp_accum.update_weights(cfg, model, optimizer, scaler)
         return float((torch.cat([p.detach().flatten() for p in model.parameters()]) - before).norm())
 
     assert moved() == pytest.approx(0.01, rel=1e-3)
@@ -102,7 +102,7 @@ def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
         count = 0
         for _ in range(200):
             gradients(cfg, model, window, scaler)
-            count += amp_accum.update(cfg, model, optimizer, scaler)
+            count += amp_accum.update_weights(cfg, model, optimizer, scaler)
         return count
 
     assert lost() == 0
@@ -115,7 +115,7 @@ def test_the_old_spelling_switches_itself_off_without_a_gpu() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         right = amp_accum.make_scaler(cfg, cpu)
-        with amp_accum.autocast(cfg, cpu):
+        with amp_accum.make_autocast(cfg, cpu):
             assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float16
     assert right.is_enabled() and not told
     with made("old_spelling"), pytest.warns(FutureWarning, match=r"torch\.amp\.GradScaler"):
