@@ -46,7 +46,7 @@ evaluate:  ## measure the trained model of a finished run again, in one process:
 export:  ## write the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
 sweep:  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
 doctor:  ## look at every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or at a run that failed or hangs: RUN=<id> [JSON=1]
-status:  ## how runs are doing [RUN=<id>] [WAIT=seconds] [JSON=1]
+status:  ## how runs are doing: the newest 20, or ALL=1, or RUN=<id> [WAIT=seconds] [JSON=1]
 logs:  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
 cancel:  ## end a run: RUN=<id>
 compare:  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+from collections.abc import Iterable
 
-from common.core import config
 from common.core.errors import UserError
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -14,20 +14,27 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 def parse_experiment(name: str) -> str:
     """Return the name if there is such an experiment. Raises UserError with the nearest right one."""
+    from common.core import config  # imports OmegaConf, which the local cluster does not need
+
     known = config.list_experiments()
     if not name:
         raise UserError(f"NAME is missing; write make exp NAME={known[0]} (experiments: {', '.join(known)})")
     if not NAME.fullmatch(name) or name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = suggest_nearest(name, known)
         raise UserError(f"no experiment {name!r}{hint} (experiments: {', '.join(known)})")
     return name
 
 
-def parse_node_count(text: str) -> int:
-    """Read a positive number of nodes. Raises UserError."""
-    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) == 0:
-        raise UserError(f"NODES={text!r} is no positive number; write NODES=1 or more")
+def suggest_nearest(word: str, known: Iterable[str]) -> str:
+    """Return a question for the nearest known word; empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def parse_count(name: str, text: str, most: int = 99_999) -> int:
+    """Read a number from 1 to `most`. Raises UserError."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise UserError(f"{name}={text!r}: write a number from 1 to {most}")
     return int(text)
 
 

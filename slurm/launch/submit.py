@@ -24,7 +24,7 @@ from common.runs import provenance, wandb_account
 from common.runs.folder import Folder, write_atomic
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm.arguments import parse_experiment, parse_node_count, parse_switch, split_arguments
+from slurm.arguments import parse_count, parse_experiment, parse_switch, split_arguments
 from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
 from slurm.scheduling.entry_points import find_entry_points
@@ -161,7 +161,7 @@ def main(given: argparse.Namespace) -> int:
     name = parse_experiment(resumed.experiment if resumed else given.name)
     words, for_profile = split_arguments(given.args)
     if given.nodes:
-        words.append(f"launch.nodes={parse_node_count(given.nodes)}")
+        words.append(f"launch.nodes={parse_count('NODES', given.nodes)}")
     if resumed:
         words = ["--resume", str(resumed.path), *words]
     follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))

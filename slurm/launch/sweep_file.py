@@ -17,7 +17,6 @@ Imports no torch.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import itertools
 import json
@@ -28,13 +27,13 @@ from typing import Any
 
 import yaml
 
-from common.core import config, config_keys
+from common.core import config
 from common.core.errors import UserError
 from common.pipeline import schedules
 from common.runs import wandb_account
 from configs.shared import Experiment
 from configs.sweeps import to_text
-from slurm.arguments import parse_experiment
+from slurm.arguments import parse_count, parse_experiment, suggest_nearest
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
@@ -55,7 +54,6 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The text that tells the point from the others."""
         return make_key(self.values, self.repeat)
 
 
@@ -71,30 +69,29 @@ class Grid:
 
 
 def make_key(values: Mapping[str, str], repeat: int) -> str:
-    """The text that tells a point from the others of its sweep."""
+    """Write the text that tells a point from the others of its sweep."""
     return json.dumps([sorted(values.items()), repeat])
 
 
 def read_sweep_file(path: str, more: list[str]) -> Grid:
-    """The sweep of a file, with `key=value` words for all of its points on top. Raises UserError."""
+    """Read the sweep of a file, with `key=value` words for all of its points on top. Raises UserError."""
     if not path:
-        found = ", ".join(
-            str(file.relative_to(config.ROOT)) for file in (config.ROOT / "configs/sweeps").glob("[a-z]*.*")
-        )
-        raise UserError(f"GRID is missing; write make sweep GRID=<file> (there are {found})")
+        found = sorted(str(file.relative_to(config.ROOT)) for file in (config.ROOT / "configs/sweeps").glob("[a-z]*.*"))
+        raise UserError(f"GRID is missing; write make sweep GRID=<file> (there are {', '.join(found)})")
     name = Path(path).stem
     tree = read_python_grid(name, more) if is_python_grid(Path(path)) else read_tree(Path(path))
     if not NAME.fullmatch(name):
         raise UserError(f"GRID={path}: the sweep is named after its file; use letters, digits and ._- alone")
     for key in tree:
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            raise UserError(f"{path}: unknown key {key}; " + (f"did you mean {near[0]}?" if near else ", ".join(KEYS)))
+            hint = suggest_nearest(key, KEYS) or f"; there are {', '.join(KEYS)}"
+            raise UserError(f"{path}: unknown key {key}{hint}")
     try:
         if not tree.get("experiment"):
             raise UserError(f"experiment is missing; write a line such as experiment: {config.list_experiments()[0]}")
         experiment = parse_experiment(parse_scalar(tree.get("experiment", ""), "experiment"))
-        repeats, parallel, nodes = (parse_count(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes"))
+        counts = {key: parse_scalar(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes")}
+        repeats, parallel, nodes = (parse_count(key, text, MOST) for key, text in counts.items())
         common = flatten_settings(tree.get("settings") or {}, "settings") | config.parse_command_line(more).values
         cells = list_cells(tree)
     except UserError as error:
@@ -111,13 +108,13 @@ def read_sweep_file(path: str, more: list[str]) -> Grid:
 
 
 def is_python_grid(path: Path) -> bool:
-    """Whether a file is the grid of an experiment, configs/sweeps/NAME.py."""
+    """Check for a file that is the grid of an experiment, configs/sweeps/NAME.py."""
     here = path.absolute().parent == config.ROOT / "configs" / "sweeps"
     return here and path.suffix == ".py" and path.stem in config.list_experiments() and path.is_file()
 
 
 def read_python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
-    """The points of configs/sweeps/NAME.py as a tree of text, for a machine without GPUs."""
+    """Read the points of configs/sweeps/NAME.py as a tree of text, for a machine without GPUs."""
     cfg = config.load_config(config.import_schema(experiment), more)
     grid = importlib.import_module(f"configs.sweeps.{experiment}").GRID
     repeats = str(cfg.repeats) if grid.new_seeds else "1"  # type: ignore[attr-defined]
@@ -126,7 +123,7 @@ def read_python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The file's tree, all scalars as text."""
+    """Read the file's tree, all scalars as text. Raises UserError."""
     try:
         tree = yaml.load(path.read_text(), Loader=config.LOADER)  # noqa: S506 (it builds only str, list, dict)
     except (OSError, UnicodeDecodeError) as error:
@@ -145,16 +142,8 @@ def parse_scalar(value: Any, key: str) -> str:
     return value
 
 
-def parse_count(value: Any, key: str) -> int:
-    """Read a number of points, repeats or hosts. Raises UserError."""
-    found = config_keys.parse_number(int, parse_scalar(value, key))
-    if found is None or not 1 <= found <= MOST:
-        raise UserError(f"{key}: {value!r} is no number from 1 to {MOST}")
-    return int(found)
-
-
 def flatten_settings(tree: Any, key: str) -> dict[str, str]:
-    """Nested or dotted settings, each one value; a list is written as on the command line."""
+    """Flatten nested settings, each one value; a list is written as on the command line. Raises UserError."""
     if not isinstance(tree, dict):
         raise UserError(f"{key}: expected `key: value`")
     flat = config.flatten(tree)
@@ -162,7 +151,7 @@ def flatten_settings(tree: Any, key: str) -> dict[str, str]:
 
 
 def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Every combination of the grid, and the single points after them."""
+    """List every combination of the grid, and the single points after them. Raises UserError."""
     axes, listed = tree.get("grid") or {}, tree.get("points") or []
     if not isinstance(axes, dict) or not isinstance(listed, list):
         raise UserError("grid is `key: [values]`, and points a list of `{key: value}`")
@@ -181,7 +170,7 @@ def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
 def make_point(
     path: str, name: str, experiment: str, common: dict[str, str], cell: dict[str, str], repeat: int
 ) -> Point:
-    """One point, its settings checked as those of a run are. Raises UserError that says where."""
+    """Make one point, its settings checked as those of a run are. Raises UserError that says where."""
     grouped = {"wandb.group": name} | common
     schema = config.import_schema(experiment)
     try:

@@ -29,6 +29,7 @@ from pathlib import Path
 from common.core.errors import UserError
 from common.core.processes import Process
 from common.core.text import format_count
+from slurm.arguments import parse_count, parse_switch
 from slurm.local_cluster import daemons, slurm_conf
 from slurm.local_cluster.cluster import DEFAULT, Cluster, find_folder, find_running, require_running
 from slurm.local_cluster.namespaces import check_user
@@ -37,7 +38,7 @@ from slurm.local_cluster.slurm_conf import Plan
 
 @contextlib.contextmanager
 def lock_folder(name: str) -> Iterator[Path]:
-    """The state folder, made if need be, ours alone, and locked against another `up` or `down`."""
+    """Make the state folder if need be, check that it is ours, and lock it. Raises UserError."""
     folder = slurm_conf.check_folder(find_folder(name))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,9 +53,9 @@ def lock_folder(name: str) -> Iterator[Path]:
 
 def start_cluster(given: argparse.Namespace) -> None:
     """Start a cluster and wait until its hosts are idle."""
-    nodes = slurm_conf.parse_number("--nodes", given.nodes or "2", slurm_conf.MOST_NODES)
-    cpus = slurm_conf.parse_number("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
-    settings, database = slurm_conf.parse_settings(given.conf), slurm_conf.parse_switch("--db", given.db)
+    nodes = parse_count("--nodes", given.nodes or "2", slurm_conf.MOST_NODES)
+    cpus = parse_count("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
+    settings, database = slurm_conf.parse_settings(given.conf), parse_switch("--db", given.db)
     auth = given.auth or slurm_conf.choose_auth()
     slurm_conf.check_programs(auth, database)
     user = check_user(os.getuid())
@@ -68,7 +69,7 @@ def start_cluster(given: argparse.Namespace) -> None:
         began = time.monotonic()
         last = (folder / "first_job").read_text() if (folder / "first_job").exists() else "0"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
-        uid, gid, first = os.getuid(), os.getgid(), slurm_conf.next_job_id(int(last))
+        uid, gid, first = os.getuid(), os.getgid(), slurm_conf.choose_first_job_id(int(last), time.time())
         plan = Plan(given.name, folder, nodes, cpus, memory, user, uid, gid, auth, database, first, settings)
         slurm_conf.write_files(plan)
         daemons.create_cluster(plan)
@@ -97,7 +98,7 @@ def wait_until_idle(plan: Plan, seconds: float) -> None:
 
 
 def find_complaint(logs: Path) -> str:
-    """The error that a daemon died of, else the one that kept the cluster from starting."""
+    """Find the error that a daemon died of, else the one that kept the cluster from starting."""
     lines = [line for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
     for mark in ("Parsing error", "fatal: "):
         for line in lines:
@@ -153,8 +154,8 @@ def run_inside(given: argparse.Namespace) -> None:
 
 
 def parse_host(cluster: Cluster, text: str) -> int:
-    """The number of a host, given as `2` or `node2`."""
-    return slurm_conf.parse_number("N", text.removeprefix("node"), cluster.plan.nodes)
+    """Parse the number of a host, given as `2` or `node2`. Raises UserError."""
+    return parse_count("N", text.removeprefix("node"), cluster.plan.nodes)
 
 
 def cause_fault(given: argparse.Namespace) -> None:
@@ -162,7 +163,7 @@ def cause_fault(given: argparse.Namespace) -> None:
     cluster = require_running(given.name)
     number = parse_host(cluster, given.node)
     cluster.as_root(lambda: daemons.VERBS[given.verb](cluster.plan, number))
-    print(f"{given.verb}: {slurm_conf.host_name(number)}")
+    print(f"{given.verb}: {slurm_conf.format_host_name(number)}")
 
 
 def preempt_job(given: argparse.Namespace) -> None:
@@ -193,7 +194,7 @@ ARGUMENTS = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs."""
+    """Make the parser of all verbs."""
     top = argparse.ArgumentParser(
         prog="python -m slurm cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -233,5 +234,5 @@ def main(arguments: list[str]) -> None:
         raise UserError(
             f"this is inside cluster {given.name}, where its processes look different; leave its shell first"
         )
-    os.environ["PATH"] = slurm_conf.search_path()  # ip, slurmctld and slurmd are administrators' programs
+    os.environ["PATH"] = slurm_conf.make_search_path()  # ip, slurmctld and slurmd are administrators' programs
     given.function(given)

@@ -15,7 +15,7 @@ from pathlib import Path
 from common.core.errors import UserError
 from common.core.processes import Process
 from slurm.local_cluster import namespaces
-from slurm.local_cluster.slurm_conf import CONTROLLER, Plan, host_address, host_name
+from slurm.local_cluster.slurm_conf import CONTROLLER, Plan, format_host_address, format_host_name
 
 BRIDGE = "switch"
 
@@ -52,7 +52,7 @@ def run_controller(plan: Plan) -> None:
     for number in range(1, plan.nodes + 1):
         child = namespaces.fork_child(lambda number=number: start_host(plan, number))  # type: ignore[misc]
         if namespaces.wait_for_child(child):
-            raise UserError(f"{host_name(number)} did not start")
+            raise UserError(f"{format_host_name(number)} did not start")
     namespaces.wait_while(
         (plan.folder / "holder").exists
     )  # a cluster whose folder was deleted could not be found any more
@@ -60,7 +60,7 @@ def run_controller(plan: Plan) -> None:
 
 def start_host(plan: Plan, number: int) -> None:
     """Plug a host in and switch it on. Called in a process to be thrown away."""
-    name = host_name(number)
+    name = format_host_name(number)
 
     def first(other_end: socket.socket) -> None:
         namespaces.detach(plan.folder / "log" / f"{name}.log", keep=other_end)
@@ -71,7 +71,7 @@ def start_host(plan: Plan, number: int) -> None:
         other_end.close()
         socket.sethostname(name)
         up, route = "link set eth0 up", f"route add default via {CONTROLLER}"
-        namespaces.run_ip("link set lo up", f"addr add {host_address(number)}/24 dev eth0", up, route)
+        namespaces.run_ip("link set lo up", f"addr add {format_host_address(number)}/24 dev eth0", up, route)
         start_daemon(plan, "slurmd", "-N", name)
         namespaces.wait_while(lambda: True)
 
@@ -80,7 +80,7 @@ def start_host(plan: Plan, number: int) -> None:
 
 def find_record(plan: Plan, number: int) -> Path:
     """The file that records a host's first process, by its number in the cluster's process table."""
-    return plan.folder / "hosts" / host_name(number)
+    return plan.folder / "hosts" / format_host_name(number)
 
 
 def caller_prefix(plan: Plan) -> list[str]:
@@ -156,14 +156,14 @@ def require_host(plan: Plan, number: int) -> Process:
     """The first process of a host; UserError if the host is off."""
     process = Process.load(find_record(plan, number))
     if not process:
-        raise UserError(f"{host_name(number)} is powered off; python -m slurm cluster power-on {number}")
+        raise UserError(f"{format_host_name(number)} is powered off; python -m slurm cluster power-on {number}")
     return process
 
 
 def cut_cable(plan: Plan, number: int) -> None:
     """Pull a host's cable. Its processes go on."""
     require_host(plan, number)
-    namespaces.run_ip(f"link set {host_name(number)} down")
+    namespaces.run_ip(f"link set {format_host_name(number)} down")
 
 
 def join_cable(plan: Plan, number: int) -> None:
@@ -173,15 +173,15 @@ def join_cable(plan: Plan, number: int) -> None:
     SlurmdTimeout; `exec scontrol update nodename=nodeN state=resume` makes it ask at once.
     """
     require_host(plan, number)
-    namespaces.run_ip(f"link set {host_name(number)} up")
+    namespaces.run_ip(f"link set {format_host_name(number)} up")
 
 
 def power_off(plan: Plan, number: int) -> None:
     """End a host at once. Its cable goes first: dying processes would still say goodbye to their peers."""
     process = require_host(plan, number)
-    namespaces.run_ip(f"link set {host_name(number)} down")
+    namespaces.run_ip(f"link set {format_host_name(number)} down")
     namespaces.run_ip(
-        f"link del {host_name(number)}"
+        f"link del {format_host_name(number)}"
     )  # before the host's end goes with its last process, and this one with it
     process.kill()
 
@@ -189,7 +189,7 @@ def power_off(plan: Plan, number: int) -> None:
 def power_on(plan: Plan, number: int) -> None:
     """Start a host that is off."""
     if Process.load(find_record(plan, number)):
-        raise UserError(f"{host_name(number)} is on")
+        raise UserError(f"{format_host_name(number)} is on")
     start_host(plan, number)
 
 
@@ -206,6 +206,6 @@ def print_hosts(plan: Plan, states: dict[str, str]) -> None:
     plugged = namespaces.list_cables()
     print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}SLURM")
     for number in range(1, plan.nodes + 1):
-        name = host_name(number)
+        name = format_host_name(number)
         cable = ("in" if plugged.get(name) else "cut") if Process.load(find_record(plan, number)) else "off"
-        print(f"{name:10}{host_address(number):14}{cable:8}{states.get(name, 'unknown')}")
+        print(f"{name:10}{format_host_address(number):14}{cable:8}{states.get(name, 'unknown')}")

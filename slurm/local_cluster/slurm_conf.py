@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.core.errors import UserError
 
 MOST_NODES = 64
+LONGEST = 67  # characters of the path of a cluster's folder
 CONTROLLER = "10.77.0.254"  # the controller's address; every cluster has a network of its own, so all use the same
 FOLDERS = ("bin", "db", "etc", "hosts", "log", "run", "spool", "state")
 ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # slurmctld, slurmd and ip lie here, which is not on every user's PATH
@@ -84,48 +84,34 @@ class Plan:
     @property
     def environment(self) -> dict[str, str]:
         """The variables with which a program finds this cluster and its tools."""
-        path = f"{self.folder / 'bin'}:{search_path()}"
+        path = f"{self.folder / 'bin'}:{make_search_path()}"
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
 
-def search_path() -> str:
-    """PATH and the folders of administrators' programs, each folder once."""
+def make_search_path() -> str:
+    """Join PATH and the folders of administrators' programs, each folder once."""
     return ":".join(dict.fromkeys(f"{os.environ.get('PATH', '')}:{ADMIN_PATH}".strip(":").split(":")))
 
 
-def host_name(number: int) -> str:
-    """The name of a host by its number."""
+def format_host_name(number: int) -> str:
+    """Return the name of a host by its number."""
     return f"node{number}"
 
 
-def host_address(number: int) -> str:
-    """The address of a host by its number."""
+def format_host_address(number: int) -> str:
+    """Return the address of a host by its number."""
     return f"10.77.0.{number}"
 
 
-def parse_number(option: str, text: str, most: int) -> int:
-    """A decimal number from 1 to `most`."""
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
-        raise UserError(f"{option}={text}: write a number from 1 to {most}")
-    return int(text)
-
-
 def check_name(text: str) -> str:
-    """A cluster's name: part of a folder's name, of slurm.conf and of a database table."""
+    """Return a cluster's name: part of a folder's name, of slurm.conf and of a database table. Raises UserError."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", text):
         raise UserError(f"NAME={text}: a cluster's name has only a-z, 0-9 and _, begins with a letter, at most 31")
     return text
 
 
-def parse_switch(option: str, text: str) -> bool:
-    """Read 1 as true, 0 or nothing as false. Raises UserError."""
-    if text not in ("", "0", "1"):
-        raise UserError(f"{option}={text}: write 1 or 0")
-    return text == "1"
-
-
 def parse_settings(lines: list[str]) -> dict[str, str]:
-    """`Key=Value` pairs for slurm.conf."""
+    """Parse `Key=Value` pairs for slurm.conf. Raises UserError."""
     found = {}
     for line in lines:
         match = re.fullmatch(r"([A-Za-z][A-Za-z0-9]*)=([^\s#]+)", line)
@@ -137,18 +123,18 @@ def parse_settings(lines: list[str]) -> dict[str, str]:
     return found
 
 
-def check_folder(folder: Path, longest: int = 67) -> Path:
+def check_folder(folder: Path) -> Path:
     """Return a folder whose path slurm.conf can hold. Raises UserError.
 
     There must be room for a socket (at most 107 bytes) named /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
     """
-    if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > longest:
+    if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > LONGEST:
         raise UserError(f"{folder}: slurm.conf needs a short path without blanks; set CLUSTER_DIR, as in /tmp/mine")
     return folder
 
 
 def check_programs(auth: str, database: bool) -> None:
-    """Refuse with the packages to install if a program is missing."""
+    """Raise UserError with the packages to install if a program is missing."""
     if sys.platform != "linux":
         raise UserError("a cluster needs Linux (network namespaces); use a Linux machine, a container or a virtual one")
     wanted = PACKAGES | (MUNGE if auth == "munge" else {}) | (DATABASE if database else {})
@@ -159,12 +145,12 @@ def check_programs(auth: str, database: bool) -> None:
 
 
 def find_program(name: str) -> str | None:
-    """The path of a program, also of one for administrators; None where there is none."""
-    return shutil.which(name, path=search_path())
+    """Find a program, also one for administrators; None where there is none."""
+    return shutil.which(name, path=make_search_path())
 
 
 def choose_auth() -> str:
-    """`none` where SLURM was built with it: one daemon less. The network is private either way."""
+    """Choose `none` where SLURM was built with it: one daemon less. The network is private either way."""
     daemon = find_program("slurmctld")
     prefix = Path(daemon).resolve().parent.parent if daemon else Path("/usr")
     libraries = [path for pattern in ("lib*/slurm*", "lib/*/slurm*") for path in prefix.glob(pattern)]
@@ -172,17 +158,17 @@ def choose_auth() -> str:
     return "none" if complete or not daemon else "munge"
 
 
-def next_job_id(last: int, now: float | None = None) -> int:
-    """The first job id: above all earlier ones, even if the state folder was deleted in between.
+def choose_first_job_id(last: int, now: float) -> int:
+    """Choose the first job id: above all earlier ones, even if the state folder was deleted in between.
 
     Result files and logs are found by job id, so an id that comes twice would show old results.
     """
-    since_2025 = (time.time() if now is None else now) - 1735689600
+    since_2025 = now - 1735689600
     return max(last + 1000, int(since_2025) // 10)
 
 
 def list_values(plan: Plan) -> dict[str, str]:
-    """The values of slurm.conf that the plan's own settings may replace."""
+    """List the values of slurm.conf that the plan's own settings may replace."""
     folder = plan.folder
     values = {
         "ClusterName": plan.name,
@@ -234,7 +220,7 @@ def list_values(plan: Plan) -> dict[str, str]:
 
 
 def make_slurm_conf(plan: Plan) -> str:
-    """The text of slurm.conf."""
+    """Write the text of slurm.conf."""
     given = {key.lower(): (key, value) for key, value in plan.settings.items()}
     grace = given.pop("gracetime", ("", "0"))[1]  # belongs to a partition, not to the whole
     lines = {key.lower(): (key, value) for key, value in list_values(plan).items()} | given
@@ -248,7 +234,7 @@ def make_slurm_conf(plan: Plan) -> str:
 
 
 def make_slurmdbd_conf(plan: Plan) -> str:
-    """The text of slurmdbd.conf. The database asks for no password: nobody else reaches its network."""
+    """Write the text of slurmdbd.conf. The database asks for no password: nobody else reaches its network."""
     rows = [
         f"AuthType=auth/{plan.auth}",
         *([f"AuthInfo=socket={plan.folder}/run/munge.sock"] if plan.auth == "munge" else []),
@@ -267,18 +253,19 @@ def make_slurmdbd_conf(plan: Plan) -> str:
 
 
 def make_hosts_file(plan: Plan) -> str:
-    """Every name with its own address, never 127.x: ranks tell each other the address of their host's name."""
+    """Write the text of /etc/hosts: every name has an address of its own, never 127.x, as ranks tell it each other."""
     rows = ["127.0.0.1 localhost", f"{CONTROLLER} ctl"]
-    return "\n".join(rows + [f"{host_address(n)} {host_name(n)}" for n in range(1, plan.nodes + 1)]) + "\n"
+    rows += [f"{format_host_address(n)} {format_host_name(n)}" for n in range(1, plan.nodes + 1)]
+    return "\n".join(rows) + "\n"
 
 
 def write_files(plan: Plan) -> None:
-    """Write all files of a cluster, in a folder that is emptied first: old jobs would come back and run for ever."""
+    """Write all files of a cluster into its folder, which is emptied first: old jobs would come back and run on."""
     for name in FOLDERS:
         shutil.rmtree(plan.folder / name, ignore_errors=True)
         (plan.folder / name).mkdir()
     for number in range(1, plan.nodes + 1):
-        (plan.folder / "spool" / host_name(number)).mkdir()
+        (plan.folder / "spool" / format_host_name(number)).mkdir()
     texts = {
         "slurm.conf": make_slurm_conf(plan),
         "slurmdbd.conf": make_slurmdbd_conf(plan),

@@ -1,7 +1,7 @@
 """The diagnosis of a run that failed or hangs, from its folder. Imports no torch.
 
-The first error of all ranks, the last step of each, where the processes stood when one waited too long, who is slow,
-and the likely cause in one line.
+The first error of all ranks, the last step of each, where ranks stood when one waited too long, which one is slow, and
+the likely cause in one line.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,17 @@ from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT
 from common.runs.folder import Folder, read_json
 from slurm.reports import status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
-from slurm.reports.selection import parse_float, read_settings
-from slurm.reports.status import OVER
+from slurm.reports.selection import parse_float, read_settings, read_step_timeout
+from slurm.reports.status import OVER, format_age
 
 ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
 RAISED = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # a traceback's last line
 STACKS = re.compile(r"^Timeout \(.*\)!\n((?:.+\n|\n(?=Thread|Current))*)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
+OWN = re.compile(r"^(?!.*/(site|dist)-packages/).*/(common|slurm|experiments)/([\w/]+/)?\w+\.py$")  # our source
+ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTILINE)  # how tasks ended
 SILENT = 60.0  # seconds without a sign of life of a run that hangs, at least
-BEGIN = "Starting with JobEnvironment"  # Submitit's first words at each start of a job, whose output is appended
+BEGIN = "Starting with JobEnvironment"  # Submitit's first words at each attempt of a job, whose output is appended
 WELL = "nothing wrong is seen; it runs"
 TAIL = 1 << 18  # bytes of a log that are read
 PEER = re.compile(
@@ -58,6 +61,8 @@ class Rank:
     error: str
     stands: str
     """Its innermost lines of code when a step took too long."""
+    ended: str = ""
+    """How it ended, in srun's words, such as Killed."""
 
     @property
     def name(self) -> str:
@@ -69,12 +74,12 @@ class Rank:
         return max(0.0, time.time() - self.seen)
 
     def facts(self) -> dict[str, Any]:
-        rest = {"age": self.age, "when": self.when, "error": self.error, "stands": self.stands}
-        return dataclasses.asdict(self.beat) | rest
+        own = {name: value for name, value in vars(self).items() if name not in ("beat", "seen")}
+        return dataclasses.asdict(self.beat) | own | {"age": self.age}
 
 
 def read_tail(path: Path) -> str:
-    """The last bytes of a log as text; empty where it cannot be read."""
+    """Read the last bytes of a log as text; empty where it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL))
@@ -83,23 +88,34 @@ def read_tail(path: Path) -> str:
         return ""
 
 
-def read_logs(folder: Folder, attempt: Folder, rank: int) -> str:
-    """The output of a rank in the newest attempt: its own log, and the one that SLURM kept."""
-    job = read_json(folder.path / "meta.json").get("job") or {}
-    room = Path(job.get("logs") or folder.path / "submit")
-    kept = read_tail(room / f"{job['id']}_{rank}_log.out") if job else ""
-    return read_tail(attempt.log_file(rank)) + "\n" + kept.rpartition(BEGIN)[2]
+def read_job_log(folder: Folder, rank: int) -> str:
+    """Read what SLURM kept of a rank's output since the newest start of the job; empty without a job."""
+    job = read_json(folder.path / "meta.json").get("job")
+    if not job:
+        return ""
+    logs = Path(job.get("logs") or folder.path / "submit")
+    return read_tail(logs / f"{job['id']}_{rank}_log.out").rpartition(BEGIN)[2]
+
+
+def find_endings(text: str) -> dict[int, str]:
+    """Find how tasks ended, by rank, in srun's words."""
+    found: dict[int, str] = {}
+    for numbers, words in ENDED.findall(text):
+        for part in numbers.split(","):
+            first, _, last = part.partition("-")
+            found |= {rank: words for rank in range(int(first), int(last or first) + 1) if rank not in found}
+    return found
 
 
 def find_start_time(attempt: Folder) -> float:
-    """The newest sign of life of an attempt without its heartbeats, in seconds since 1970."""
+    """Find the newest sign of life of an attempt without its heartbeats, in seconds since 1970."""
     names = ("attempt.json", "world.json", "logs")
     paths = [*(attempt.attempt / name for name in names), *attempt.attempt.glob("logs/rank-*.log")]
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def find_first_error(text: str) -> tuple[str, str]:
-    """The time and text of the first error in a log; messages of W&B and warnings are no errors."""
+    """Find the time and text of the first error in a log; messages of W&B and warnings are no errors."""
     match = ERROR.search(text)
     if match:
         raised = RAISED.search(text, match.end())
@@ -111,35 +127,37 @@ def find_first_error(text: str) -> tuple[str, str]:
 
 
 def find_position(text: str) -> str:
-    """The innermost lines of the project in the newest stack dump, and the function that they called."""
+    """Find the innermost lines of the project in the newest stack dump, and the function that they called."""
     dumps = STACKS.findall(text)
     threads = re.split(r"^(?:Current thread|Thread) .*\n", dumps[-1], flags=re.MULTILINE) if dumps else []
     frames = FRAME.findall(threads[-1]) if threads else []  # the main thread comes last
     if not frames:
         return ""
-    own = [f for f in frames if re.search(r"/(common|slurm|experiments)/([\w/]+/)?\w+\.py$", f[0])]
-    chosen = [*frames[:1], *[f for f in own[:2] if f is not frames[0]]]
+    own = [frame for frame in frames if OWN.match(frame[0])]
+    chosen = [*frames[:1], *[frame for frame in own[:2] if frame is not frames[0]]]
     return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in chosen)
 
 
 def read_ranks(folder: Folder) -> list[Rank]:
-    """The facts of all ranks of the newest attempt."""
+    """Read the facts of all ranks of the newest attempt."""
     found = []
+    endings = find_endings(read_job_log(folder, 0))  # srun writes where rank 0 does
     for attempt in folder.attempts()[-1:]:
         first = find_start_time(attempt)
         for beat in read_heartbeats(attempt):
-            text = read_logs(folder, attempt, beat.rank)
-            found.append(Rank(beat, beat.time or first, *find_first_error(text), find_position(text)))
+            text = f"{read_tail(attempt.log_file(beat.rank))}\n{read_job_log(folder, beat.rank)}"
+            ended = endings.get(beat.rank, "")
+            found.append(Rank(beat, beat.time or first, *find_first_error(text), find_position(text), ended))
     return found
 
 
 def sort_errors(ranks: list[Rank]) -> list[Rank]:
-    """The ranks with an error, the earliest first."""
+    """Return the ranks with an error, the earliest first."""
     return sorted((rank for rank in ranks if rank.error), key=lambda rank: (not rank.when, rank.when))
 
 
 def find_known_cause(detail: str, own: list[Rank]) -> str:
-    """A known cause with its remedy; empty where there is none."""
+    """Find a known cause with its remedy; empty where there is none."""
     for pattern, words in CAUSES:
         who = next((rank.name for rank in own if re.search(pattern, rank.error)), "")
         if who or re.search(pattern, detail):
@@ -148,22 +166,28 @@ def find_known_cause(detail: str, own: list[Rank]) -> str:
 
 
 def find_unanswered(errors: list[Rank]) -> str:
-    """The message of the first rank that reports another one as not answering."""
+    """Find the message of the first rank that reports another one as not answering."""
     return next((rank.error for rank in errors if "did not answer within" in rank.error), "")
 
 
 def describe_lost(ranks: list[Rank], errors: list[Rank]) -> str:
-    """A sentence on the ranks that ended without an error, where the others only lost their connection."""
-    silent = ", ".join(rank.name for rank in ranks if not rank.error)
+    """Describe the ranks that ended without an error, where the others only lost their connection."""
+    silent = [rank for rank in ranks if not rank.error]
     if not (errors and silent):
         return ""
-    return f"{silent} ended without a word (killed, out of memory, or its host failed), and the others lost it"
+    unknown = "killed, out of memory, or its host failed"
+    ends = ", ".join(f"{rank.name} ended without an error message ({rank.ended or unknown})" for rank in silent)
+    return f"{ends}, and the others lost it"
 
 
-def find_allowed_silence(folder: Folder) -> float:
-    """Seconds that a run may be silent: no rank waits longer than launch.step_timeout for the others."""
-    allowed = parse_float(read_settings(folder).get("launch.step_timeout", ""))
-    return max(SILENT, allowed or 0.0)
+def describe_exit(folder: Folder) -> str:
+    """Describe how all ranks ended, where none of them left an error."""
+    status = folder.result.get("exit_status")
+    how = "killed, or the machine failed"
+    if isinstance(status, int):
+        is_signal = 128 < status < 128 + signal.NSIG
+        how = f"signal {signal.strsignal(status - 128)}" if is_signal else f"exit status {status}"
+    return f"its ranks ended without an error message: {how}"
 
 
 def judge_running(ranks: list[Rank], allowed: float) -> str:
@@ -175,17 +199,17 @@ def judge_running(ranks: list[Rank], allowed: float) -> str:
 
 
 def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
-    """The likely cause in one line; empty for a run that is well."""
+    """Find the likely cause in one line; empty for a run that is well."""
     if state == "FINISHED":
         return describe_slow_rank([rank.beat for rank in ranks])
     if state == "CANCELLED":
         return "it was cancelled"
     if state == "RUNNING":
-        return judge_running(ranks, find_allowed_silence(folder))
+        return judge_running(ranks, max(SILENT, read_step_timeout(folder)))
     errors = sort_errors(ranks)
     own = [rank for rank in errors if not PEER.search(rank.error)]
     first = f"{own[0].name} failed first: {own[0].error}" if own else ""
-    last = errors[0].error if errors else "its processes ended without a word: killed, or the machine failed"
+    last = errors[0].error if errors else describe_exit(folder)
     killed = detail if "was killed by" in detail else ""
     return (
         find_known_cause(detail, own)
@@ -199,7 +223,7 @@ def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> st
 
 
 def examine_run(folder: Folder) -> dict[str, Any]:
-    """All facts about a run, for people and programs."""
+    """Collect all facts about a run, for people and programs."""
     state, detail = status.read_state(folder)
     ranks = read_ranks(folder)
     errors = sort_errors(ranks)
@@ -218,7 +242,7 @@ def examine_run(folder: Folder) -> dict[str, Any]:
 
 
 def give_advice(folder: Folder, cause: str) -> str:
-    """The command to continue with; with other settings where the present ones failed."""
+    """Return the command to continue with; with other settings where the present ones failed."""
     again = f"make exp RESUME={folder.reference}"
     if NO_VALID_CHECKPOINT in cause:
         return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
@@ -232,16 +256,16 @@ def give_advice(folder: Folder, cause: str) -> str:
     return again
 
 
-def print_diagnosis(folder: Folder, machines: bool) -> int:
+def print_diagnosis(folder: Folder, as_json: bool) -> int:
     """Print the diagnosis; returns 0 for a run that is well, else 1."""
     found = examine_run(folder)
     well = found["state"] == "finished" or found["cause"] == WELL or found["state"] == "pending"
-    if machines:
+    if as_json:
         print(json.dumps(found, indent=2))
         return 0 if well else 1
     print(f"{found['run']} is {found['state'].upper()}" + (f": {found['detail']}" if found["detail"] else ""))
     for rank in found["ranks"]:
-        age = f"{rank['age']:.0f} s ago"
+        age = f"{format_age(rank['age'])} ago"
         early = f"  {rank['before_backward'] * 1e3:.1f} ms until backward" if rank["before_backward"] else ""
         print(f"  rank {rank['rank']:<3}  {rank['host']:<12}  step {rank['step']:>7}  {age:>10}{early}")
         if rank["stands"]:

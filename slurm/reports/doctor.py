@@ -25,7 +25,7 @@ from common.core.errors import UserError, user_errors
 from common.core.text import format_count
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm.arguments import parse_node_count, parse_settings, parse_switch
+from slurm.arguments import parse_count, parse_settings, parse_switch
 from slurm.reports import diagnosis, selection
 from slurm.scheduling import sbatch
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler, clean_environment
@@ -195,7 +195,7 @@ def main(given: argparse.Namespace) -> int:
         if others:
             raise UserError(f"RUN examines a run, and {others[0].upper()} is for checking hosts; leave one of them out")
         return diagnosis.print_diagnosis(selection.find_run(given.run, Path("runs")), machines)
-    nodes = parse_node_count(given.nodes or "1")
+    nodes = parse_count("NODES", given.nodes or "1")
     words, for_profile = parse_settings(given.args)
     settings = config.build_config(Places, [config.parse_command_line(words).values])
     profile = sbatch.load_profile(given.cluster or "default", for_profile)

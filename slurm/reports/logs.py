@@ -43,7 +43,7 @@ def print_until_end(folder: Folder, log: Path) -> int:
         if time.monotonic() - looked > 2:
             state, looked = read_status(folder).state, time.monotonic()
         time.sleep(0.2)
-    print(read_status(folder).line(), flush=True)
+    print(read_status(folder).format_line(), flush=True)
     return find_exit_status(folder)
 
 

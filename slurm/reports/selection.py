@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import operator
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any
 from common.core import config, config_keys
 from common.core.errors import UserError
 from common.runs.folder import Folder, parse_json, read_json
-from slurm.arguments import split_words
+from slurm.arguments import parse_count, split_words, suggest_nearest
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -38,7 +37,7 @@ class Choice:
 
 
 def find_run(name: str, runs: Path) -> Folder:
-    """The run folder of an id, its last four characters, or a path. Raises UserError."""
+    """Find the run folder of an id, its last four characters, or a path. Raises UserError."""
     ends = [file.parent for file in runs.glob(f"*-{name}/config.yaml")] if re.fullmatch("[0-9a-f]{4}", name) else []
     if len(ends) > 1:
         raise UserError(f"{name} is the end of {' and '.join(sorted(path.name for path in ends))}; write one out")
@@ -53,7 +52,7 @@ def find_run(name: str, runs: Path) -> Folder:
 
 
 def list_runs(root: Path) -> list[Folder]:
-    """All run folders, the oldest first."""
+    """List all run folders, the oldest first."""
     paths = [path.parent for path in root.glob("*/config.yaml")]
     paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # the time stands in the name
     return [Folder(path.absolute()) for path in paths]
@@ -65,9 +64,8 @@ def select_runs(asked: Choice, root: Path, newest: int = NEWEST) -> list[Folder]
     Where nothing tells which or how many, the `newest` ones; 0 is all.
     """
     if asked.runs or asked.sweep:
-        found = find_runs(split_words("RUNS", asked.runs), root) + (
-            list_sweep_runs(asked.sweep, root) if asked.sweep else []
-        )
+        found = [find_run(name, root) for name in split_words("RUNS", asked.runs)]
+        found += list_sweep_runs(asked.sweep, root) if asked.sweep else []
         found = list({folder.path: folder for folder in found}.values())
     else:
         found = list_runs(root)
@@ -79,20 +77,9 @@ def select_runs(asked: Choice, root: Path, newest: int = NEWEST) -> list[Folder]
             raise UserError(f"NAME={asked.name!r}: no run of it; there are runs of {', '.join(there)}")
         found = [folder for folder in found if folder.experiment == asked.name]
     found = filter_runs(found, asked.where)
-    last = parse_last(asked.last) or (0 if asked.runs or asked.sweep or asked.where else newest)
-    return found[-last:]
-
-
-def parse_last(text: str) -> int:
-    """A positive number, or 0 where nothing is given."""
-    if text and (not re.fullmatch("[0-9]{1,6}", text) or int(text) == 0):
-        raise UserError(f"LAST={text!r} is no positive number; write LAST=5, say")
-    return int(text or 0)
-
-
-def find_runs(names: list[str], root: Path) -> list[Folder]:
-    """Runs by id, path, or the last four characters of an id."""
-    return [find_run(name, root) for name in names]
+    if asked.last:
+        return found[-parse_count("LAST", asked.last) :]
+    return found if asked.runs or asked.sweep or asked.where else found[-newest:]
 
 
 def read_sweep(file: Path) -> dict[str, Any]:
@@ -113,7 +100,7 @@ def read_sweep(file: Path) -> dict[str, Any]:
 
 
 def is_cell(value: Any) -> bool:
-    """Whether a value is a point of a sweep: settings, number of the repeat, name of its run."""
+    """Check for a point of a sweep: settings, number of the repeat, name of its run."""
     if not isinstance(value, dict) or not isinstance(value.get("values"), dict):
         return False
     earlier = value.get("earlier", [])
@@ -123,13 +110,13 @@ def is_cell(value: Any) -> bool:
 
 
 def list_sweep_runs(sweep: str, root: Path) -> list[Folder]:
-    """List the started runs of a sweep, in the order of its points."""
+    """List the started runs of a sweep, in the order of its points. Raises UserError."""
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
         if os.path.isfile(file):  # noqa: PTH113 (is_file raises where a name is too long)
             ids = [cell.get("run") or "" for cell in read_sweep(file).get("cells", [])]
-            places = [path.absolute().parent.parent / name for name in dict.fromkeys(ids) if name]  # in its order
-            found = [Folder(place) for place in places if (place / "config.yaml").is_file()]
+            paths = [path.absolute().parent.parent / name for name in dict.fromkeys(ids) if name]
+            found = [Folder(one) for one in paths if (one / "config.yaml").is_file()]
             if not found:
                 raise UserError(f"SWEEP={sweep!r}: none of its runs has begun, or their folders are gone")
             return found
@@ -137,7 +124,7 @@ def list_sweep_runs(sweep: str, root: Path) -> list[Folder]:
 
 
 def read_settings(folder: Folder) -> dict[str, str]:
-    """The settings of a run's newest attempt as text, by dotted name; empty where they cannot be read."""
+    """Read the settings of a run's newest attempt as text, by dotted name; empty where they cannot be read."""
     try:
         found = {key: str(value) for key, value in config.read_config_file(folder.path / "config.yaml").items()}
     except UserError:
@@ -149,7 +136,7 @@ def read_settings(folder: Folder) -> dict[str, str]:
 
 
 def filter_runs(folders: list[Folder], where: str) -> list[Folder]:
-    """The runs whose settings fulfil all conditions, such as `strategy=ddp lr>0.1`."""
+    """Return the runs whose settings fulfil all conditions, such as `strategy=ddp lr>0.1`. Raises UserError."""
     conditions = []
     for word in split_words("WHERE", where):
         match = CONDITION.fullmatch(word)
@@ -162,25 +149,22 @@ def filter_runs(folders: list[Folder], where: str) -> list[Folder]:
     known = {key for values in settings for key in values}
     for key, _, _ in conditions:
         if not any(matches_key(key, one) for one in known):
-            near = difflib.get_close_matches(key, sorted(known | {one.split(".")[-1] for one in known}), n=1)
-            raise UserError(f"WHERE: no run has a setting {key}" + (f"; did you mean {near[0]}?" if near else ""))
-    found = [
-        f
-        for f, values in zip(folders, settings, strict=True)
-        if all(meets_condition(values, *one) for one in conditions)
-    ]
+            names = sorted(known | {one.split(".")[-1] for one in known})
+            raise UserError(f"WHERE: no run has a setting {key}{suggest_nearest(key, names)}")
+    pairs = zip(folders, settings, strict=True)
+    found = [folder for folder, values in pairs if all(meets_condition(values, *one) for one in conditions)]
     if not found:
         raise UserError(f"WHERE={where!r}: none of {len(folders)} runs has such settings")
     return found
 
 
 def matches_key(short: str, full: str) -> bool:
-    """Whether a short name of a setting, such as `lr`, means this full one."""
+    """Check a short name of a setting, such as `lr`, against a full one."""
     return full == short or full.endswith(f".{short}")
 
 
 def meets_condition(values: dict[str, str], key: str, sign: str, wanted: str) -> bool:
-    """Whether a run's settings fulfil one condition; numbers are compared as numbers."""
+    """Check one condition on a run's settings; numbers are compared as numbers. Raises UserError."""
     own = values[key] if key in values else next((v for k, v in values.items() if matches_key(key, k)), None)
     if own is None:
         return False
@@ -191,6 +175,11 @@ def meets_condition(values: dict[str, str], key: str, sign: str, wanted: str) ->
         return left is not None and COMPARISONS[sign](left, right)
     same = left == right if left is not None and right is not None else own == wanted
     return same == (sign == "=")
+
+
+def read_step_timeout(folder: Folder) -> float:
+    """Read a run's launch.step_timeout in seconds; 0 where its settings do not tell."""
+    return parse_float(read_settings(folder).get("launch.step_timeout", "")) or 0.0
 
 
 def parse_float(text: str) -> float | None:

@@ -19,16 +19,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common.core import config
 from common.core.errors import UserError
 from common.core.processes import Process
+from common.core.text import format_count
 from common.runs import provenance
 from common.runs import result as results
 from common.runs.folder import Folder, read_json
 from slurm.arguments import parse_switch
 from slurm.local_cluster import cluster
-from slurm.reports import heartbeats
-from slurm.reports.selection import find_run
+from slurm.reports import heartbeats, selection
 from slurm.scheduling.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
@@ -37,6 +36,8 @@ LEAST = 1 << 16  # bytes free on a disk that is not full
 SILENT = 300.0  # seconds without a sign of life, at least, of a run on another host that is lost
 PREPARING = 600.0  # seconds for which a folder may be prepared by somebody who is not known here
 RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # as Folder.create makes it
+LINE = "{:<44}  {:<9}  {:>8}  {:>7}  {:>9}  {:>11}  {}"
+NEWEST = 20  # runs that are listed without ALL=1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +53,31 @@ class Status:
     """Seconds since the newest sign of life of any rank."""
     detail: str = ""
 
-    def line(self) -> str:
-        age = "-" if self.heartbeat is None else f"{self.heartbeat:.0f} s ago"
-        restarts = max(0, self.attempts - 1)
-        numbers = f"{restarts:>8}  {self.step:>7}  {self.samples_per_second:>9.0f}  {age:>11}"
-        return f"{self.run:<44}  {self.state:<9}  {numbers}  {self.detail}".rstrip()
+    @property
+    def restarts(self) -> int:
+        return max(0, self.attempts - 1)
+
+    def format_line(self) -> str:
+        """Format the run's line of the table."""
+        age = "-" if self.heartbeat is None else f"{format_age(self.heartbeat)} ago"
+        speed = f"{self.samples_per_second:.0f}"
+        return LINE.format(self.run, self.state, self.restarts, self.step, speed, age, self.detail).rstrip()
 
     def facts(self) -> dict[str, Any]:
-        """For machines."""
-        return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": max(0, self.attempts - 1)}
+        """Return all values, for programs."""
+        return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": self.restarts}
 
 
-HEAD = f"{'run':<44}  {'state':<9}  {'restarts':>8}  {'step':>7}  {'samples/s':>9}  {'heartbeat':>11}"
+def format_age(seconds: float) -> str:
+    """Format an age in its largest unit, as `95 s`, `29 min`, `5 h` or `3 d`."""
+    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
-    """The last rows of a metrics file, without reading all of it."""
+    """Read the last rows of a metrics file, without reading all of it."""
     rows = []
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - size))
@@ -78,7 +88,7 @@ def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
 
 
 def measure_speed(rows: list[dict[str, Any]]) -> float:
-    """Samples per second over the last training rows."""
+    """Return samples per second over the last training rows."""
     steps = [row for row in rows if "loss" in row][-50:]
     if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
         return 0.0
@@ -86,7 +96,7 @@ def measure_speed(rows: list[dict[str, Any]]) -> float:
 
 
 def read_status(folder: Folder) -> Status:
-    """The status of a run, from its folder and from SLURM."""
+    """Read the status of a run from its folder and from SLURM."""
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
     counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
@@ -95,7 +105,7 @@ def read_status(folder: Folder) -> Status:
     signs = heartbeats.read_heartbeats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
     age = max(0.0, time.time() - beat) if beat else None
-    begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier starts
+    begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier attempts
     step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":
@@ -104,7 +114,7 @@ def read_status(folder: Folder) -> Status:
 
 
 def read_state(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
-    """The state of a run and a few words on it; each command of SLURM has `patience` seconds to answer."""
+    """Read the state of a run and a few words on it; each command of SLURM has `patience` seconds to answer."""
     result = folder.result
     if result:
         return read_ending(result)
@@ -115,7 +125,7 @@ def read_state(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
 
 
 def find_state(folder: Folder, patience: float) -> tuple[str, str]:
-    """The state of a run without result, and a few words on it."""
+    """Find the state of a run without a result, and a few words on it."""
     meta = read_json(folder.path / "meta.json")
     if meta.get("job"):
         scheduler = find_scheduler(meta)
@@ -133,7 +143,7 @@ def find_state(folder: Folder, patience: float) -> tuple[str, str]:
 
 
 def read_ending(result: dict[str, Any]) -> tuple[str, str]:
-    """The state of a run by its result; one without a known state counts as failed."""
+    """Read the state of a run from its result; one without a known state counts as failed."""
     state, accuracy = str(result.get("state")).upper(), results.parse(result).number("test_accuracy")
     if state not in OVER:
         return "FAILED", "result.json does not say how it ended"
@@ -141,7 +151,7 @@ def read_ending(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def is_alive(entry: dict[str, Any]) -> bool | None:
-    """Whether a process named in meta.json still runs; None where this host cannot tell."""
+    """Check for a running process that meta.json names; None where this host cannot tell."""
     runs = Process(entry.get("pid", 0), entry.get("pid_started", 0)).is_alive()
     if entry.get("host") == socket.gethostname():
         return runs
@@ -150,35 +160,29 @@ def is_alive(entry: dict[str, Any]) -> bool | None:
 
 
 def judge_by_signs_of_life(folder: Folder, start: dict[str, Any]) -> tuple[str, str]:
-    """The state of a run without result whose process cannot be seen from here: by its newest sign of life."""
-    allowed = 2 * max(SILENT, results.to_number(read_timeout(folder)) or 0.0)
+    """Judge a run without a result whose process cannot be seen from here, by its newest sign of life."""
+    allowed = 2 * max(SILENT, selection.read_step_timeout(folder))
     paths = [path for attempt in folder.attempts()[-1:] for path in attempt.attempt.rglob("*")]
     age = time.time() - max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
     if age < allowed:
         return "RUNNING", ""
-    return "LOST", f"no sign of life for {age:.0f} s, and its process on {start.get('host')} cannot be seen from here"
-
-
-def read_timeout(folder: Folder) -> float | None:
-    """The run's launch.step_timeout in seconds, as far as its settings tell."""
-    with contextlib.suppress(UserError, ValueError, TypeError):
-        return float(config.read_config_file(folder.path / "config.yaml").get("launch.step_timeout", ""))
-    return None
+    unseen = f"its process on {start.get('host')} cannot be seen from here"
+    return "LOST", f"no sign of life for {format_age(age)}, and {unseen}"
 
 
 def judge_unstarted(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
     """Judge a folder without attempt and job: another process may still be preparing it."""
-    busy = is_alive(by)
-    if busy is None:
+    is_busy = is_alive(by)
+    if is_busy is None:
         with contextlib.suppress(OSError):
-            busy = time.time() - (folder.path / "config.yaml").stat().st_mtime < PREPARING
-    if busy:
+            is_busy = time.time() - (folder.path / "config.yaml").stat().st_mtime < PREPARING
+    if is_busy:
         return "PENDING", "it is being prepared"
     return "LOST", "it was prepared and never begun; remove its folder"
 
 
 def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
-    """The SLURM that a run was given to; None for a local cluster that is down."""
+    """Return the SLURM that a run was given to; None for a local cluster that is down."""
     if meta["job"]["scheduler"] != LOCAL:
         return Scheduler(meta["job"]["scheduler"])
     own = cluster.find_running()
@@ -186,7 +190,7 @@ def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
 
 
 def describe_disk(folder: Folder) -> str:
-    """The trouble of the run folder's disk, which may have kept a job from writing its log; empty without any."""
+    """Describe why the run folder's disk may have kept a job from writing its log; empty where it is sound."""
     try:
         disk = os.statvfs(folder.path)
     except OSError:
@@ -199,7 +203,7 @@ def describe_disk(folder: Folder) -> str:
 
 
 def wait_for_end(folder: Folder, seconds: float) -> Status:
-    """The status once the run is over, or after so many seconds."""
+    """Return the status once the run is over, or after so many seconds."""
     deadline = time.monotonic() + seconds
     status = read_status(folder)
     while status.state not in OVER and time.monotonic() < deadline:
@@ -208,14 +212,14 @@ def wait_for_end(folder: Folder, seconds: float) -> Status:
     return status
 
 
-def print_statuses(found: Iterable[Status], machines: bool) -> None:
-    """The runs as a table, or as JSON."""
-    if machines:
+def print_statuses(found: Iterable[Status], as_json: bool) -> None:
+    """Print runs as a table, or as JSON."""
+    if as_json:
         print(json.dumps([status.facts() for status in found], indent=2))
         return
-    print(HEAD)
+    print(LINE.format("run", "state", "restarts", "step", "samples/s", "heartbeat", "").rstrip())
     for status in found:
-        print(status.line())
+        print(status.format_line())
 
 
 def report_unlisted(runs: Path) -> None:
@@ -228,15 +232,21 @@ def report_unlisted(runs: Path) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Print the status of all runs, or of one; returns the exit status."""
-    runs, machines = Path(given.runs or "runs"), parse_switch("JSON", given.json)
+    runs, as_json = Path(given.runs or "runs"), parse_switch("JSON", given.json)
+    lists_all = parse_switch("ALL", given.all) or as_json
+    if given.wait and not given.run:
+        raise UserError(f"WAIT={given.wait} waits for the end of one run; name it with RUN=<id>")
     if not given.run:
-        folders = [Folder(path.parent.absolute()) for path in sorted(runs.glob("*/config.yaml"))]
-        print_statuses(map(read_status, folders), machines)
+        folders = selection.list_runs(runs)[::-1]
+        chosen = folders if lists_all else folders[:NEWEST]
+        print_statuses(map(read_status, chosen), as_json)
+        if len(chosen) < len(folders):
+            print(f"not listed: {format_count(len(folders) - len(chosen), 'older run')}; make status ALL=1 lists them")
         report_unlisted(runs)
         return 0
-    folder = find_run(given.run, runs)
+    folder = selection.find_run(given.run, runs)
     if not (given.wait or "0").isdigit():
         raise UserError(f"WAIT={given.wait!r} is no number of seconds")
     status = wait_for_end(folder, float(given.wait or "0"))
-    print_statuses([status], machines)
+    print_statuses([status], as_json)
     return 1 if status.state in ("FAILED", "LOST") else 0

@@ -18,7 +18,7 @@ from common.core.processes import Process
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster, find_folder
-from slurm.local_cluster.slurm_conf import Plan, search_path
+from slurm.local_cluster.slurm_conf import Plan, make_search_path
 from tests.harness.processes import environment, processes_of
 from tests.harness.shared import locked
 from tests.harness.site import until
@@ -105,7 +105,7 @@ class Lab:
         """Run a function in a process on the controller that may change the network."""
 
         def run() -> None:
-            os.environ["PATH"] = search_path()  # ip and tc are administrators' programs
+            os.environ["PATH"] = make_search_path()  # ip and tc are administrators' programs
             function()
 
         self.cluster.as_root(run)

@@ -211,7 +211,7 @@ def test_commands_run_as_the_caller_where_the_caller_is(tool: Tool) -> None:
         "ctl",
     ]
     assert "10.77.0.2" in tool.out("status")
-    assert tool("cut", "3", status=2).stderr == "error: N=3: write a number from 1 to 2\n"
+    assert tool("cut", "3", status=2).stderr == "error: N='3': write a number from 1 to 2\n"
 
 
 def test_programs_find_the_cluster_that_is_up(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:

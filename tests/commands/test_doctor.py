@@ -182,7 +182,7 @@ LOST = "RuntimeError: Connection closed by peer"
 @pytest.mark.parametrize(
     ("errors", "first", "cause"),
     [
-        (("", LOST), 1, "rank 0 on vm ended without a word (killed, out of memory, or its host failed)"),
+        (("", LOST), 1, "rank 0 on vm ended without an error message (killed, out of memory, or its host failed)"),
         (("09:00:02,500 " + LOST, "09:00:02,100 OutOfMemoryError: CUDA out of memory."), 1, "rank 1 on vm: out of mem"),
         (
             ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"),
@@ -241,7 +241,7 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     assert diagnosis.examine_run(folder)["cause"] == (diagnosis.WELL if well else hangs)
     (place / "heartbeat-0.json").unlink()  # nobody has made a step
     assert diagnosis.examine_run(folder)["cause"].startswith(diagnosis.WELL if well else "it hangs: rank ")
-    assert diagnosis.print_diagnosis(folder, machines=True) == (0 if well else 1)
+    assert diagnosis.print_diagnosis(folder, as_json=True) == (0 if well else 1)
 
 
 def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     ("words", "message"),
     [
         (["--run=nothing"], "'nothing': no such run folder"),
-        (["--nodes=x"], "NODES='x' is no positive number"),
+        (["--nodes=x"], "NODES='x': write a number from 1 to"),
         (["--args=--help"], "ARGS: --help is no setting"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),
         (["--json=2"], "JSON='2' is neither 0 nor 1"),
@@ -293,3 +293,25 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
 def test_what_is_asked_wrongly_is_refused(words: list[str], message: str) -> None:
     done = inside.run_verb("doctor", *words)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1
+
+
+def test_how_a_rank_ended_is_taken_from_srun(tmp_path: Path) -> None:
+    folder = Made(state="failed", result={"reason": "cluster.requeue=false"}).write(tmp_path)
+    write_json(folder.path / "meta.json", {"job": {"id": "7", "scheduler": "SLURM"}})
+    kept = folder.path / "submit" / "7_0_log.out"
+    kept.parent.mkdir()
+    error = "2026-01-01 09:00:02,500 ERROR RuntimeError: Connection closed by peer\n"
+    srun = "srun: error: node2: task 1: Exited with exit code 3\nsrun: error: node1: tasks 0-1: Killed\n"
+    kept.write_text(f"{diagnosis.BEGIN}\n{error}{srun}")
+    found = diagnosis.examine_run(folder)["cause"]
+    assert found == "rank 1 on vm ended without an error message (Exited with exit code 3), and the others lost it"
+    kept.unlink()
+    write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137})
+    assert diagnosis.examine_run(folder)["cause"] == "its ranks ended without an error message: signal Killed"
+
+
+def test_a_stack_in_an_installed_package_is_not_taken_for_ours() -> None:
+    frames = ["torch/distributed/x.py", "/r/code/common/pipeline/p2p.py", "/v/site-packages/submitit/slurm/slurm.py"]
+    lines = [f'  File "{path}", line {number} in f\n' for number, path in enumerate(frames)]
+    dump = f"Timeout (0:00:08)!\nThread 0x1 (most recent call first):\n{''.join(lines)}"
+    assert diagnosis.find_position(dump) == "x.py:0 f < p2p.py:1 f"

@@ -54,7 +54,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
         ({"grid": {"bath": ["64"]}}, "at bath=64: unknown key bath; did you mean batch?"),
         ({"grid": {"batch": ["64", "x"]}}, "at batch=x: batch=x: write a whole number"),
         ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point {'batch': '4'} is there more than once"),
-        ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats: '0' is no number from 1"),
+        ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats='0': write a number from 1"),
         ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 chooses seeds, and so do the points"),
         ({"points": ["batch"]}, "points: expected `key: value`"),
         ({"points": [{"runs": "x"}], "settings": {"runs": "y"}}, "runs is the same for all points"),

@@ -316,7 +316,7 @@ def test_the_queue_is_asked_once_for_all_runs(fake: Fake) -> None:
     fake.answer("scontrol", "echo JobState=FAILED")
     done = call(fake, "slurm", "status", f"--runs={runs}")
     states = [line.split()[1:2] + line.split()[6:] for line in done.stdout.splitlines()[1:]]
-    assert [state for state, *_ in states] == ["RUNNING", "RUNNING", "PENDING", "FAILED"], done.stdout + done.stderr
+    assert [state for state, *_ in states] == ["FAILED", "PENDING", "RUNNING", "RUNNING"], done.stdout + done.stderr
     assert "job 2_1 JobArrayTaskLimit" in done.stdout
     asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
     assert asked == ["squeue", "scontrol"]
@@ -438,7 +438,7 @@ def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) ->
         assert status.read_state(folder) == ("RUNNING", ""), "its process is seen, under another name of the host"
         sleep.kill()
     state, detail = status.read_state(folder)
-    assert state == "LOST" and "no sign of life for 10" in detail and "on before cannot be seen" in detail
+    assert state == "LOST" and "no sign of life for 28 h" in detail and "on before cannot be seen" in detail
     folder.attempts()[0].heartbeat(0, 10, time.time())
     assert status.read_state(folder)[0] == "RUNNING", "it may run on another host"
     write_json(folder.path / "meta.json", {"history": [known | {"boot": "another", "pid": os.getpid()}]})
@@ -482,7 +482,7 @@ def test_a_result_without_its_numbers_hides_no_other_run(
     folder = Made(steps=10).write(tmp_path)
     write_json(folder.path / "result.json", result)
     found = status.read_status(folder)
-    assert (found.state, found.detail) == (state, detail) and found.line()
+    assert (found.state, found.detail) == (state, detail) and found.format_line()
     assert logs.find_exit_status(folder) == 1
 
 

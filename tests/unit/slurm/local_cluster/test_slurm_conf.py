@@ -12,6 +12,7 @@ import pytest
 
 from common.core.errors import UserError
 from common.core.processes import Process
+from slurm.arguments import parse_count
 from slurm.local_cluster import cli, cluster, namespaces, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness import warm
@@ -93,16 +94,16 @@ def test_every_host_name_has_its_own_address() -> None:
 
 def test_job_ids_never_come_twice() -> None:
     later = 1735689600 + 3600 * 24 * 365
-    assert slurm_conf.next_job_id(0, now=later) > 3_000_000  # also after the folder was deleted
-    assert slurm_conf.next_job_id(3_200_000, now=later) == 3_201_000
-    assert slurm_conf.next_job_id(0, now=later + 10) == slurm_conf.next_job_id(0, now=later) + 1
+    assert slurm_conf.choose_first_job_id(0, later) > 3_000_000  # also after the folder was deleted
+    assert slurm_conf.choose_first_job_id(3_200_000, later) == 3_201_000
+    assert slurm_conf.choose_first_job_id(0, later + 10) == slurm_conf.choose_first_job_id(0, later) + 1
 
 
 @pytest.mark.parametrize("nodes", ["0", "-1", "abc", "65", "1.5", "٣", "1\n", "$(touch x)", "99999999999"])
 def test_bad_node_counts_are_refused(nodes: str) -> None:
-    refused_text = f"--nodes={nodes}: write a number from 1 to 64"
+    refused_text = f"--nodes={nodes!r}: write a number from 1 to 64"
     with pytest.raises(UserError) as caught:
-        slurm_conf.parse_number("--nodes", nodes, 64)
+        parse_count("--nodes", nodes, 64)
     assert str(caught.value) == refused_text
 
 

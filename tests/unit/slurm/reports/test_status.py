@@ -1,0 +1,36 @@
+"""The list of runs: order, length, ages, and settings that do not fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm.reports import status
+from tests.harness import inside
+from tests.harness.made_runs import Made
+
+
+def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [Made(("mnist_pipeline", "ddp_multinode")[n % 2], n, steps=1).write(tmp_path).path.name for n in range(3)]
+    monkeypatch.setattr(status, "NEWEST", 2)
+
+    def listed(*words: str) -> list[str]:
+        done = inside.run_verb("status", f"--runs={tmp_path}", *words)
+        return [line.split()[0] if "FINISHED" in line else line for line in done.stdout.splitlines()[1:]]
+
+    assert listed() == [names[2], names[1], "not listed: 1 older run; make status ALL=1 lists them"]
+    assert listed("--all=1") == names[::-1]
+    assert sum("samples_per_second" in line for line in listed("--json=1")) == 3, "programs get all"
+
+
+def test_waiting_needs_a_run(tmp_path: Path) -> None:
+    done = inside.run_verb("status", f"--runs={tmp_path}", "--wait=5")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "RUN=<id>" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (29 * 60, "29 min"), (7300, "2 h"), (200_000, "2 d")]
+)
+def test_an_age_has_one_unit(seconds: float, text: str) -> None:
+    assert status.format_age(seconds) == text
