@@ -7,6 +7,7 @@ from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
 from common.distributed import ddp, sync_batchnorm
 from common.models import networks
+from common.models.model_file import init_network
 from common.pipeline.report import PipelineReport
 from common.runs.result import Facts
 from common.training import model_split
@@ -26,6 +27,7 @@ __all__ = [
     "classify",
     "classify_replicated",
     "ddp",
+    "init_network",
     "model_split",
     "networks",
     "report_scaling",

@@ -5,40 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.shared import BatchPlan, Experiment, Sweep, at_least, between
+from configs.dataparallel import Replicated
+from configs.optional import Sweep
+from configs.shared import BatchPlan, at_least, between
 
 
 @dataclass
-class Config(Sweep, Experiment):
+class Config(Sweep, Replicated):
+    """Settings of mixed precision and gradient accumulation."""
+
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
     """mlp is the 784-128-64-10 network for 28x28 images; convnet has two 3x3 convolutions; the ResNets have
     BatchNorm, whose statistics are those of one process's microbatch: there `accumulate` changes the result."""
-    processes_per_node: int = at_least(0, 0)
-    """Processes on each host; 0 means two on one host and one on each of several."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """What products of matrices and convolutions are computed in. bf16 and fp16: autocast, parameters stay float32;
     fp16 scales the loss. tf32: float32 with products rounded by NVIDIA GPUs; on a CPU it is fp32."""
     accumulate: int = at_least(1, 4)
-    """Microbatches in the window of one optimizer step. `batch` stays the step's global batch: each of the processes
-    works on batch / accumulate / processes samples at a time. An epoch leaves out less than one microbatch; if its
-    microbatches are no multiple of this, its last window is shorter, and its step has fewer samples."""
+    """Microbatches of one optimizer step. `batch` stays the step's global batch: each rank works on
+    batch / accumulate / ranks samples at a time. An epoch leaves out less than one microbatch; if it has no multiple of
+    this many, its last step has fewer."""
     no_sync: bool = True
-    """Whether processes exchange gradients once a window; else after every microbatch. Both give the same step."""
+    """Whether ranks all-reduce gradients once a step; else after every microbatch. Both give the same step."""
     channels_last: bool = False
     """Keep images and filters with the colours of a pixel side by side, as fast convolutions want them."""
     compile: bool = False
     """Compile the model (torch.compile); needs a C++ compiler, and up to a minute before the first step."""
     clip: float = between(0, 1e6, 0)
-    """Longest gradient (Euclidean norm over all parameters, of the whole window, unscaled); 0 clips nothing."""
+    """Longest gradient (Euclidean norm over all parameters, of the whole batch, unscaled); 0 clips nothing."""
     init_scale: float = between(1e-3, 1e9, 65536)
-    """fp16: what the loss is multiplied by at first; halved whenever a gradient overflows."""
+    """fp16: the loss scale at first; halved whenever a gradient overflows (arXiv 1710.03740)."""
     growth_interval: int = at_least(1, 2000)
     """fp16: steps in a row without overflow after which the scale is doubled."""
-
-    @property
-    def processes(self) -> int:
-        nodes = self.launch.nodes
-        return nodes * (self.processes_per_node or (2 if nodes == 1 else 1))
 
     @property
     def plan(self) -> BatchPlan:
@@ -46,13 +43,6 @@ class Config(Sweep, Experiment):
 
     def check(self) -> None:
         super().check()
-        parts = self.accumulate * self.processes
-        if self.batch % parts:
-            sizes = [str(size) for size in (self.batch // parts * parts, (self.batch // parts + 1) * parts) if size]
-            raise ValueError(
-                f"batch={self.batch} cannot be cut evenly into accumulate={self.accumulate} microbatches for "
-                f"{self.processes} processes; use batch={' or '.join(sizes)}"
-            )
         if self.dtype == "float64" and self.precision in ("bf16", "fp16"):
             raise ValueError(f"dtype=float64: precision={self.precision} rounds float32 only; use precision=fp32")
         if self.model == "mlp" and self.data.name not in ("mnist", "digits"):

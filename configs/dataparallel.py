@@ -1,21 +1,20 @@
-"""Settings of data parallelism, for every experiment whose processes train the same model on shares of a batch."""
+"""Settings of data parallelism, for every experiment whose ranks train the same model on shards of a batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.shared import Experiment, at_least, divisors
+from configs.optional import InitialWeights
+from configs.shared import Experiment, at_least, divisors, nearest_multiples
 
 
 @dataclass
-class DataParallel(Experiment):
-    model: Literal["convnet", "resnet18"] = "convnet"
-    """convnet has two 3x3 convolutions; resnet18 is ResNet-18 with the CIFAR stem. Both take images of any set."""
+class Replicated(Experiment):
+    """Settings of ranks that hold the same model."""
+
     processes_per_node: int = at_least(0, 0)
-    """Processes on each host; 0 means two on one host and one on each of several."""
-    sync_batchnorm: bool = False
-    """Whether BatchNorm takes its statistics over the whole batch; else over each process's share."""
+    """Ranks on each host; 0 means two on one host and one on each of several."""
 
     @property
     def processes(self) -> int:
@@ -24,15 +23,26 @@ class DataParallel(Experiment):
 
     def check(self) -> None:
         super().check()
-        if self.batch % self.processes:
-            lower = self.batch // self.processes * self.processes
-            sizes = [str(size) for size in (lower, lower + self.processes) if size]
-            counts = [d for d in divisors(self.batch) if d % self.launch.nodes == 0]
-            fewer = [d // self.launch.nodes for d in counts if d <= self.processes][-1:]
-            hint = f", or processes_per_node={fewer[0]}" if fewer else ""
-            raise ValueError(
-                f"batch={self.batch} cannot be shared evenly by {self.processes} processes; "
-                f"use batch={' or '.join(sizes)}{hint}"
-            )
+        ranks, microbatches = self.processes, self.plan.microbatches
+        if self.batch % (ranks * microbatches):
+            counts = [d for d in divisors(self.batch) if d % self.launch.nodes == 0 and d <= ranks]
+            fewer = f", or processes_per_node={counts[-1] // self.launch.nodes}" if counts else ""
+            parts, fewer = (f" in accumulate={microbatches} microbatches", "") if microbatches > 1 else ("", fewer)
+            what = f"batch={self.batch} cannot be shared evenly by {ranks} ranks{parts}"
+            raise ValueError(f"{what}; use batch={nearest_multiples(self.batch, ranks * microbatches)}{fewer}")
+
+
+@dataclass
+class DataParallel(Replicated, InitialWeights):
+    """Settings of DDP and of what it is compared with."""
+
+    model: Literal["convnet", "resnet18", "resnet50"] = "convnet"
+    """convnet has two 3x3 convolutions; resnet18 is ResNet-18 with the CIFAR stem; resnet50 begins as for ImageNet from
+    64 pixels on. All take images of any set."""
+    sync_batchnorm: bool = False
+    """Whether BatchNorm takes its statistics over the whole batch; else over each rank's shard."""
+
+    def check(self) -> None:
+        super().check()
         if self.sync_batchnorm and self.model == "convnet":
             raise ValueError("sync_batchnorm=true: model=convnet has no BatchNorm; use model=resnet18")

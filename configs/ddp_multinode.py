@@ -11,14 +11,16 @@ from configs.shared import at_least, between
 
 @dataclass
 class Config(DataParallel):
+    """Settings of DDP and FSDP2."""
+
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp keeps the whole model in every process; fsdp (fully_shard) keeps a share of every parameter."""
+    """ddp keeps the whole model on every rank; fsdp (fully_shard) keeps a shard of every parameter."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """What ddp makes of gradients on their way: nothing, half precision, or a product of two thin matrices."""
+    """How ddp sends gradients: as they are, in half precision, or as a product of thin matrices (arXiv 1905.13727)."""
     powersgd_rank: int = at_least(1, 2)
     """Columns of PowerSGD's matrices; it begins after ten steps."""
     bucket_mb: float = between(0.01, 10_000, 25)
-    """ddp sends gradients in pieces of so many MB, each as soon as backward has filled it."""
+    """ddp sends gradients in buckets of so many MB, each as soon as backward has filled it."""
     gradient_as_bucket_view: bool = True
     """Whether gradients lie in ddp's buckets, which saves a copy and its memory."""
     static_graph: bool = False

@@ -11,6 +11,8 @@ from configs.shared import BatchPlan, Experiment, between
 
 @dataclass
 class Config(PipelineConfig, Experiment):
+    """Settings of pipeline parallelism on MNIST."""
+
     width: int = between(2, 65_536, 128)
     """Units in each hidden layer but the last, which has half as many."""
     depth: int = between(1, 256, 2)
@@ -31,13 +33,10 @@ class Config(PipelineConfig, Experiment):
         self.check_pipeline(self.batch)
         layers = self.depth + 1
         if self.stages > layers:
-            raise ValueError(
-                f"stages={self.stages} exceeds the {layers} layers of the model; "
-                f"set stages to at most {layers}, or depth to at least {self.stages - 1}"
-            )
+            remedy = f"set stages to at most {layers}, or depth to at least {self.stages - 1}"
+            raise ValueError(f"stages={self.stages} exceeds the {layers} layers of the model; {remedy}")
         names = [f"fc{i}" for i in range(2, layers + 1)]
         if any(name not in names for name in self.split) or self.split != sorted(set(self.split), key=names.index):
-            raise ValueError(
-                f"split=[{','.join(self.split)}] must name layers of {', '.join(names)}, each once and in their order"
-            )
+            what = f"split=[{','.join(self.split)}] must name layers of {', '.join(names)}"
+            raise ValueError(f"{what}, each once and in their order")
         super().check()

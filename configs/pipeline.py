@@ -1,11 +1,11 @@
-"""Settings of pipeline parallelism, for every experiment that cuts a model into stages."""
+"""Settings of pipeline parallelism, for every experiment that partitions a model into stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from configs.shared import between, divisors
+from configs.shared import between, divisors, nearest_multiples
 
 OWN = ("naive", "gpipe", "1f1b")
 TORCH = (*OWN, "interleaved_1f1b", "zero_bubble")
@@ -13,16 +13,17 @@ TORCH = (*OWN, "interleaved_1f1b", "zero_bubble")
 
 @dataclass
 class Stages:
-    """What every experiment with stages can set."""
+    """Settings of every experiment with stages."""
 
     transport: Literal["auto", "network"] = "auto"
     """How the built-in engine's messages travel: auto takes shared memory between ranks of one host (CPU)."""
     schedule: str = "gpipe"
-    """naive, gpipe, 1f1b (both engines), interleaved_1f1b, zero_bubble (torch), or FILE.py:function (own)."""
+    """naive, gpipe (arXiv 1811.06965), 1f1b (both engines), interleaved_1f1b (arXiv 2104.04473), zero_bubble (arXiv
+    2401.10241; both torch), or FILE.py:function (own)."""
     stages: int = between(1, 64, 2)
-    """Pieces the model is cut into; 1 trains the unsplit model."""
+    """Stages that the model is partitioned into; 1 trains the unsplit model."""
     stages_per_process: int = between(1, 64, 1)
-    """Stages that one process holds; stage s sits in process s modulo the number of processes."""
+    """Stages that one rank holds; stage s is on rank s modulo the number of ranks."""
     split: list[str] = field(default_factory=list)
     """Layers that begin a new stage, such as [fc2]; empty balances the stages by `balance`."""
     balance: Literal["parameters", "time"] = "parameters"
@@ -32,25 +33,25 @@ class Stages:
 
     @property
     def memory_bytes(self) -> float:
-        """As of any experiment, but each process builds the whole model and then keeps its own stages of it."""
+        """Return the bytes of a host's ranks, of which each builds the whole model and then keeps its own stages."""
         host: Any = self
         built = host.processes // host.launch.nodes * host.parameter_bytes
         trained = getattr(host, "replicas", 1) * host.parameter_bytes * host.optim.copies
         return max(built, trained / host.launch.nodes)
 
     def pipeline(self) -> PipelineConfig:
-        """What the executor is told."""
+        """Return the settings of the engine."""
         raise NotImplementedError
 
 
 @dataclass
 class PipelineConfig(Stages):
-    """What the executor is told, and what an experiment that is all about the pipeline can set."""
+    """Settings of the engine that executes a schedule."""
 
     engine: Literal["own", "torch"] = "own"
     """own is the executor of common/pipeline/executor.py; torch is torch.distributed.pipelining."""
     microbatches: int = between(1, 4096, 4)
-    """Equal pieces of a batch that travel through the stages one behind the other."""
+    """Equal parts of a batch that pass through the stages one behind the other."""
 
     def pipeline(self) -> PipelineConfig:
         return self
@@ -70,12 +71,9 @@ class PipelineConfig(Stages):
             below = max(d for d in divisors(batch) if d <= self.microbatches)
             above = min(d for d in divisors(batch) if d >= min(self.microbatches, batch))
             near = " or ".join(str(d) for d in sorted({below, above}))
-            lower = batch // self.microbatches * self.microbatches
-            sizes = [str(size) for size in (lower, lower + self.microbatches) if size]
-            raise ValueError(
-                f"batch={batch} does not divide into microbatches={self.microbatches}; "
-                f"use microbatches={near}, or batch={' or '.join(sizes)}"
-            )
+            what = f"batch={batch} does not divide into microbatches={self.microbatches}"
+            sizes = nearest_multiples(batch, self.microbatches)
+            raise ValueError(f"{what}; use microbatches={near}, or batch={sizes}")
         if self.split and len(self.split) != self.stages - 1:
             raise ValueError(
                 f"split={self.split} makes {len(self.split) + 1} stages, stages={self.stages}; "
@@ -84,6 +82,7 @@ class PipelineConfig(Stages):
         self.check_schedule()
 
     def check_schedule(self) -> None:
+        """Raise ValueError for a schedule that is unknown or that the engine does not have."""
         custom = ":" in self.schedule
         if not custom and self.schedule not in TORCH:
             raise ValueError(f"schedule={self.schedule} is unknown; use {', '.join(TORCH)} or FILE.py:function")
@@ -97,17 +96,12 @@ class PipelineConfig(Stages):
             self.check_torch_schedule()
 
     def check_torch_schedule(self) -> None:
-        """Limits of the schedules in torch.distributed.pipelining."""
-        processes, count = self.processes, self.microbatches
+        """Raise ValueError where the microbatches do not suit a schedule of torch.distributed.pipelining."""
+        ranks, count = self.processes, self.microbatches
         if self.schedule == "1f1b" and self.stages_per_process == 1 and count < self.stages:
-            raise ValueError(
-                f"engine=torch schedule=1f1b needs at least as many microbatches as stages; "
-                f"set microbatches to {self.stages} or more"
-            )
-        in_rounds = self.schedule in ("interleaved_1f1b", "zero_bubble")
-        in_rounds = in_rounds or (self.schedule == "1f1b" and self.stages_per_process > 1)
-        if in_rounds and count % max(1, count // processes):
-            raise ValueError(
-                f"engine=torch schedule={self.schedule} needs microbatches={count} to be a multiple of "
-                f"{count // processes} (microbatches // processes); {count // processes * processes} is"
-            )
+            what = "engine=torch schedule=1f1b needs at least as many microbatches as stages"
+            raise ValueError(f"{what}; set microbatches to {self.stages} or more")
+        in_rounds = ("interleaved_1f1b", "zero_bubble", *(["1f1b"] if self.stages_per_process > 1 else []))
+        if self.schedule in in_rounds and count % max(1, count // ranks):
+            what = f"engine=torch schedule={self.schedule} needs microbatches={count} to be a multiple of"
+            raise ValueError(f"{what} {count // ranks} (microbatches // ranks); {count // ranks * ranks} is")

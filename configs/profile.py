@@ -1,4 +1,4 @@
-"""What a SLURM cluster wants to be asked: one YAML file a cluster in configs/cluster/."""
+"""Profiles of SLURM clusters: one YAML file a cluster in configs/cluster/."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from configs.shared import at_least, between
 
 @dataclass
 class Profile:
+    """Settings of a cluster, and what a job asks for there."""
+
     partition: str = ""
     """Partition; empty takes the cluster's default. So for every empty value here."""
     account: str = ""
@@ -27,9 +29,9 @@ class Profile:
     memory_gb: float = between(0, 100_000, 0)
     """Memory of each host in GB; 0 asks for none."""
     cpus: int = at_least(1, 1)
-    """Processors of each process, its data workers included."""
+    """Processors of each rank, its data workers included."""
     processes: int = at_least(0, 0)
-    """Processes on each host; 0 means one a GPU, or one where there are no GPUs."""
+    """Ranks on each host; 0 means one a GPU, or one where there are no GPUs."""
     gpus: int = at_least(0, 0)
     """GPUs of each host."""
     gpus_as: Literal["gpus-per-node", "gres"] = "gpus-per-node"
@@ -41,21 +43,20 @@ class Profile:
     signal_seconds: int = between(1, 3600, 240)
     """How long before the time limit the job is told."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines that run before the processes start, as in [module load cuda]."""
+    """Shell lines that run before the ranks start, as in [module load cuda]."""
     container: list[str] = field(default_factory=list)
-    """Arguments for srun that start the processes in a container, as in [--container-image=...]."""
+    """Arguments for srun that start the ranks in a container, as in [--container-image=...]."""
 
     @property
     def per_node(self) -> int:
-        """Processes on each host."""
+        """Ranks on each host."""
         return self.processes or max(1, self.gpus)
 
     def check(self) -> None:
         """Raise ValueError where the values do not fit together."""
         if self.signal_seconds >= 60 * self.time:
-            raise ValueError(
-                f"signal_seconds={self.signal_seconds} is no shorter than time={self.time} minutes: the job would be "
-                "told to stop as soon as it starts; raise time or lower signal_seconds"
-            )
+            what = f"signal_seconds={self.signal_seconds} is no shorter than time={self.time} minutes"
+            remedy = "raise time or lower signal_seconds"
+            raise ValueError(f"{what}: the job would be told to stop as soon as it starts; {remedy}")
         if self.gpus and self.processes > self.gpus:
             raise ValueError(f"processes={self.processes} on a host with gpus={self.gpus}; each process needs its own")

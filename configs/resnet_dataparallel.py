@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configs.dataparallel import DataParallel
-from configs.shared import Sweep, at_least
+from configs.optional import Sweep
+from configs.shared import at_least
 
 ONE_DEVICE = "{} GPUs here: DataParallel only calls the model, as single does; to compare devices, use strategy=ddp"
 
 
 @dataclass
 class Config(Sweep, DataParallel):
+    """Settings of nn.DataParallel, DDP and one device."""
+
     strategy: Literal["single", "data_parallel", "ddp"] = "ddp"
     """single is one process on one device; data_parallel is nn.DataParallel, one process that copies the model to all
     its GPUs in every step; ddp is DistributedDataParallel, one process a device."""

@@ -1,4 +1,4 @@
-"""Settings that several experiments share, one dataclass a concern. Imports neither torch nor wandb.
+"""Settings that several experiments share, one dataclass for each concern. Imports neither torch nor wandb.
 
 The string under a field is its documentation: `--help` prints it. `at_least` and `between` give a
 field its range; `check` methods hold the rules that span several fields and name the remedy.
@@ -15,17 +15,19 @@ TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where 
 
 
 def at_least(low: float, default: float) -> Any:
-    """A number field that must be >= low."""
+    """Return a number field that must be >= low."""
     return field(default=default, metadata={"low": low})
 
 
 def between(low: float, high: float, default: float) -> Any:
-    """A number field that must lie in [low, high]."""
+    """Return a number field that must lie in [low, high]."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
 @dataclass
 class Data:
+    """Settings of the data set and of its loader."""
+
     name: Literal["mnist", "digits", "cifar10", "imagefolder", "generated", "vectors"] = "mnist"
     """The data set. imagefolder reads root/train/<class>/* and root/val/<class>/*; generated is random pixels and
     labels, for throughput only; vectors are 10 numbers in 5 classes. After a fallback this names the set that was
@@ -59,38 +61,44 @@ class Data:
 
     @property
     def train_samples(self) -> int | None:
-        """Samples of the training part, where the settings tell."""
+        """Return the samples of the training part, where the settings tell."""
         held = self.samples if self.name in ("generated", "vectors") else TRAIN_SAMPLES.get(self.name)
         return min(held, self.train_limit) if held and self.train_limit else held or self.train_limit or None
 
 
 @dataclass
 class Launch:
+    """Settings of ranks, hosts and devices."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes one GPU per process where there are enough, else the CPU."""
+    """Where to compute; auto takes one GPU for each rank where there are enough, else the CPU."""
     nodes: int = at_least(1, 1)
-    """Hosts. Local processes are laid out as so many hosts."""
+    """Hosts. Local ranks are laid out as so many hosts."""
     threads: int = between(0, 1024, 0)
-    """CPU threads per process; 0 takes what SLURM gave each process, else allowed cores / local processes."""
+    """CPU threads of each rank; 0 takes what SLURM gave each rank, else allowed cores / local ranks."""
     interface: str = ""
     """Network interface between hosts; empty takes the one that leads to the first rank."""
     setup_timeout: float = between(1, 3600, 60)
-    """Seconds until every process must have arrived."""
+    """Seconds until every rank must have arrived."""
     step_timeout: float = between(1, 3600, 120)
     """Seconds that one message or collective may take once training runs."""
 
 
 @dataclass
 class Optim:
+    """Settings of the optimizer and of the learning rate."""
+
     name: Literal["sgd", "adam", "adamw"] = "sgd"
-    """sgd is SGD with Nesterov momentum; adam and adamw have their usual betas."""
+    """sgd is SGD with momentum; adam and adamw have their usual betas."""
     lr: float = between(0, 100, 0.02)
     """Peak learning rate."""
     base_batch: int = at_least(0, 0)
-    """The batch that `lr` is meant for: with another batch, lr * batch / base_batch is used (linear scaling rule).
-    0 does not scale."""
+    """The batch that `lr` is meant for: with another batch, lr * batch / base_batch is used (linear scaling rule, arXiv
+    1706.02677). 0 does not scale."""
     momentum: float = between(0, 0.9999, 0.9)
     """Momentum of sgd; 0 is plain SGD."""
+    nesterov: bool = True
+    """Whether the momentum of sgd is Nesterov's; else the classical one."""
     weight_decay: float = between(0, 10, 0)
     """L2 penalty added to the gradient; with adamw, weights shrink by lr * weight_decay a step instead."""
     warmup: int = at_least(0, 0)
@@ -100,12 +108,14 @@ class Optim:
 
     @property
     def copies(self) -> int:
-        """Tensors as large as the parameters: these, the gradients, and what the optimizer remembers."""
+        """Return the number of tensors as large as the parameters: these, gradients, and the optimizer's state."""
         return 2 + (int(self.momentum > 0) if self.name == "sgd" else 2)
 
 
 @dataclass
 class Log:
+    """Settings of the screen and of metrics.jsonl."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     """How much is told on the screen; the files under attempts/*/logs hold everything."""
     seconds: float = between(0.05, 60, 0.5)
@@ -116,6 +126,8 @@ class Log:
 
 @dataclass
 class Wandb:
+    """Settings of Weights & Biases."""
+
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto is online with an account that can be reached, else offline. WANDB_MODE goes first."""
     project: str = "distributed-experiments"
@@ -143,6 +155,8 @@ class Wandb:
 
 @dataclass
 class Checkpoint:
+    """Settings of saving and resuming."""
+
     every_seconds: float = between(0, 86_400, 300)
     """Save whenever so many seconds have passed; 0 goes by steps alone. That much work is lost at worst."""
     every_steps: int = at_least(0, 0)
@@ -185,7 +199,7 @@ class BatchPlan:
 
 @dataclass
 class Experiment:
-    """What every experiment can set."""
+    """Settings of every experiment."""
 
     seed: int = at_least(0, 0)
     """Seed of every random choice: initialisation, data order, generated data."""
@@ -194,7 +208,7 @@ class Experiment:
     steps: int = at_least(0, 0)
     """Stop after so many optimizer steps; 0 runs all epochs."""
     batch: int = at_least(1, 64)
-    """Samples in one optimizer step, over all processes together. The last partial batch of an epoch is left out."""
+    """Samples in one optimizer step, over all ranks together. The last partial batch of an epoch is left out."""
     eval_batch: int = at_least(1, 1000)
     """Samples in one evaluation batch. The last one may be smaller: every test sample counts once."""
     dtype: Literal["float32", "float64"] = "float32"
@@ -212,85 +226,74 @@ class Experiment:
 
     @property
     def processes(self) -> int:
-        """How many processes the run needs, over all nodes."""
+        """Return the number of ranks that the run needs, over all hosts."""
         raise NotImplementedError
 
     @property
     def plan(self) -> BatchPlan:
-        """How a batch is divided; every rank takes a shard unless an experiment says otherwise."""
+        """Return how a batch is divided; every rank takes a shard unless an experiment says otherwise."""
         return BatchPlan(self.batch, self.processes)
 
     @property
     def parameters(self) -> float:
-        """Parameters of the model, about, as far as it can be a large one; 0 for one that is always small."""
-        return {"resnet18": 11.7e6, "resnet34": 21.8e6, "resnet50": 25.6e6}.get(getattr(self, "model", ""), 0)
+        """Return the approximate number of parameters of a ResNet; 0 for other models, which are small."""
+        return RESNETS.get(getattr(self, "model", ""), 0)
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes of the parameters, gradients and optimizer of a host's processes, which all hold the whole model."""
+        """Return the bytes of parameters, gradients and optimizer of a host's ranks, which all hold the whole model."""
         return self.processes // self.launch.nodes * self.parameter_bytes * self.optim.copies
 
     @property
     def parameter_bytes(self) -> float:
+        """Return the bytes of the model's parameters."""
         return self.parameters * (8 if self.dtype == "float64" else 4)
 
     def total_steps(self, epoch_steps: int) -> int:
-        """Optimizer steps of the whole run, where an epoch has `epoch_steps`."""
+        """Return the optimizer steps of the whole run, where an epoch has `epoch_steps`."""
         return min(self.steps or self.epochs * epoch_steps, self.epochs * epoch_steps)
 
     @property
     def takes_vectors(self) -> bool:
-        """Whether the model takes data.name=vectors."""
+        """Return whether the model takes data.name=vectors."""
         return False
 
     def paths(self) -> dict[str, str]:
-        """The files and folders that the settings name, by setting."""
+        """Return the files and folders that the settings name, by setting."""
         return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
 
     def adapt(self, gpus: int) -> None:
-        """Settle what depends on the GPUs that a local start sees; called before the run folder is made."""
+        """Choose what depends on the GPUs that a local start sees; called before the run folder is made."""
 
     def check(self) -> None:
         """Raise ValueError, with the remedy, where fields do not fit together."""
         if self.processes % self.launch.nodes:
-            raise ValueError(
-                f"{self.processes} processes cannot be shared evenly by launch.nodes={self.launch.nodes}; "
-                f"valid node counts are {divisors(self.processes)}"
-            )
+            what = f"{self.processes} ranks cannot be shared evenly by launch.nodes={self.launch.nodes}"
+            raise ValueError(f"{what}; valid node counts are {divisors(self.processes)}")
         for name, folder in (("runs", self.runs), ("data.cache", self.data.cache)):
             if not folder:
                 raise ValueError(f"{name}= is empty; name a folder, or leave it out")
         if self.data.name == "vectors" and not self.takes_vectors:
-            raise ValueError(
-                "data.name=vectors: the model takes images; use another set, or resnet_modelparallel with model=toy"
-            )
+            remedy = "use another set, or resnet_modelparallel with model=toy"
+            raise ValueError(f"data.name=vectors: the model takes images; {remedy}")
         if self.data.name == "vectors" and self.data.augment != "none":
-            raise ValueError(
-                f"data.augment={self.data.augment} changes images, and data.name=vectors has none; "
-                "leave data.augment out"
-            )
+            what = f"data.augment={self.data.augment} changes images, and data.name=vectors has none"
+            raise ValueError(f"{what}; leave data.augment out")
         held = self.data.train_samples
         if 0 < self.data.train_limit < self.batch:
-            raise ValueError(
-                f"data.train_limit={self.data.train_limit} holds no full batch of {self.batch}; "
-                "lower batch or raise data.train_limit"
-            )
+            what = f"data.train_limit={self.data.train_limit} holds no full batch of {self.batch}"
+            raise ValueError(f"{what}; lower batch or raise data.train_limit")
         if held is not None and self.batch > held:
             raise ValueError(f"batch={self.batch} exceeds the {held} training samples; lower batch")
         self.wandb.check()
 
 
-@dataclass
-class Sweep:
-    """What an experiment with a grid in configs/sweeps can set."""
-
-    sweep: bool = False
-    """Run a grid of settings, each a run of its own, and end with a table, a CSV file and a plot."""
-    repeats: int = between(1, 100, 3)
-    """How often a sweep runs each setting; round by round, so that all settings see the same disturbances."""
-
-
 def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
+    """Return all divisors of n, ascending."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
+
+
+def nearest_multiples(n: int, of: int) -> str:
+    """Return the positive multiples of `of` next to n, as in "62 or 64"."""
+    return " or ".join(str(m) for m in (n // of * of, (n // of + 1) * of) if m)

@@ -7,21 +7,26 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.shared import Experiment, Sweep, at_least, between
+from configs.dataparallel import Replicated
+from configs.optional import Sweep
+from configs.shared import at_least, between
 
 SMALL = ("lenet300", "mlp")  # they take 28x28 images
 CRITERIA = ("magnitude", "gradient", "taylor", "random")
 
 
 @dataclass
-class Config(Sweep, Experiment):
+class Config(Sweep, Replicated):
+    """Settings of pruning."""
+
     model: Literal["lenet300", "lenet5", "mlp", "convnet", "resnet18"] = "lenet300"
     """lenet300 is LeNet-300-100 and mlp the 784-128-64-10 network, both for 28x28 images; lenet5 has two 5x5
     convolutions and 500 units, convnet two 3x3 convolutions and 100 units; resnet18 has the CIFAR stem."""
     processes_per_node: int = at_least(1, 1)
-    """Processes on each host, which share each batch and average their gradients."""
+    """Ranks on each host, which share each batch and average their gradients."""
     criterion: Literal["magnitude", "gradient", "taylor", "random"] = "magnitude"
-    """What a weight w with gradient g is worth: |w|, |g|, |w g|, or chance. Gradients are those of `score_batches`."""
+    """What a weight w with gradient g is worth: |w| (arXiv 1506.02626), |g|, |w g| (arXiv 1906.10771), or chance.
+    Gradients are those of `score_batches`."""
     normalize: Literal["none", "layer"] = "none"
     """layer divides scores by their layer's root mean square before layers are compared."""
     scope: Literal["global", "layer", "structured", "n:m"] = "global"
@@ -31,7 +36,7 @@ class Config(Sweep, Experiment):
     """How many of how many weights n:m leaves; 2:4 is what NVIDIA's sparse tensor cores compute."""
     schedule: Literal["none", "oneshot", "iterative", "cubic", "rigl"] = "cubic"
     """none trains a dense model; oneshot prunes once, at `begin`; iterative in `rounds` equal parts of what is left;
-    cubic (Zhu & Gupta 2017) fast at first and slower and slower; rigl (Evci et al. 2020) is sparse from the first
+    cubic (arXiv 1710.01878) fast at first and slower and slower; rigl (arXiv 1911.11134) is sparse from the first
     step to the last, and exchanges weights: the smallest go, those with the largest gradients come."""
     sparsity: float = between(0, 0.9999, 0.92)
     """Share of the weights (of layers, not biases and norms) that are zero in the end; of channels if structured."""
@@ -60,10 +65,6 @@ class Config(Sweep, Experiment):
     criteria: list[str] = field(default_factory=lambda: list(CRITERIA))
     """With sweep=true, the criteria."""
 
-    @property
-    def processes(self) -> int:
-        return self.launch.nodes * self.processes_per_node
-
     def group(self) -> tuple[int, int]:
         """n and m of `pattern`. Raises ValueError."""
         left, _, size = self.pattern.partition(":")
@@ -73,13 +74,6 @@ class Config(Sweep, Experiment):
 
     def check(self) -> None:
         super().check()
-        if self.batch % self.processes:
-            lower = self.batch // self.processes * self.processes
-            sizes = [str(size) for size in (lower, lower + self.processes) if size]
-            raise ValueError(
-                f"batch={self.batch} cannot be shared evenly by {self.processes} processes; "
-                f"use batch={' or '.join(sizes)}"
-            )
         if self.model in SMALL and self.data.name not in ("mnist", "digits"):
             raise ValueError(f"data.name={self.data.name}: model={self.model} takes 28x28 images; use model=lenet5")
         if self.model == "lenet5" and self.data.name in ("generated", "imagefolder") and self.data.image_size < 16:
@@ -91,15 +85,10 @@ class Config(Sweep, Experiment):
         if self.schedule in ("iterative", "cubic") and self.begin >= self.end:
             raise ValueError(f"begin={self.begin:g} is not before end={self.end:g}; lower begin, or raise end")
         left, size = self.group()
-        if (
-            self.scope == "n:m"
-            and self.schedule != "none"
-            and not math.isclose(self.sparsity, 1 - left / size, abs_tol=1e-5)
-        ):
-            raise ValueError(
-                f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {1 - left / size:g}; "
-                f"use sparsity={1 - left / size:g}, or another pattern"
-            )
+        exact, masked = 1 - left / size, self.scope == "n:m" and self.schedule != "none"
+        if masked and not math.isclose(self.sparsity, exact, abs_tol=1e-5):
+            what = f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {exact:g}"
+            raise ValueError(f"{what}; use sparsity={exact:g}, or another pattern")
         wrong = [name for name in self.criteria if name not in CRITERIA]
         if wrong or not self.criteria:
             raise ValueError(f"criteria=[{','.join(wrong)}]: use some of {', '.join(CRITERIA)}")
@@ -108,6 +97,5 @@ class Config(Sweep, Experiment):
         if self.schedule == "rigl" and self.scope in ("structured", "n:m"):
             raise ValueError(f"scope={self.scope}: rigl exchanges single weights; use scope=global or scope=layer")
         if self.schedule == "rigl" and self.criterion != "magnitude":
-            raise ValueError(
-                f"criterion={self.criterion}: rigl drops by magnitude and grows by gradient; use criterion=magnitude"
-            )
+            what = f"criterion={self.criterion}: rigl drops by magnitude and grows by gradient"
+            raise ValueError(f"{what}; use criterion=magnitude")

@@ -22,7 +22,7 @@ arXiv 1706.02677).
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, networks, report_scaling, start
+from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, init_network, report_scaling, start
 from common.distributed import sync_batchnorm
 from configs.ddp_multinode import Config
 
@@ -55,7 +55,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
 
 def main(cfg: Config, run: Run) -> None:
-    network = networks.build_network(cfg.model, run.sample_shape, run.classes)  # every rank draws the same weights
+    network = init_network(cfg, run.sample_shape, run.classes)  # every rank draws the same weights
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch

@@ -12,8 +12,11 @@ the arithmetic they overlap with. `width=1024 batch=1024` turns that round.
 
 Each rank holds one stage. A batch is split into m microbatches; while stage 1 works on microbatch 0, stage 0 works on
 microbatch 1. Every microbatch's loss counts by its share of the batch, so the summed gradients equal those of the
-unsplit model. With p stages of equal cost each rank idles (p - 1) / (m + p - 1) of a step: the bubble (Huang et al.
-2019, arXiv 1811.06965).
+unsplit model. With p stages of equal cost each rank idles (p - 1) / (m + p - 1) of a step: the bubble (GPipe: Huang et
+al. 2019, arXiv 1811.06965). A schedule is a list of forwards and backwards for each rank
+(common/pipeline/schedules.py), which `pipe.step` executes (common/pipeline/executor.py): 1f1b keeps fewer activations
+(Harlap et al. 2018, arXiv 1806.03377), interleaved_1f1b and zero_bubble have smaller bubbles (Narayanan et al. 2021,
+arXiv 2104.04473; Qi et al. 2023, arXiv 2401.10241).
 """
 
 from __future__ import annotations

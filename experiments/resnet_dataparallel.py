@@ -22,7 +22,7 @@ for either: the last of an epoch may even be smaller than the number of devices,
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, networks, start, sync_batchnorm
+from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, init_network, start, sync_batchnorm
 from common.distributed.rendezvous import World
 from common.measure.device_report import report_devices
 from common.training.single_process_baseline import Side, compare_sides
@@ -43,7 +43,7 @@ Forward = Callable[[Tensor], Tensor]
 
 def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model, with the same weights on every rank: all draw from one seed."""
-    return networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
+    return init_network(cfg, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
 def list_gpus(world: World) -> list[int]:

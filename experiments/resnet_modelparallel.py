@@ -7,7 +7,7 @@
     python experiments/resnet_modelparallel.py model=resnet50 data.image_size=64 split=[layer3_0]
     python experiments/resnet_modelparallel.py replicas=2                        two pipelines, each half of the batch
     python experiments/resnet_modelparallel.py devices=[cuda:0,cuda:1]           one process, two GPUs
-    python experiments/resnet_modelparallel.py model=toy data.name=vectors       10-10-5, the smallest example
+    python experiments/resnet_modelparallel.py model=toy data.name=vectors loss=mse   10-10-5, the smallest example
     python experiments/resnet_modelparallel.py sweep=true                        all modes over sizes of microbatches
 
 One run takes about half a minute on 2 CPU cores, the sweep six. Expect the pipelined mode between the naive one and
@@ -45,11 +45,11 @@ from common.api import (
 from common.distributed.mesh import split_world
 from common.distributed.rendezvous import World
 from common.measure.memory import memory_cap, read_peak
-from common.models import model_file
+from common.models.model_file import load_initial_weights
+from common.pipeline.executor import Loss
 from common.pipeline.single_process import SingleProcessPipeline
 from configs.resnet_modelparallel import Config
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,23 +58,30 @@ from torch import nn
 
 
 def build_model(cfg: Config, run: Run) -> nn.Sequential:
-    """The unsplit model, with the same weights on every rank: all draw from one seed."""
+    """Build the unsplit model, with the same weights on every rank: all draw from one seed."""
     toy, shape, classes = cfg.model == "toy", run.sample_shape, run.classes
     model = networks.Toy(shape, classes) if toy else networks.ResNet(cfg.model, shape, classes, width=cfg.width)
-    if cfg.weights != "none":
-        networks.load_weights(model, model_file.read_weights(cfg.weights, Path(cfg.runs)), cfg.weights)
+    load_initial_weights(model, cfg.weights, cfg.runs)
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 
+def build_loss(cfg: Config, run: Run) -> Loss:
+    """Build the loss, a mean over samples: cross-entropy, or the squared difference from a random vector per class."""
+    if cfg.loss == "cross_entropy":
+        return F.cross_entropy
+    targets = torch.randn(run.classes, run.classes, generator=torch.Generator().manual_seed(cfg.seed))
+    return lambda outputs, y: F.mse_loss(outputs, targets.to(outputs)[y])
+
+
 def build_stages(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
-    """The stages: all of them on this process's devices, or this rank's own ones of its group's pipeline."""
+    """Place the stages: all of them on this process's devices, or this rank's own ones in its group's pipeline."""
     pipeline = cfg.pipeline()
     stages = model_split.split_model(pipeline, model, run)
     if not cfg.in_one_process:
-        return model_split.build_pipeline(pipeline, stages, F.cross_entropy, run, pp)
+        return model_split.build_pipeline(pipeline, stages, build_loss(cfg, run), run, pp)
     sizes: Any = {"size": cfg.plan.microbatch, "microbatches": cfg.plan.microbatches, "dtype": run.dtype}
     how: Any = {"schedule": pipeline.schedule, "pipelined": cfg.mode == "pipelined"}
-    return SingleProcessPipeline(stages, F.cross_entropy, cfg.devices, **sizes, **how)
+    return SingleProcessPipeline(stages, build_loss(cfg, run), cfg.devices, **sizes, **how)
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -107,7 +114,7 @@ def main(cfg: Config, run: Run) -> None:
 
 
 def describe_devices(cfg: Config, run: Run, devices: list[torch.device]) -> Facts:
-    """What ran where, and the memory that it took."""
+    """Report which device held what, and the memory that it took."""
     held = {str(device): read_peak(device) for device in devices} if cfg.in_one_process else run.memory
     count = cfg.pipeline().stages_per_process
     stages = "all layers" if cfg.mode == "single" else f"{count} stages" if count > 1 else "a stage"
@@ -120,12 +127,13 @@ def describe_devices(cfg: Config, run: Run, devices: list[torch.device]) -> Fact
 
 
 def describe_microbatches(cfg: Config) -> str:
+    """Return the microbatches in words, as in "4 microbatches of 16"."""
     words = f"{cfg.plan.microbatches} microbatches of {cfg.plan.microbatch}"
     return words + (f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else "")
 
 
 def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineReport:
-    """Idle shares and one step, of the first replica. All ranks call it."""
+    """Report idle shares and one step of the first replica. All ranks call it."""
     title = f"one step of {cfg.model}, {cfg.mode}, {describe_microbatches(cfg)}"
     folder = run.folder.path if cfg.plot else None
     if not cfg.in_one_process:

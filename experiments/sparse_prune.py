@@ -11,14 +11,19 @@
 Takes about half a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST with 8 % of the weights (without MNIST: on
 the built-in digits).
 
-Every weight gets a score: its magnitude (Han et al. 2015, arXiv 1506.02626), its gradient, |weight x gradient| (Taylor:
-Molchanov et al. 2016, arXiv 1611.06440; 2019, arXiv 1906.10771), or chance. The mask of a layer is false where the
-score is among the lowest: of all layers, of each one, of whole channels, or of each group of four (2:4: Mishra et al.
-2021, arXiv 2104.08378). The schedule says after which steps masks change, and to which sparsity (cubic: Zhu & Gupta
-2017, arXiv 1710.01878; RigL, and its first sparsities by layer, ERK: Evci et al. 2019, arXiv 1911.11134). In between,
-training goes on as if nothing had happened, and after every step weights are multiplied by their masks: gradients and
-momentum move a pruned weight, and the mask puts it back to zero. What is pruned stays pruned, but for RigL. Without
-masks, the proximal step of an L1 penalty (ISTA: Beck & Teboulle 2009, doi 10.1137/080716542) makes exact zeros, too.
+Every weight gets a score, and masks are false where the score is among the lowest:
+
+    criterion  magnitude (Han et al. 2015, arXiv 1506.02626), gradient, |weight x gradient| (Taylor: Molchanov et al.
+               2016, arXiv 1611.06440; 2019, arXiv 1906.10771), or chance
+    scope      all layers together, each layer, whole channels, or groups of four (2:4: Mishra et al. 2021, arXiv
+               2104.08378)
+    schedule   when, and to which sparsity: once, in rounds, cubic (Zhu & Gupta 2017, arXiv 1710.01878), or RigL, with
+               denser small layers (ERK; both Evci et al. 2019, arXiv 1911.11134): common/models/pruning_schedules.py
+
+In between, training goes on as if nothing had happened, and after every step weights are multiplied by their masks:
+gradients and momentum move a pruned weight, and the mask puts it back to zero. What is pruned stays pruned, but for
+RigL. Without masks, the proximal step of an L1 penalty (ISTA: Beck & Teboulle 2009, doi 10.1137/080716542) makes exact
+zeros, too.
 
 Under DDP every rank computes the masks itself, from weights that are equal and gradients that DDP has averaged, and
 all compare a hash of them. The file of a pruned model is as large as before, for zeros are numbers, too; but it can be

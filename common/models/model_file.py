@@ -7,7 +7,7 @@ replicas it was trained in. model.json holds what builds that model, the normali
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from common.data.prepare import hash_file
 from common.models import networks
 from common.models.networks import Recipe
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
+from configs.dataparallel import DataParallel
 
 FORMAT = 1
 NEEDED = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}  # in model.json
@@ -112,6 +113,22 @@ def load_model(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
 
 
 # ---- initial weights
+
+
+def load_initial_weights(model: nn.Sequential, weights: str, runs: str) -> None:
+    """Load what `weights=` names into a model of any device and dtype; none leaves it as it is. Raises UserError."""
+    if weights != "none":
+        networks.load_weights(model, read_weights(weights, Path(runs)), weights)
+
+
+def init_network(cfg: DataParallel, shape: Sequence[int], classes: int) -> nn.Sequential:
+    """Build cfg.model for images of one shape ([H, W] or [C, H, W]), with the weights that cfg.weights names.
+
+    Raises UserError where they do not fit.
+    """
+    model = networks.build_network(cfg.model, shape, classes)
+    load_initial_weights(model, cfg.weights, cfg.runs)
+    return model
 
 
 def read_weights(text: str, runs: Path) -> Mapping[str, Any]:

@@ -191,6 +191,7 @@ RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
 }
 LARGE = 64  # least pixels for ImageNet's stem
 OTHER_STEM = f"images from {LARGE} pixels on have ImageNet's stem of 7x7, smaller ones one of 3x3: set data.image_size"
+SMALL_STEM = "resnet18 has a stem of 3x3 here, whatever the images: use model=resnet50, or resnet_modelparallel"
 
 
 class ResNet(nn.Sequential):
@@ -240,6 +241,8 @@ def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequentia
     """Build the network of that name for images of one shape ([H, W] or [C, H, W])."""
     if name in ("lenet300", "mlp"):
         return LeNet300() if name == "lenet300" else SimpleNN()
+    if name == "resnet50":
+        return ResNet(name, shape, classes)
     kinds = {"lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}
     return kinds[name](shape, classes)
 
@@ -271,6 +274,7 @@ def load_weights(model: nn.Module, found: Mapping[str, Tensor], file: str) -> No
         if state[name].shape != value.shape:
             shapes = f"{tuple(state[name].shape)}, here {tuple(value.shape)}"
             stem = name == "conv1.weight" and state[name].shape[2:] != value.shape[2:]
-            remedy = OTHER_STEM if stem else "use as many classes and colours, and its width"
+            other = SMALL_STEM if isinstance(model, ResNet18) else OTHER_STEM
+            remedy = other if stem else "use as many classes and colours, and its width"
             raise UserError(f"weights={file}: {name} has shape {shapes}; {remedy}")
     model.load_state_dict(state)

@@ -45,7 +45,7 @@ class AdamW(_Eager, torch.optim.AdamW):
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: bool = False) -> Optimizer:
-    """The optimizer that the configuration names, in its fused form: one kernel for all parameters.
+    """Build the optimizer that the configuration names, in its fused form: one kernel for all parameters.
 
     `scaled` says that a GradScaler may leave steps out.
     """
@@ -57,7 +57,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: b
         parameters,
         lr=cfg.lr,
         momentum=cfg.momentum,
-        nesterov=cfg.momentum > 0,
+        nesterov=cfg.nesterov and cfg.momentum > 0,
         weight_decay=cfg.weight_decay,
         fused=all(type(parameter) is nn.Parameter for parameter in parameters),  # not written for sharded ones
     )
@@ -70,7 +70,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: b
 
 
 def learning_rate(cfg: Optim, step: int, total: int, batch: int = 0) -> float:
-    """The learning rate of a step, counted from 0, in a run of `total` steps with `batch` samples each."""
+    """Return the learning rate of a step, counted from 0, in a run of `total` steps with `batch` samples each.
+
+    With cfg.base_batch it grows with the batch (linear scaling rule: Goyal et al. 2017, arXiv 1706.02677).
+    """
     peak = cfg.lr * batch / cfg.base_batch if cfg.base_batch and batch else cfg.lr
     if step < cfg.warmup:
         return peak * (step + 1) / cfg.warmup

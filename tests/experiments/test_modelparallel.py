@@ -25,6 +25,7 @@ from common.runs.folder import Folder
 from common.training import model_split, sweep
 from configs.resnet_modelparallel import Config
 from configs.sweeps.resnet_modelparallel import GRID, draw, points
+from experiments import resnet_modelparallel
 from tests.harness.processes import Done, run
 
 NAME = "resnet_modelparallel"
@@ -84,6 +85,7 @@ def test_a_mode_is_a_schedule_and_its_microbatches(words: list[str], processes: 
             ["model=toy", "data.name=vectors", "data.augment=crop"],
             ["data.augment=crop", "data.name=vectors has none", "leave data.augment out"],
         ),
+        (["loss=mse"], ["loss=mse", "model=resnet18", "use model=toy"]),
         (["sweep=true", "split_sizes=[8,x]"], ["split_sizes=[8,x]"]),
         (["sweep=true", "split_sizes=[]"], ["split_sizes=[]"]),
     ],
@@ -146,6 +148,21 @@ def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
         quick = (*SMALL, f"data.cache={tmp_path / 'cache'}", *word.split())
         done = run(NAME, *quick, runs=tmp_path / "runs")
         assert done.status == 2 and words in done.err and done.err.count("\n") <= 2, done.err
+
+
+# ---- the smallest example: two layers, mean squared difference from random targets
+
+
+def test_the_toy_learns_random_targets_in_two_stages_as_in_one(tmp_path: Path) -> None:
+    words = ("model=toy", "data.name=vectors", "loss=mse", "dtype=float64", "steps=10", "optim.lr=0.1")
+    split, single = (train(tmp_path / mode, *words, f"mode={mode}") for mode in ("pipelined", "single"))
+    assert split.losses == pytest.approx(single.losses, abs=1e-9, rel=0)
+    assert split.losses[-1] < 0.9 * split.losses[0]
+    run = cast(Any, SimpleNamespace(classes=5))
+    outputs, classes = torch.zeros(3, 5), torch.tensor([4, 0, 4])
+    targets = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
+    found = resnet_modelparallel.build_loss(settings(*words), run)(outputs, classes)
+    assert float(found) == pytest.approx(float((2 * targets[4].square().sum() + targets[0].square().sum()) / 15))
 
 
 # ---- where the model is cut

@@ -69,7 +69,7 @@ def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_
         (["strategy=single", "processes_per_node=2"], ["processes_per_node", "strategy=ddp"]),
         (["strategy=data_parallel", "launch.nodes=2"], ["launch.nodes", "strategy=ddp"]),
         (["functional=true"], ["functional=true is a setting of data_parallel"]),
-        (["batch=63"], ["batch=63", "2 processes", "batch=62 or 64"]),
+        (["batch=63"], ["batch=63", "2 ranks", "batch=62 or 64"]),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:

@@ -190,7 +190,7 @@ def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int
         (["schedule=rigl", "criterion=taylor"], ["criterion=taylor", "rigl", "criterion=magnitude"]),
         (["schedule=rigl", "scope=structured"], ["scope=structured", "rigl", "scope=layer"]),
         (["data.name=cifar10"], ["data.name=cifar10", "28x28", "model=lenet5"]),
-        (["batch=63", "processes_per_node=2"], ["batch=63", "2 processes", "batch=62 or 64"]),
+        (["batch=63", "processes_per_node=2"], ["batch=63", "2 ranks", "batch=62 or 64"]),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:

@@ -59,7 +59,7 @@ def test_shares_of_a_batch_are_the_batch(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["batch=63"], ["batch=63", "2 processes", "batch=62 or 64", "processes_per_node=1"]),
+        (["batch=63"], ["batch=63", "2 ranks", "batch=62 or 64", "processes_per_node=1"]),
         (["batch=64", "processes_per_node=5"], ["batch=60 or 65", "processes_per_node=4"]),
         (["sync_batchnorm=true"], ["model=convnet has no BatchNorm", "model=resnet18"]),
         (["strategy=fsdp", "communication=fp16"], ["communication is a setting of ddp", "strategy=ddp"]),

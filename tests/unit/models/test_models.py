@@ -13,6 +13,7 @@ from torch import nn
 
 from common.core.errors import UserError
 from common.models import model_file, networks, partition
+from configs.dataparallel import DataParallel
 
 
 def load(model: nn.Module, file: Path | str) -> None:
@@ -128,3 +129,22 @@ def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
 
 def test_the_toy_is_10_10_5() -> None:
     assert [tuple(p.shape) for p in networks.Toy((10,), 5).parameters()] == [(10, 10), (10,), (5, 10), (5,)]
+
+
+def test_data_parallel_training_begins_with_a_file_of_weights(tmp_path: Path) -> None:
+    source = networks.build_network("convnet", (28, 28), 10)
+    cfg = DataParallel(weights=str(saved(tmp_path, source.state_dict())))
+    found = model_file.init_network(cfg, (28, 28), 10).state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in source.state_dict().items())
+    drawn = model_file.init_network(DataParallel(), (28, 28), 10).state_dict()
+    assert not torch.equal(drawn["conv1.weight"], found["conv1.weight"])
+
+
+def test_resnet50_has_the_stem_of_imagenet_and_weights_for_it_do_not_fit_resnet18(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        large, small = (networks.build_network(name, (3, 64, 64), 10) for name in ("resnet50", "resnet18"))
+    assert sum(p.numel() for p in large.parameters()) == 23_528_522  # torchvision's, with ten classes
+    shape = large.get_submodule("conv1").get_parameter("weight").shape
+    assert shape == (64, 3, 7, 7)
+    with pytest.raises(UserError, match="use model=resnet50, or resnet_modelparallel"):
+        networks.load_weights(small, small.state_dict() | {"conv1.weight": torch.zeros(shape)}, "it")

@@ -78,3 +78,14 @@ def test_linear_decay_ends_at_zero() -> None:
     rates = [optimizers.learning_rate(Optim(lr=0.1), step, 4) for step in range(5)]
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025, 0])
     assert optimizers.learning_rate(Optim(lr=0.1, decay="constant"), 3, 4) == 0.1
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_is_nesterovs_or_the_classical_one(nesterov: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = optimizers.build_optimizer([weight], Optim(lr=1, momentum=0.5, nesterov=nesterov))
+    for _ in range(2):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    # velocities 1 and 1.5; Nesterov's step is gradient + momentum * velocity
+    assert weight.item() == pytest.approx(-(1.5 + 1.75) if nesterov else -(1 + 1.5))
