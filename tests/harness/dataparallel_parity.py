@@ -45,8 +45,6 @@ WHOLE = (
     *("data.name=generated", "data.samples=49", "data.image_size=16", "batch=8", "epochs=2", "eval_batch=5"),
     *("dtype=float64", "optim.warmup=2", "launch.threads=1", "checkpoint.every_seconds=0"),
 )
-# glibc keeps what is freed: otherwise a third of ResNet's time goes into page faults; not for forks of the warm server
-KEEP = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 
 def settings(text: str) -> tuple[Config, str]:
@@ -68,10 +66,10 @@ def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder)
     return found if world.is_main else {}
 
 
-def train_run(cache: Path, runs: Path, steps: int, *words: str, **env: Any) -> tuple[Done, dict[str, Any]]:
+def train_run(cache: Path, runs: Path, steps: int, *words: str) -> tuple[Done, dict[str, Any]]:
     """A run of so many steps, and its losses, saved parameters and buffers, and scores."""
     given = (*WHOLE, f"data.cache={cache}", f"steps={steps}", f"checkpoint.every_steps={steps}", *words)
-    done = processes.run("resnet_dataparallel", *given, runs=runs, timeout=280, **env)
+    done = processes.run("resnet_dataparallel", *given, runs=runs, timeout=280)
     assert done.status == 0, done.err + done.out
     file = done.folder.attempts()[0].attempt / "checkpoints" / f"step-{steps:08d}" / "rank-0.pt"
     state = torch.load(file, weights_only=True)["model"]
