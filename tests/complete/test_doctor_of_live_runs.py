@@ -1,4 +1,7 @@
-"""make doctor on this machine, and on runs of which one rank hangs or is slow."""
+"""make doctor on this machine, and on runs of which one rank is slow.
+
+On a run of which one rank hung: tests/experiments/test_stopping.py.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,6 @@ def test_this_machine_is_sound(cache: Path, tmp_path: Path) -> None:
     assert lines[-2:] == ["W&B: runs would be disabled", "all is sound"] and len(lines) == 6
     assert "all_reduce_gb_per_s" in lines[1] and "gflop_per_s" in lines[1]
     assert not list((tmp_path / "runs").iterdir())
-
-
-def test_a_rank_that_hangs_is_named(digits: tuple[str, ...], tmp_path: Path) -> None:
-    words = (*digits, "steps=100000", "epochs=300", "launch.step_timeout=15", "log.progress=none")
-    with train_long("mnist_pipeline", *words, runs=tmp_path) as process:
-        folder = only_folder(tmp_path)
-        os.kill(ranks_of(process)[1], signal.SIGSTOP)
-        process.wait(120)
-    done = inside.run_verb("doctor", f"--run={folder.path}")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search("likely cause  .*rank 1 on .* did not answer within 15 s", done.stdout), done.stdout
-    assert "stood at " in done.stdout
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
-from tests.harness.long_runs import check_hanging_rank, check_notice
+from tests.harness import inside
+from tests.harness.long_runs import check_hanging_rank, check_notice, only_folder
 from tests.harness.registry import REPLICATED, STAGED
 from tests.harness.resuming import check_notice_in_evaluation
 
@@ -16,6 +18,10 @@ def test_replicas_that_get_a_notice_save_and_leave(tmp_path: Path, quick: tuple[
 
 def test_a_stage_that_hangs_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(STAGED, quick, tmp_path)
+    done = inside.run_verb("doctor", f"--run={only_folder(tmp_path).path}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search("likely cause  .*rank 1 on .* did not answer within 5 s", done.stdout), done.stdout
+    assert "stood at " in done.stdout
 
 
 def test_a_notice_in_an_evaluation_of_stages_saves_the_state_before_it(tmp_path: Path, digits: tuple[str, ...]) -> None:

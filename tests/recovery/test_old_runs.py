@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import Folder
+from tests.harness import inside
 from tests.harness.old_runs import VERSIONS, unpack
 from tests.harness.processes import environment, values_of
 from tests.harness.warm import ROOT
@@ -29,16 +30,16 @@ def losses(folder: Folder) -> dict[int, float]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path) -> None:
     stopped, finished = unpack(version, tmp_path)
-    found = call(tmp_path, "slurm", "status", "--json=1")
+    found = inside.run_verb("status", "--json=1", cwd=tmp_path)
     assert {run["run"]: run["state"] for run in json.loads(found.stdout)} == {
         stopped.path.name: "cancelled",
         finished.path.name: "finished",
     }
-    compared = call(tmp_path, "slurm", "compare")
+    compared = inside.run_verb("compare", cwd=tmp_path)
     (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name))
     score = values_of(finished)["test_accuracy"]
     assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
-    evaluated = call(tmp_path, "slurm", "evaluate", "--", finished.path.name)
+    evaluated = inside.run_verb("evaluate", "--", finished.path.name, cwd=tmp_path)
     if (finished.path / "model.safetensors").exists():
         right = round(score * values_of(finished)["test_samples"])
         assert f"the run's own number: {right}" in evaluated.stdout, evaluated.stderr
