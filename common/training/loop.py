@@ -120,7 +120,7 @@ def finish_step(run: RunContext, step: Step) -> None:
     run.step = step.number
     run.saver.stop.all_saved = False
     run.metrics.add(step.number, now, step.values)
-    if run.metrics.due:
+    if run.metrics.is_due:
         run.metrics.flush()
     run.show_life(now)
     if run.profiler is not None:

@@ -46,10 +46,10 @@ MISTAKES = [
         "        total = gradient.clone(memory_format=torch.contiguous_format)\n",
     ),
     Mistake(
-        "losses-summed",  # the mean over processes without its division
+        "losses-summed",  # the mean over ranks without its division
         "common/measure/metrics_log.py",
-        "        for one in tables:\n            one[:count] /= ranks\n",
-        "",
+        "[value / len(values) for value in values]",
+        "values",
     ),
     Mistake(
         "evaluation-without-flush",  # its row comes before those of the steps that it is about

@@ -49,7 +49,7 @@ def main(path: str, mode: str) -> int:
                     values["of_rank_1"] = 7.0
                 given = values if log.averaged or world.rank == log.source else dict.fromkeys(values)
                 log.add(step, time.perf_counter(), given)
-                if log.due or step in (4, 16):
+                if log.is_due or step in (4, 16):
                     log.flush()
             log.flush()
 

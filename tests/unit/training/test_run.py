@@ -45,7 +45,7 @@ def test_values_that_only_some_steps_have_are_all_written(mode: str, tmp_path: P
     assert {row["global_step"]: row["of_rank_1"] for row in rows if "of_rank_1" in row} == alone
 
 
-def test_an_evaluation_stands_behind_the_steps_that_it_is_about(run: Run) -> None:
+def test_an_evaluation_stands_behind_the_steps_that_it_is_about(run: Run, group: None) -> None:
     log = MetricsLog(run.world, MetricsWriter(run.folder.metrics_file, print), Counted(), source=0)
     for step in (1, 2, 3):
         log.add(step, 0.0, {"loss": torch.tensor(float(step))})
