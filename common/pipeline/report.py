@@ -88,7 +88,7 @@ class PipelineReport:
     def of(cls, gathered: Sequence[Steps], plan: Schedule, stages: int, **more: Any) -> PipelineReport:
         """From the kept steps of every rank: `gathered[p][i]` are the spans of rank p in step i."""
         steps = list(zip(*gathered, strict=True))
-        ideal = schedules.compute_bubble(schedules.simulate(plan, stages))
+        ideal = schedules.compute_bubble(schedules.simulate_schedule(plan, stages))
         idle, step = (idle_shares(steps), typical(steps)) if steps else ([], [])  # resumed at its end: no steps
         return cls(ideal, idle, step, **more)
 
@@ -128,7 +128,7 @@ class PipelineReport:
         names = {name: words for name, words in rows.items() if words}
         if not self.step:
             return names
-        lines = schedules.draw_timeline(list(self.by_stage.values()))
+        lines = schedules.format_timeline(list(self.by_stage.values()))
         lines = [f"stage {stage} |{line}|" for stage, line in zip(self.by_stage, lines, strict=True)]
         seconds = schedules.compute_makespan(self.step)
         split = any(span.action.kind == "W" for mine in self.step for span in mine)

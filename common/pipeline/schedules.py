@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,52 +46,46 @@ def local_stages(rank: int, ranks: int, stages: int) -> list[int]:
     return list(range(rank, stages, ranks))
 
 
-def naive(processes: int, stages: int, microbatches: int) -> Schedule:
+def make_naive(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return the schedule without overlap: a microbatch passes all stages and back before the next one starts."""
-    plan: Schedule = []
-    for process in range(processes):
-        mine = local_stages(process, processes, stages)
-        plan.append([])
-        for m in range(microbatches):
-            plan[-1] += [Action("F", s, m) for s in mine]
-            plan[-1] += [Action("B", s, m) for s in reversed(mine)]
-    return plan
+    single = make_gpipe(ranks, stages, 1)
+    return [[a._replace(microbatch=m) for m in range(microbatches) for a in actions] for actions in single]
 
 
-def gpipe(processes: int, stages: int, microbatches: int) -> Schedule:
+def make_gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return GPipe's schedule: all forwards, then all backwards. Keeps the activations of every microbatch."""
     plan: Schedule = []
-    for process in range(processes):
-        mine = local_stages(process, processes, stages)
+    for rank in range(ranks):
+        mine = local_stages(rank, ranks, stages)
         plan.append([Action("F", s, m) for s in mine for m in range(microbatches)])
         plan[-1] += [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
     return plan
 
 
-def one_f_one_b(processes: int, stages: int, microbatches: int) -> Schedule:
+def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return the 1F1B schedule: a backward as soon as one is ready, at most `stages - s` in flight at stage s.
 
     As long as GPipe, with less memory. Built by simulating ticks of equal length.
     """
-    plan: Schedule = [[] for _ in range(processes)]
+    plan: Schedule = [[] for _ in range(ranks)]
     done: set[Action] = set()
     flying = [0] * stages
     while len(done) < 2 * stages * microbatches:
         tick: list[Action] = []
-        for process in range(processes):
-            mine = local_stages(process, processes, stages)
+        for rank in range(ranks):
+            mine = local_stages(rank, ranks, stages)
             wanted = [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
             wanted += [Action("F", s, m) for s in reversed(mine) for m in range(microbatches) if flying[s] < stages - s]
             ready = (a for a in wanted if a not in done and all(n in done for n in find_dependencies(a, stages)))
-            tick += [a for a in [next(ready, None)] if a]
+            tick.extend(islice(ready, 1))
         for action in tick:
             flying[action.stage] += 1 if action.kind == "F" else -1
-            plan[action.stage % processes].append(action)
+            plan[action.stage % ranks].append(action)
         done.update(tick)
     return plan
 
 
-SCHEDULES: dict[str, Maker] = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULES: dict[str, Maker] = {"naive": make_naive, "gpipe": make_gpipe, "1f1b": make_1f1b}
 
 
 def find_dependencies(action: Action, stages: int) -> list[Action]:
@@ -99,7 +94,7 @@ def find_dependencies(action: Action, stages: int) -> list[Action]:
     if kind == "F":
         return [Action("F", stage - 1, m)] if stage else []
     if kind == "W":
-        return [Action("I", stage, m)]
+        return [Action("B", stage, m)]
     before = [Action("F", stage, m)]
     return [*before, Action("B", stage + 1, m)] if stage < stages - 1 else before
 
@@ -112,52 +107,52 @@ class Span(NamedTuple):
     end: float
 
 
-def simulate(plan: Schedule, stages: int, cost: Mapping[str, float] | None = None) -> list[list[Span]]:
-    """Return when each rank's actions run if messages take no time; `cost` is the time of each kind.
+COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a kind of action, in units of one forward
+
+
+def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
+    """Return when each rank's actions run, in units of one forward, if messages take no time.
 
     Raises ValueError, naming the action, on a deadlock.
     """
-    cost = cost or {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in plan]
     while any(len(s) < len(p) for s, p in zip(spans, plan, strict=True)):
         moved = False
-        for mine, todo in zip(spans, plan, strict=True):
-            while len(mine) < len(todo):
-                action = todo[len(mine)]
+        for mine, actions in zip(spans, plan, strict=True):
+            for action in actions[len(mine) :]:
                 waits = find_dependencies(action, stages)
                 if not all(n in ends for n in waits):
                     break
                 start = max([ends[n] for n in waits] + [mine[-1].end if mine else 0.0])
-                mine.append(Span(action, start, start + cost[action.kind]))
-                ends[action if action.kind != "I" else action._replace(kind="B")] = mine[-1].end
-                ends[action] = mine[-1].end
+                mine.append(Span(action, start, start + COST[action.kind]))
+                ends[action._replace(kind="B") if action.kind == "I" else action] = mine[-1].end
                 moved = True
         if not moved:
-            process = next(i for i, p in enumerate(plan) if len(spans[i]) < len(p))
-            stuck = plan[process][len(spans[process])]
+            rank = next(i for i, p in enumerate(plan) if len(spans[i]) < len(p))
+            stuck = plan[rank][len(spans[rank])]
             missing = next(n for n in find_dependencies(stuck, stages) if n not in ends)
-            raise ValueError(f"deadlock: process {process} waits at {stuck} for {missing}, which never comes before it")
+            raise ValueError(f"deadlock: rank {rank} waits at {stuck} for {missing}, which never comes before it")
     return spans
 
 
-def check_schedule(plan: Schedule, processes: int, stages: int, microbatches: int) -> None:
+def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -> None:
     """Raise ValueError, naming the action, unless the plan trains every microbatch once and cannot deadlock."""
-    if len(plan) != processes:
-        raise ValueError(f"has {len(plan)} lists of actions, needs one for each of the {processes} processes")
-    for process, actions in enumerate(plan):
-        mine = local_stages(process, processes, stages)
+    if len(plan) != ranks:
+        raise ValueError(f"has {len(plan)} lists of actions, needs one for each of the {ranks} ranks")
+    for rank, actions in enumerate(plan):
+        mine = local_stages(rank, ranks, stages)
         expected = {Action(kind, s, m) for kind in "FB" for s in mine for m in range(microbatches)}
         seen: set[Action] = set()
         for action in actions:
             if action not in expected:
-                raise ValueError(f"process {process} has no such work: {tuple(action)}; its stages are {mine}")
+                raise ValueError(f"rank {rank} has no such work: {tuple(action)}; its stages are {mine}")
             if action in seen:
-                raise ValueError(f"process {process} does the {action} twice")
+                raise ValueError(f"rank {rank} does the {action} twice")
             seen.add(action)
         if expected - seen:
-            raise ValueError(f"process {process} never does the {min(expected - seen)}")
-    simulate(plan, stages)
+            raise ValueError(f"rank {rank} never does the {min(expected - seen)}")
+    simulate_schedule(plan, stages)
 
 
 def compute_makespan(spans: Sequence[Sequence[Span]]) -> float:
@@ -174,9 +169,9 @@ def compute_bubble(spans: Sequence[Sequence[Span]]) -> float:
 def make_schedule(settings: PipelineConfig) -> Schedule:
     """Return the schedule that the config names. Raises UserError for a custom one that cannot work."""
     name, sizes = settings.schedule, (settings.processes, settings.stages, settings.microbatches)
-    maker = SCHEDULES[name] if name in SCHEDULES else load_custom_schedule(name)
     if name in SCHEDULES:
-        return maker(*sizes)
+        return SCHEDULES[name](*sizes)
+    maker = load_custom_schedule(name)
     try:
         plan = [[Action(*action) for action in actions] for actions in maker(*sizes)]
         check_schedule(plan, *sizes)
@@ -202,7 +197,7 @@ def load_custom_schedule(name: str) -> Maker:
     return maker
 
 
-def draw_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
+def format_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
     """Return one line of text a rank: a digit is a forward of that microbatch, a letter a backward, a dot is idle.
 
     Microbatch 0 is shown as 0 and a, 1 as 1 and b, and so on, repeating after ten. Where the backward is split, the
@@ -217,9 +212,8 @@ def draw_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]
         for action, begin, end in mine:
             mark = marks.get(action.kind, "abcdefghij")[action.microbatch % 10]
             first = round((begin - start) * scale)
-            for column in range(first, max(first + 1, round((end - start) * scale))):
-                if column < width:
-                    line[column] = mark
+            last = min(width, max(first + 1, round((end - start) * scale)))
+            line[first:last] = mark * (last - first)
         lines.append("".join(line))
     return lines
 
@@ -234,17 +228,17 @@ def main() -> None:
     """Print a schedule as a diagram, one line a rank."""
     parser = argparse.ArgumentParser(prog="python -m common.pipeline.schedules", description=main.__doc__)
     parser.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, or FILE.py:function")
-    for number in ("processes", "microbatches"):
+    for number in ("ranks", "microbatches"):
         parser.add_argument(number, type=int, choices=range(1, 65), metavar=number)
-    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="stages in each process")
+    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="stages of each rank")
     asked = parser.parse_args()
-    stages = asked.processes * asked.each
+    stages = asked.ranks * asked.each
     settings = PipelineConfig(
         schedule=asked.schedule, stages=stages, stages_per_process=asked.each, microbatches=asked.microbatches
     )
-    spans = simulate(make_schedule(settings), stages)
-    for process, line in enumerate(draw_timeline(spans, width=round(compute_makespan(spans)))):
-        print(f"process {process} |{line}|")
+    spans = simulate_schedule(make_schedule(settings), stages)
+    for rank, line in enumerate(format_timeline(spans, width=round(compute_makespan(spans)))):
+        print(f"rank {rank} |{line}|")
     print(f"idle share {compute_bubble(spans):.1%}  (a forward takes 1, a backward 2)")
 
 

@@ -30,7 +30,7 @@ Parts = Mapping[str, Mapping[str, Any]]
 
 def draw_plan(path: Path, name: str, stages: int = 2, microbatches: int = 4) -> None:
     """A schedule with equal stages and messages that take no time."""
-    played = schedules.simulate(schedules.SCHEDULES[name](stages, stages, microbatches), stages)
+    played = schedules.simulate_schedule(schedules.SCHEDULES[name](stages, stages, microbatches), stages)
     lanes = {
         f"stage {stage}": [Span(span.action, span.start * STEP, span.end * STEP) for span in spans]
         for stage, spans in enumerate(played)

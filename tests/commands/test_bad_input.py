@@ -57,7 +57,7 @@ FILES = [
     scheduled(
         "schedule: incomplete",
         "return [[(k, s, m) for k in 'FB' for m in range(2) if (k, s, m) != ('B', 1, 1)] for s in range(2)]",
-        "process 1 never does the backward of microbatch 1 on stage 1",
+        "rank 1 never does the backward of microbatch 1 on stage 1",
     ),
     scheduled(
         "schedule: deadlock",

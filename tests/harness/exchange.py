@@ -17,7 +17,7 @@ from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.pipeline import shared_memory
 from common.pipeline.p2p import Messages, list_routes
-from common.pipeline.schedules import Action, gpipe
+from common.pipeline.schedules import Action, make_gpipe
 from configs.shared import Launch
 
 SHAPES = [torch.Size([30_000]), torch.Size([2])]
@@ -32,7 +32,7 @@ def exchange(what: str, place: RankInfo) -> None:
     with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
         if what == "small":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        found = list_routes(gpipe(2, 2, 2), SHAPES, 4)
+        found = list_routes(make_gpipe(2, 2, 2), SHAPES, 4)
         messages = Messages(world, found, torch.float32, 2, "network" if what == "network" else "auto")
         assert (messages.memory is not None) == (what in ("memory", "silent"))
         for step in range(3):

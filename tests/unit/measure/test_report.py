@@ -10,7 +10,7 @@ import torch
 from common.measure import tables
 from common.measure.memory import read_peak, reset_peak
 from common.pipeline import report, schedules
-from common.pipeline.schedules import Action, Span, simulate
+from common.pipeline.schedules import Action, Span, simulate_schedule
 
 
 def test_idle_shares_of_a_known_step() -> None:
@@ -25,8 +25,8 @@ def test_idle_shares_of_a_known_step() -> None:
 
 
 def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
-    plan = schedules.gpipe(2, 4, 4)
-    spans = simulate(plan, 4)
+    plan = schedules.make_gpipe(2, 4, 4)
+    spans = simulate_schedule(plan, 4)
     found = report.PipelineReport.of([[mine] * 3 for mine in spans], plan, 4)
     assert sum(found.idle) / 2 == pytest.approx(found.ideal)
     lines = found.rows()["one step"].splitlines()[1:]
@@ -40,7 +40,7 @@ def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
 def test_the_legend_tells_of_capitals_where_there_are_some() -> None:
     for kinds, told in (("FB", False), ("FIW", True)):
         plan = [[Action(kind, 0, 0) for kind in kinds]]
-        found = report.PipelineReport(0.0, [0.0], simulate(plan, 1))
+        found = report.PipelineReport(0.0, [0.0], simulate_schedule(plan, 1))
         assert ("(capital: of the weights)" in found.rows()["one step"]) is told
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.core.errors import UserError
 from common.pipeline import schedules
-from common.pipeline.schedules import Action, check_schedule, compute_bubble, draw_timeline, simulate
+from common.pipeline.schedules import Action, check_schedule, compute_bubble, format_timeline, simulate_schedule
 from configs.pipeline import PipelineConfig
 from tests.harness.warm import ROOT
 
@@ -26,35 +26,35 @@ def test_every_schedule_is_complete_and_ends(name: str, sizes: tuple[int, int, i
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
 def test_bubbles_are_those_of_the_papers(p: int, m: int) -> None:
     bubble = (p - 1) / (m + p - 1)
-    assert compute_bubble(simulate(schedules.gpipe(p, p, m), p)) == pytest.approx(bubble)
-    assert compute_bubble(simulate(schedules.one_f_one_b(p, p, m), p)) == pytest.approx(bubble)
-    assert compute_bubble(simulate(schedules.naive(p, p, m), p)) == pytest.approx(1 - 1 / p)
+    assert compute_bubble(simulate_schedule(schedules.make_gpipe(p, p, m), p)) == pytest.approx(bubble)
+    assert compute_bubble(simulate_schedule(schedules.make_1f1b(p, p, m), p)) == pytest.approx(bubble)
+    assert compute_bubble(simulate_schedule(schedules.make_naive(p, p, m), p)) == pytest.approx(1 - 1 / p)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (4, 16)])
 def test_1f1b_keeps_at_most_as_many_microbatches_as_stages_follow(p: int, m: int) -> None:
-    for process, actions in enumerate(schedules.one_f_one_b(p, p, m)):
+    for rank, actions in enumerate(schedules.make_1f1b(p, p, m)):
         flying = most = 0
         for action in actions:
             flying += 1 if action.kind == "F" else -1
             most = max(most, flying)
-        assert most == min(m, p - process)
-    assert max(sum(a.kind == "F" for a in actions) for actions in schedules.gpipe(p, p, m)) == m
+        assert most == min(m, p - rank)
+    assert max(sum(a.kind == "F" for a in actions) for actions in schedules.make_gpipe(p, p, m)) == m
 
 
-def test_two_stages_a_process_shorten_gpipe() -> None:
-    one, two = (compute_bubble(simulate(schedules.gpipe(4, stages, 8), stages)) for stages in (4, 8))
+def test_two_stages_a_rank_shorten_gpipe() -> None:
+    one, two = (compute_bubble(simulate_schedule(schedules.make_gpipe(4, stages, 8), stages)) for stages in (4, 8))
     assert two < one
 
 
 def test_diagram_shows_who_works_on_what_when() -> None:
-    lines = draw_timeline(simulate(schedules.gpipe(2, 2, 2), 2), width=9)
+    lines = format_timeline(simulate_schedule(schedules.make_gpipe(2, 2, 2), 2), width=9)
     assert lines == ["01...aabb", ".01aabb.."]
 
 
 def test_diagram_tells_the_two_parts_of_a_backward_apart() -> None:
     plan = [[Action(kind, 0, 1) for kind in "FIW"]]
-    assert draw_timeline(simulate(plan, 1), width=3) == ["1bB"]
+    assert format_timeline(simulate_schedule(plan, 1), width=3) == ["1bB"]
 
 
 def custom(tmp_path: Path, body: str, function: str = "mine") -> PipelineConfig:
@@ -79,15 +79,15 @@ GOOD = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
         (
             '[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]',
             GOOD,
-            "process 0 never does the backward of microbatch 1 on stage 0",
+            "rank 0 never does the backward of microbatch 1 on stage 0",
         ),
-        ('[("F", 0, 0), ("F", 0, 0)]', GOOD, "process 0 does the forward of microbatch 0 on stage 0 twice"),
-        ('[("F", 1, 0)]', GOOD, "process 0 has no such work: ('F', 1, 0)"),
-        ('[("F", 0, 0), ("X", 0, 0)]', GOOD, "process 0 has no such work: ('X', 0, 0)"),
+        ('[("F", 0, 0), ("F", 0, 0)]', GOOD, "rank 0 does the forward of microbatch 0 on stage 0 twice"),
+        ('[("F", 1, 0)]', GOOD, "rank 0 has no such work: ('F', 1, 0)"),
+        ('[("F", 0, 0), ("X", 0, 0)]', GOOD, "rank 0 has no such work: ('X', 0, 0)"),
         (
             '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]',
             GOOD,
-            "deadlock: process 0 waits at backward of microbatch 0 on stage 0 for backward of microbatch 0 on stage 1",
+            "deadlock: rank 0 waits at backward of microbatch 0 on stage 0 for backward of microbatch 0 on stage 1",
         ),
     ],
 )
@@ -100,7 +100,7 @@ def test_bad_schedules_are_refused_naming_the_action(tmp_path: Path, first: str,
 @pytest.mark.parametrize(
     ("body", "function", "message"),
     [
-        ("    return [[]]\n", "mine", "has 1 lists of actions, needs one for each of the 2 processes"),
+        ("    return [[]]\n", "mine", "has 1 lists of actions, needs one for each of the 2 ranks"),
         ("    return 3\n", "mine", "schedule="),
         ("    return []\n", "yours", "no function 'yours'; it has mine"),
         ("    return ]\n", "mine", "cannot be imported (SyntaxError"),
@@ -117,5 +117,5 @@ def test_broken_files_are_refused(tmp_path: Path, body: str, function: str, mess
 def test_a_schedule_is_printed() -> None:
     words = [sys.executable, "-m", "common.pipeline.schedules", "gpipe", "2", "4"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[:2] == ["process 0 |0123...aabbccdd|", "process 1 |.0123aabbccdd..|"]
+    assert done.stdout.splitlines()[:2] == ["rank 0 |0123...aabbccdd|", "rank 1 |.0123aabbccdd..|"]
     assert "idle share 20.0%" in done.stdout
