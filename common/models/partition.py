@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
@@ -17,17 +18,18 @@ from torch import Tensor, nn
 from common.measure.timing import time_calls
 
 
-def starts_in_place(stage: nn.Module) -> bool:
-    """Return whether a stage's first layer overwrites its input, which autograd allows on a copy only."""
-    first = next((module for module in stage.modules() if not any(module.children())), None)
-    return bool(getattr(first, "inplace", False))
+def keep_input(layer: nn.Module) -> None:
+    """Let a layer's first operation leave the input as it is: autograd refuses to overwrite what a stage is given."""
+    first = next(module for module in layer.modules() if not any(module.children()))
+    if hasattr(first, "inplace"):
+        setattr(first, "inplace", False)  # noqa: B010 (as an assignment it needs a type)
 
 
 def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
     """Split a model into stages; `starts` names the layers that begin a new stage, in order.
 
-    The stages share the model's layers (no copy). Raises ValueError for a name that is not a layer, is the first one,
-    or is out of order.
+    The stages share the model's layers (no copy); none overwrites what it is given. Raises ValueError for a name that
+    is not a layer, is the first one, or is out of order.
     """
     layers = list(model.named_children())
     names = [name for name, _ in layers]
@@ -37,6 +39,8 @@ def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Se
     bounds = [0, *(names.index(name) for name in starts), len(names)]
     if sorted(set(bounds)) != bounds:
         raise ValueError(f"split: {', '.join(starts)} is not in the order of the layers {', '.join(names)}")
+    for start in bounds[1:-1]:
+        keep_input(layers[start][1])
     return [nn.Sequential(OrderedDict(layers[a:b])) for a, b in pairwise(bounds)]
 
 
@@ -74,27 +78,16 @@ def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str,
     costs: dict[str, float] = {}
     for number, (name, layer) in enumerate(model.named_children()):
         twin = copy.deepcopy(layer).to(x.device).train()  # a copy: BatchNorm updates its statistics
+        keep_input(twin)
         x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
-        step = LayerStep(twin, x)
-        costs[name] = median(time_calls(step, x.device, repeats, prepare=step.prepare))
-        x = step.output
+        costs[name] = median(time_calls(partial(differentiate, twin, x), x.device, repeats))
+        x = twin(x)
     return costs
 
 
-class LayerStep:
-    """Forward and backward of one layer on one input, for `time_calls`; keeps the output of the newest call."""
-
-    def __init__(self, layer: nn.Module, x: Tensor) -> None:
-        self.layer, self.x = layer, x
-        self.copies = starts_in_place(layer)
-
-    def prepare(self) -> None:
-        """Clear the gradients, and copy the input of a layer that overwrites it."""
-        self.layer.zero_grad(set_to_none=True)
-        self.x.grad = None
-        self.given = self.x.clone() if self.copies else self.x
-
-    def __call__(self) -> None:
-        self.output = self.layer(self.given)
-        if self.output.requires_grad:  # not behind a first layer without parameters
-            self.output.backward(torch.ones_like(self.output))
+def differentiate(layer: nn.Module, x: Tensor) -> None:
+    """Compute the output of a layer for x [N, ...], and the gradients of its parameters and of x if it requires one."""
+    out = layer(x)
+    wanted = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad]
+    if wanted:  # none in a first layer without parameters
+        torch.autograd.grad(out, wanted, torch.ones_like(out))

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from common.distributed.rendezvous import World
 from common.measure.device_clock import HISTORY, DeviceClock, Stamp
-from common.models.partition import starts_in_place
 from common.pipeline import schedules
 from common.pipeline.p2p import Messages, list_routes
-from common.pipeline.schedules import Action, Schedule, Span, local_stages
+from common.pipeline.schedules import Action, Span, local_stages
 from configs.pipeline import PipelineConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -57,7 +56,7 @@ class PipelineEngine:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.settings, self.loss, self.world, self.dtype = settings, loss, world, dtype
-        self.plan = self._plan()
+        self.plan = schedules.make_schedule(settings)
         self.layers = [[name for name, _ in stage.named_children()] for stage in stages]
         self.count, self.microbatches = settings.stages, settings.microbatches
         self.size = batch // self.microbatches
@@ -65,28 +64,19 @@ class PipelineEngine:
         mine = local_stages(world.rank, world.size, self.count)
         self.local = {s: stages[s].to(world.device) for s in mine}
         self.has_first, self.has_last = 0 in self.local, self.count - 1 in self.local
-        self.copied = {s for s in self.local if s and starts_in_place(self.local[s])}
         self.clock = DeviceClock(world.device)
         if len(set(world.hosts)) > 1:
             dist.barrier(world.group)  # not the world's: other replicas may be on one host
             self.clock.start_now()  # hosts have unrelated clocks: all count from the end of the barrier
         self.history: deque[Marks] = deque(maxlen=HISTORY)
-        found = list_routes(self.plan, self.shapes, self.size)
-        self.messages = Messages(world, found, dtype, self.microbatches, settings.transport)
+        routes = list_routes(self.plan, self.shapes, self.size)
+        self.messages = Messages(world, routes, dtype, self.microbatches, settings.transport)
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def _plan(self) -> Schedule:
-        return schedules.make_schedule(self.settings)
 
     @property
     def module(self) -> nn.ModuleList:
         """The local stages, such as for the optimizer."""
         return nn.ModuleList(self.local.values())
-
-    def train(self, mode: bool = True) -> None:
-        """Set the local stages to train or eval mode."""
-        for stage in self.local.values():
-            stage.train(mode)
 
     # ---- one training step
 
@@ -124,7 +114,7 @@ class PipelineEngine:
     def _forward(self, action: Action, given: Tensor | None) -> Message | None:
         _, stage, m = action
         x = self.xs[m] if given is None else given.detach().requires_grad_()
-        out = self.local[stage](x.clone() if stage in self.copied else x)
+        out = self.local[stage](x)
         if stage == self.count - 1:
             out = self.loss(out, self.ys[m])
             if self.microbatches > 1:

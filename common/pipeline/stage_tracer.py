@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from common.measure.device_clock import HISTORY, DeviceClock, Stamp
-from common.models.partition import starts_in_place
 from common.pipeline.schedules import Action, Span
 
 
@@ -40,11 +39,9 @@ class StageTracer:
         if not torch.is_grad_enabled():
             return self.stages[stage](x)
         if stage and x.requires_grad:
-            x = x.clone() if starts_in_place(self.stages[stage]) else x.view_as(x)
+            x = x.view_as(x)  # a node of this stage alone
             assert x.grad_fn is not None
-            x.grad_fn.register_hook(
-                lambda *_: self._mark("B", stage, microbatch)
-            )  # view_as or clone: a node of this stage alone
+            x.grad_fn.register_hook(lambda *_: self._mark("B", stage, microbatch))
         self.on_first = microbatch
         self._mark("F", stage, microbatch)
         out: Tensor = self.stages[stage](x)

@@ -5,15 +5,14 @@ Interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2. Zero bub
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from common.models.partition import starts_in_place
-from common.pipeline import schedules
 from common.pipeline.executor import Marks, PipelineEngine
 from common.pipeline.schedules import Action, Schedule
 from configs.pipeline import PipelineConfig
@@ -33,12 +32,11 @@ class Contiguous(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.copied = starts_in_place(module)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient.contiguous())
-        out: Tensor = self.module(x.clone() if self.copied and x.requires_grad else x).contiguous()
+        out: Tensor = self.module(x).contiguous()
         return out
 
 
@@ -48,16 +46,17 @@ class TimedStage(pipelining.PipelineStage):
     owner: TorchPipelineEngine
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        return self.owner.timed("F", self, fwd_chunk_id, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+        with self.owner.record_time("F", self, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-        kind = "B" if full else "I"
-        return self.owner.timed(kind, self, bwd_chunk_id, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
+        with self.owner.record_time("B" if full else "I", self, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        call = super().backward_weight_one_chunk
-        return self.owner.timed("W", self, bwd_chunk_id, call, bwd_chunk_id, *args, **kwargs)
+        with self.owner.record_time("W", self, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class TorchPipelineEngine(PipelineEngine):
@@ -98,10 +97,6 @@ class TorchPipelineEngine(PipelineEngine):
         """Return a microbatch's contribution to the mean loss of the batch."""
         return self.loss(output, target) / self.microbatches
 
-    def _plan(self) -> Schedule:
-        known = self.settings.schedule in schedules.SCHEDULES
-        return schedules.make_schedule(self.settings) if known else [[] for _ in range(self.world.size)]
-
     def _library_plan(self) -> Schedule:
         """Return the library's own order of actions as a `Schedule`."""
         orders = self.schedule.pipeline_order
@@ -110,12 +105,12 @@ class TorchPipelineEngine(PipelineEngine):
             for rank in range(self.world.size)
         ]
 
-    def timed(self, kind: str, stage: Any, chunk: int, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call for a microbatch of a stage and record its time."""
+    @contextlib.contextmanager
+    def record_time(self, kind: str, stage: TimedStage, chunk: int) -> Iterator[None]:
+        """Record the time of the block, which works on a microbatch of a stage."""
         start = self.clock.stamp()
-        value = call(*args, **kwargs)
+        yield
         self.marks.append((Action(kind, stage.stage_index, self.offset + chunk), start, self.clock.stamp()))
-        return value
 
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
         """Forward and backward of one batch, as `PipelineEngine.step`."""

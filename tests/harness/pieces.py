@@ -65,7 +65,7 @@ def compare(place: RankInfo) -> None:
             stages = partition.split_into_stages(model(), four if settings.stages == 4 else ["l5"])
             engine = PipelineEngine if settings.engine == "own" else TorchPipelineEngine
             pipe = engine(settings, stages, F.cross_entropy, world, batch=8, sample=(7, 6), dtype=torch.float64)
-            pipe.train()
+            pipe.module.train()
             begun: list[PipelineEngine] = []
             pipe.clock.begin = partial(begun.append, pipe)  # type: ignore[method-assign]
             pipe.step(x, y)
@@ -78,7 +78,7 @@ def compare(place: RankInfo) -> None:
                     assert gap < 1e-12, (settings, name, gap)
                 for name, buffer in stage.named_buffers():
                     assert torch.allclose(buffer.double(), one.get_buffer(name).double(), atol=1e-12), (settings, name)
-            pipe.train(False)
+            pipe.module.eval()
             out = pipe.predict(x, 8)
             assert out is None or torch.allclose(out, logits, atol=1e-12), settings
             world.gather(None)  # nobody leaves before all have received
