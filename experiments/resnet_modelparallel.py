@@ -44,7 +44,7 @@ from common.api import (
 )
 from common.distributed.mesh import split_world
 from common.distributed.rendezvous import World
-from common.measure.memory import memory_cap, read_peak
+from common.measure.memory import limit_memory, read_peak
 from common.models.model_file import load_initial_weights
 from common.pipeline.executor import Loss
 from common.pipeline.single_process import SingleProcessPipeline
@@ -89,7 +89,7 @@ def main(cfg: Config, run: Run) -> None:
     shard = dp.rank, dp.size
     names = model_split.check_devices(cfg.devices) if cfg.in_one_process else []
     devices = [torch.device(name) for name in names] or [run.device]
-    with memory_cap(cfg.memory_cap, devices):
+    with limit_memory(cfg.memory_cap, devices):
         pipe = build_stages(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
         batches = run.batches(shard=shard, inputs=pipe.has_first, targets=pipe.has_last)
@@ -141,7 +141,7 @@ def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineRepo
     own: Any = {"layers": pipe.layers, "lane": "stage"} | (
         {"picture": (folder / "timeline.png", title)} if folder else {}
     )
-    return PipelineReport.of(pipe.spans(), pipe.plan, len(pipe.layers), **own)
+    return PipelineReport.from_spans(pipe.spans(), pipe.plan, len(pipe.layers), **own)
 
 
 if __name__ == "__main__":

@@ -30,31 +30,31 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
         self.start = 0.0
-        self.stamp: Callable[[], Stamp] = self.moment if self.cuda else time.perf_counter
+        self.stamp: Callable[[], Stamp] = self.record_stamp if self.cuda else time.perf_counter
         if self.cuda:
             self.renew()
 
     def renew(self) -> None:
         """Wait for the device and reset the zero, which relates the time of the stream to that of the host."""
         torch.cuda.synchronize(self.device)
-        self.zero, self.origin = self.event(), time.perf_counter()
+        self.zero, self.origin = self.record_event(), time.perf_counter()
 
     def begin(self) -> None:
         """Begin a step. Waits for the device every RENEWED seconds, so that stamps stay precise in a long run."""
         if self.cuda and time.perf_counter() - self.origin > RENEWED:
             self.renew()
 
-    def event(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def moment(self) -> TimedEvent:
+    def record_stamp(self) -> TimedEvent:
         """Record a time stamp on the current stream."""
-        return TimedEvent(self.event(), self.zero, self.origin)
+        return TimedEvent(self.record_event(), self.zero, self.origin)
 
-    def reached(self, stamp: Stamp) -> bool:
+    def has_reached(self, stamp: Stamp) -> bool:
         """Return whether the device has reached a stamp, without waiting for it."""
         return not isinstance(stamp, TimedEvent) or stamp.event.query()
 

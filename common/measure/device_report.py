@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -13,13 +13,13 @@ import torch
 from common.distributed.rendezvous import World
 from common.measure import plots
 from common.measure.memory import read_peak
-from common.measure.step_timing import ScalingReport, StepTimes, imbalance
+from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalance, gather_times
 from common.runs.result import Added, Facts, Report
 from configs.resnet_dataparallel import ONE_DEVICE, Config
 
 AXIS = {"y": "training samples per second"}
 TOO_FEW = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
-BUFFERS = {  # what becomes of its running statistics
+BUFFERS = {  # the running statistics of BatchNorm
     "single": "one device sees every sample",
     "data_parallel": "kept from the first GPU's {} samples, thrown away with the other copies",
     "ddp": "each rank keeps its own, of {} samples a step; averaged before evaluations and saves",
@@ -49,15 +49,14 @@ def report_devices(
     rate = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # rank 0 knows them
     one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
     step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
-    scaling = ScalingReport.of(world, times, step, alone=single)
-    if cfg.strategy != "ddp":
-        scaling = replace(scaling, hosts=world.hosts * devices)
+    hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
+    scaling = ScalingReport(gather_times(world, times), hosts, step, alone=single)
     if not world.is_main:
         return []
     partial = cfg.last_batch == "keep" and samples % cfg.batch and total >= -(-samples // cfg.batch)  # of a full epoch
     rest = split_batch(cfg, samples % cfg.batch, devices) if partial else None
     before = [rank.before_backward for rank in scaling.ranks]
-    uneven = {"memory": imbalance(held), "before_backward": imbalance(before)}
+    uneven = {"memory": compute_imbalance(held), "before_backward": compute_imbalance(before)}
     shown = describe_devices(cfg, devices, held, uneven, rest)
     if cfg.compare and devices > 1 and samples < cfg.batch:
         shown["comparison"] = TOO_FEW.format(samples, cfg.batch)
@@ -115,7 +114,7 @@ class Comparison:
         }
         if "data_parallel" not in self.rates:
             rows["data_parallel"] = ONE_DEVICE.format(self.gpus)
-        plots.bars(self.folder / "compare.png", heights, **AXIS)
+        plots.draw_bars(self.folder / "compare.png", heights, **AXIS)
         return rows | {"plot": str(self.folder / "compare.png")}
 
     def result(self) -> Added:

@@ -1,4 +1,4 @@
-"""How much memory a process takes for its training, and a limit on it to see what a model needs."""
+"""Memory that a process takes for its training, and a limit on it to see what a model needs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Footprint:
         if not self.cuda:
             with contextlib.suppress(OSError, AttributeError):  # not glibc
                 ctypes.CDLL(None).malloc_trim(0)  # what was freed before is not held
-        self.start = self._held()
+        self.start = self._read_held()
         self.most = 0
 
     def look(self) -> None:
-        """Worth it where most is held: between a forward and its backward."""
-        self.most = max(self.most, self._held() - self.start)
+        """Update the maximum; call it where most is held, between a forward and its backward."""
+        self.most = max(self.most, self._read_held() - self.start)
 
-    def _held(self) -> int:
+    def _read_held(self) -> int:
         if self.cuda:
             return torch.cuda.memory_allocated(self.device)
         with open("/proc/self/statm", "rb") as file:
@@ -45,7 +45,7 @@ class Footprint:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `read_peak` begin anew, where the system can (Linux: proc_pid_clear_refs(5))."""
+    """Reset the maximum that `read_peak` returns, where the system can (Linux: proc_pid_clear_refs(5))."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -54,14 +54,14 @@ def reset_peak(device: torch.device) -> None:
 
 
 def read_peak(device: torch.device) -> int:
-    """The most bytes that this process has held: of tensors on a GPU, else of everything in it."""
+    """Return the most bytes that this process has held: of tensors on a GPU, else of everything in it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextlib.contextmanager
-def memory_cap(megabytes: int, devices: Sequence[torch.device]) -> Iterator[None]:
+def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[None]:
     """Let this process take so many MB more than it has now, within the block; 0 sets no limit.
 
     Of tensors on each GPU, else of address space that it can write: malloc reserves 64 MB beside it for each thread,
@@ -77,30 +77,30 @@ def memory_cap(megabytes: int, devices: Sequence[torch.device]) -> Iterator[None
             wanted = torch.cuda.memory_reserved(gpu) + megabytes * 1e6
             torch.cuda.set_per_process_memory_fraction(min(1.0, wanted / everything), gpu)
         if any(device.type == "cpu" for device in devices):
-            resource.setrlimit(resource.RLIMIT_DATA, (writable() + megabytes * 1_000_000, before[1]))
+            resource.setrlimit(resource.RLIMIT_DATA, (read_writable_bytes() + megabytes * 1_000_000, before[1]))
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in FULL):
             raise
-        lift(devices, before)
+        lift_limit(devices, before)
         raise UserError(
             f"memory_cap={megabytes}: the model with its gradients, optimizer and activations does not fit into "
             f"{megabytes} MB; cut it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
         ) from None
     finally:
-        lift(devices, before)
+        lift_limit(devices, before)
 
 
-def lift(devices: Sequence[torch.device], before: tuple[int, int]) -> None:
-    """Set no limit any more."""
+def lift_limit(devices: Sequence[torch.device], before: tuple[int, int]) -> None:
+    """Restore the limit on this process from `before`, and remove those on GPUs."""
     resource.setrlimit(resource.RLIMIT_DATA, before)
     for device in devices:
         if device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def writable() -> int:
-    """Bytes of private address space that this process can write, as the system counts them for its limit."""
+def read_writable_bytes() -> int:
+    """Return the bytes of private address space that this process can write, which RLIMIT_DATA limits."""
     found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) * 1024

@@ -1,4 +1,4 @@
-"""Values of training steps on their way from the ranks that know them to metrics.jsonl, which rank 0 writes."""
+"""Log of the values of training steps: collected from the ranks that know them, written to metrics.jsonl by rank 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Values = dict[str, Tensor | float | None]
 
 
 class Batches(Protocol):
-    """What counts the samples of steps."""
+    """The loader, of which only the counts are used."""
 
     @property
     def steps(self) -> int: ...
@@ -87,7 +87,7 @@ class MetricsLog:
 
     @property
     def is_due(self) -> bool:
-        """Whether to flush now; the same on all ranks."""
+        """Return whether to flush now; the same on all ranks."""
         return bool(self.rows) and self.rows[-1][0] >= self.next_flush
 
     def flush(self) -> None:
@@ -106,20 +106,20 @@ class MetricsLog:
             return
         known = [values for values, _ in (gathered if self.averaged else [gathered[self.source]])]
         found = [average_ranks(values) for values in zip(*known, strict=True)]
-        self._look_for_divergence([row[0] for row in rows], found)
-        self.writer.add(self._head(s, t) | values for (s, t, _), values in zip(rows, found, strict=True))
+        self._find_divergence([row[0] for row in rows], found)
+        self.writer.add(self._make_row(s, t) | values for (s, t, _), values in zip(rows, found, strict=True))
         self.show(step, found[-1])
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write values that rank 0 knows, such as an evaluation's, behind those of the steps. All ranks call it."""
         self.flush()
         if self.world.is_main:
-            self.writer.add([self._head(step, time.perf_counter()) | values])
+            self.writer.add([self._make_row(step, time.perf_counter()) | values])
 
-    def _head(self, step: int, now: float) -> dict[str, Any]:
+    def _make_row(self, step: int, now: float) -> dict[str, Any]:
         return {"global_step": step, "samples": self.batches.count_samples(step), "time": round(now - self.began, 6)}
 
-    def _look_for_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
+    def _find_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
         """Note the first step whose loss is no finite number, and which samples it was given.
 
         A step that was `skipped` has harmed nothing: its gradients were too large for fp16.

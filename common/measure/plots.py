@@ -9,8 +9,8 @@ from typing import Any
 Points = Sequence[tuple[float, float, float]]
 
 
-def axes(width: float = 7.0, height: float = 4.2) -> Any:
-    """A figure's axes; drawing needs no display."""
+def make_axes(width: float = 7.0, height: float = 4.2) -> Any:
+    """Return the axes of a new figure, whose size is in inches; drawing needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,7 +19,7 @@ def axes(width: float = 7.0, height: float = 4.2) -> Any:
     return pyplot.subplots(figsize=(width, height), layout="constrained")[1]
 
 
-def save(at: Any, path: Path) -> None:
+def save_figure(at: Any, path: Path) -> None:
     """Write a figure as PNG and close it."""
     from matplotlib import pyplot
 
@@ -27,10 +27,10 @@ def save(at: Any, path: Path) -> None:
     pyplot.close(at.figure)
 
 
-TICKS = 8  # on an axis, each at a place that was measured
+TICKS = 8  # at most, one for each x that was measured
 
 
-def curves(
+def draw_curves(
     path: Path,
     series: Mapping[str, Points],
     x: str,
@@ -41,11 +41,12 @@ def curves(
     log: bool = False,
     title: str = "",
 ) -> None:
-    """Lines through (x, mean, deviation) with error bars, `computed` ones dashed, and `levels` as horizontal lines.
+    """Draw lines through points (x, mean, deviation) with error bars.
 
-    `log`: x in powers of 2, its ticks where something was measured unless that is at many places.
+    `computed` lines are dashed, `levels` horizontal. `log`: x in powers of 2, with a tick for each measured x unless
+    these are many.
     """
-    at = axes()
+    at = make_axes()
     for label, points in series.items():
         across, means, deviations = zip(*sorted(points), strict=True)
         at.errorbar(across, means, deviations, marker="o", capsize=3, label=label)
@@ -56,19 +57,19 @@ def curves(
         at.axhline(height, linestyle=("--", ":", "-.")[number % 3], color="0.35", label=label)
     if log:
         at.set_xscale("log", base=2)
-        places = sorted({round(point[0], 3) for points in series.values() for point in points})
-        if 0 < len(places) <= TICKS:
-            at.set_xticks(places)
+        ticks = sorted({round(point[0], 3) for points in series.values() for point in points})
+        if 0 < len(ticks) <= TICKS:
+            at.set_xticks(ticks)
         at.xaxis.set_major_formatter("{x:g}")
     at.set(xlabel=x, ylabel=y, title=title, ylim=(0, None))
     at.grid(alpha=0.3)
     at.legend()
-    save(at, path)
+    save_figure(at, path)
 
 
-def bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
-    """One bar a label, of the mean and the deviation, with its number on top."""
-    at = axes()
+def draw_bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
+    """Draw a bar for each label, of the mean and the deviation, with its number on top."""
+    at = make_axes()
     means, deviations = zip(*heights.values(), strict=True)
     drawn = at.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")
     at.bar_label(drawn, fmt=lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}", padding=3)
@@ -77,4 +78,4 @@ def bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, titl
     if len(heights) > 5:  # their labels would overlap side by side
         for label in at.get_xticklabels():
             label.set(rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
-    save(at, path)
+    save_figure(at, path)

@@ -1,7 +1,7 @@
-"""Where the time of data-parallel steps goes: each process's own numbers, stragglers, communication that is waited for.
+"""Timing of data-parallel steps: each rank's own numbers, stragglers, communication that is waited for.
 
-The all-reduce makes all processes' steps equally long, so the step time cannot name a slow one: the time
-until backward begins can, as long as nothing is exchanged before.
+The all-reduce makes all ranks' steps equally long, so the step time cannot name a slow one: the time until backward
+begins can, as long as no rank has waited for another before.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import mean, median
-from typing import TypeVar
+from statistics import fmean, median
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,14 @@ from common.runs.result import Added
 
 T = TypeVar("T")
 HISTORY = 1000  # steps whose time stamps are kept
-NEWEST = 50  # steps that tell how a process does just now
+NEWEST = 50  # steps that tell how fast a rank is just now
 WARM_UP = 10  # first steps, left out
-ENOUGH = 10  # steps from which on somebody is called one
+ENOUGH = 10  # steps from which on a rank is called a straggler
 
 
 @dataclass(frozen=True)
-class Rank:
-    """One process's seconds of a step: waiting for data, all before backward, the whole step."""
+class RankTimes:
+    """One rank's seconds of a step: waiting for data, all before backward, the whole step."""
 
     data: float
     before_backward: float
@@ -51,32 +51,41 @@ class Pace:
         self.mark: float | None = None
 
     def step(self, now: float) -> None:
-        """A step has ended; `now` by time.perf_counter()."""
+        """Note the end of a step; `now` by time.perf_counter()."""
         if self.mark is not None:
             self.durations.append(now - self.mark)
         self.mark = now
 
     def interrupt(self) -> None:
-        """The time since the last step was no training."""
+        """Leave out the time since the last step, which was no training."""
         self.mark = time.perf_counter()
 
-    def steady_begins(self, left: int) -> bool:
-        """Whether the steady steps begin with the next one, where `left` steps are to come after it."""
+    def is_steady_next(self, left: int) -> bool:
+        """Return whether the steady steps begin with the next one, where `left` steps are to come after it."""
         done = len(self.durations) + (self.mark is not None)
         return done == min(WARM_UP, (done + left) // 3)
 
-    def steady(self) -> list[float]:
-        """Seconds of the newest steps, the first ones left out: WARM_UP, of a short run a third."""
+    def list_steady(self) -> list[float]:
+        """Return the seconds of all steps but the first: WARM_UP are left out, of a short run a third."""
         return self.durations[min(WARM_UP, len(self.durations) // 3) :]
 
-    def mean(self) -> float:
-        """The mean of the steady steps in seconds; 0 before there is one."""
-        steady = self.steady()
-        return sum(steady) / len(steady) if steady else 0.0
+    def compute_mean(self) -> float:
+        """Return the mean of the steady steps in seconds; 0 before there is one."""
+        return fmean(self.list_steady() or [0.0])
+
+
+class MarkedStep(NamedTuple):
+    """The time stamps of a step."""
+
+    marks: dict[str, Stamp]
+    computing: list[tuple[Stamp, Stamp]]
+    """Start and end of each sharded layer's forward."""
+    waited: float
+    """Seconds that synchronised BatchNorm waited for other ranks in the forward."""
 
 
 class StepTimes:
-    """Time stamps of one process's steps."""
+    """Time stamps of one rank's steps."""
 
     def __init__(self, model: nn.Module, device: torch.device, sharded: Iterable[nn.Module] = ()) -> None:
         """`sharded` are layers that wait for their parameters in the forward: only what they compute then counts."""
@@ -86,7 +95,7 @@ class StepTimes:
         for layer in sharded:  # after fully_shard has put its own hooks around the layer
             layer.register_forward_pre_hook(lambda *_: self.began.append(self.clock.stamp()))
             layer.register_forward_hook(self._computed, prepend=True)
-        self.history: deque[tuple[dict[str, Stamp], list[tuple[Stamp, Stamp]]]] = deque(maxlen=HISTORY)
+        self.history: deque[MarkedStep] = deque(maxlen=HISTORY)
         self.marks: dict[str, Stamp] = {}
         self.skip = WARM_UP
         # backward reaches the first layer last
@@ -96,10 +105,11 @@ class StepTimes:
         self.computing.append((self.began.pop(), self.clock.stamp()))
 
     def mark(self, name: str) -> None:
+        """Note the time under a name: "backward" where backward begins, "end of backward" behind it."""
         self.marks[name] = self.clock.stamp()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """The loader's batches; a step lasts from asking for one to asking for the next."""
+        """Yield the loader's batches; a step lasts from asking for one to asking for the next."""
         source = iter(loader)
         while True:
             self.clock.begin()
@@ -113,117 +123,99 @@ class StepTimes:
             self._keep()
 
     def _keep(self) -> None:
-        self.marks["in norms"] = take_waiting_seconds(self.model)
-        if "backward" not in self.marks:  # nobody says where it begins
+        waited = take_waiting_seconds(self.model)
+        if "backward" not in self.marks:  # the experiment does not mark it
             return
         if self.skip:
             self.skip -= 1
         else:
-            self.history.append((self.marks, self.computing))
+            self.history.append(MarkedStep(self.marks, self.computing, waited))
 
-    def _forward(self, marks: dict[str, float], computing: list[tuple[Stamp, Stamp]]) -> float:
-        """Seconds that a step's forward computed, without what it waited for others."""
-        at = self.clock.seconds
-        if computing:
-            return sum(at(end) - at(start) for start, end in computing)
-        return marks["backward"] - marks["data"] - marks["in norms"]
+    def _measure(self, step: MarkedStep) -> dict[str, float]:
+        """Return the seconds of a step by name; its forward is without the time in which it waited for other ranks."""
+        seconds = self.clock.seconds
+        at = {name: seconds(stamp) for name, stamp in step.marks.items()}
+        forward = at["backward"] - at["data"] - step.waited
+        if step.computing:
+            forward = sum(seconds(end) - seconds(start) for start, end in step.computing)
+        found = {"data": at["data"] - at["start"], "forward": forward, "step": at["end"] - at["start"]}
+        if "last gradient" in at and "end of backward" in at:
+            found["exposed"] = at["end of backward"] - at["last gradient"]
+        return found
 
     def recent(self) -> float | None:
-        """Seconds of the newest steps until backward begins, the median; None before there are enough of them.
+        """Return the seconds until backward begins, the median of the newest steps; None before there are enough.
 
         On a GPU the newest steps that it has come to the end of: asking for others would wait for it.
         """
-        done = [step for step in self.history if self.clock.reached(step[0]["end"])][-NEWEST:]
+        done = [step for step in self.history if self.clock.has_reached(step.marks["end"])][-NEWEST:]
         if len(done) < ENOUGH:
             return None
-        steps = [(self._seconds(marks), computing) for marks, computing in done]
-        return median(marks["data"] - marks["start"] + self._forward(marks, computing) for marks, computing in steps)
+        return median(step["data"] + step["forward"] for step in map(self._measure, done))
 
-    def _seconds(self, marks: dict[str, Stamp]) -> dict[str, float]:
-        return {name: self.clock.seconds(stamp) for name, stamp in marks.items()}
-
-    def summary(self) -> Rank | None:
-        """None before there is a steady step."""
+    def summary(self) -> RankTimes | None:
+        """Return the numbers of all kept steps; None before there is one."""
         if not self.history:
             return None
-        steps = [self._seconds(marks) for marks, _ in self.history]
-        data = mean(s["data"] - s["start"] for s in steps)  # no median: the loader works for several steps at once
-        computing = (computing for _, computing in self.history)
-        forward = median(self._forward(marks, own) for marks, own in zip(steps, computing, strict=True))
-        exposed = [s["end of backward"] - s["last gradient"] for s in steps if "last gradient" in s]
-        return Rank(
+        steps = [self._measure(step) for step in self.history]
+        data = fmean(step["data"] for step in steps)  # no median: the loader works for several steps at once
+        return RankTimes(
             data=data,
-            before_backward=data + forward,
-            step=mean(s["end"] - s["start"] for s in steps),
+            before_backward=data + median(step["forward"] for step in steps),
+            step=fmean(step["step"] for step in steps),
             steps=len(steps),
-            exposed=tuple(exposed),
+            exposed=tuple(step["exposed"] for step in steps if "exposed" in step),
         )
 
 
-def straggler(ranks: Sequence[Rank]) -> int | None:
-    """The process that the others wait for, if one is clearly slower before backward."""
-    if min(rank.steps for rank in ranks) < ENOUGH:
-        return None
-    return find_straggler([rank.before_backward for rank in ranks])
+def gather_times(world: World, times: StepTimes | None) -> list[RankTimes]:
+    """Return the numbers of all ranks that have some, on rank 0. All ranks call it."""
+    return [own for own in world.gather(times.summary() if times else None) if own]
 
 
 def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:
-    """Seconds to all-reduce what one step sends, with nothing beside it; None with one rank. All ranks call it.
+    """Return the seconds to all-reduce what one step sends, with nothing beside it; None with one rank.
 
-    Gradients travel in buckets of so many MB, as numbers of `size` bytes.
+    All ranks call it. Gradients travel in buckets of `bucket_mb` MB, as numbers of `size` bytes.
     """
     if dist.get_world_size() == 1:
         return None
     parameters = list(model.parameters())
     dtype = {2: torch.float16, 4: torch.float32, 8: torch.float64}[size]
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
-    pieces = flat.split(max(1, int(bucket_mb * 2**20) // size))
+    buckets = flat.split(max(1, int(bucket_mb * 2**20) // size))
 
     def reduce_all() -> None:
-        for work in [dist.all_reduce(piece, async_op=True) for piece in pieces]:
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
             assert work is not None
             work.wait()
 
     return median(time_calls(reduce_all, flat.device, repeats, prepare=dist.barrier))
 
 
-def imbalance(values: Sequence[float]) -> float | None:
-    """How much more the largest is than the mean, 0 when all are equal; None where there is only one."""
-    return max(values) / mean(values) - 1 if len(values) > 1 else None
+def compute_imbalance(values: Sequence[float]) -> float | None:
+    """Return by which fraction the largest exceeds the mean, 0 when all are equal; None where there is only one."""
+    return max(values) / fmean(values) - 1 if len(values) > 1 else None
 
 
 @dataclass(frozen=True)
 class ScalingReport:
-    """What the processes of a data-parallel run did, out of the numbers of all of them."""
+    """The report on how the ranks of a data-parallel run worked together."""
 
-    ranks: Sequence[Rank]
+    ranks: Sequence[RankTimes]
     hosts: Sequence[str]
-    communication: float | None
-    """Seconds of one step's communication with nothing beside it."""
-    alone: float
-    """Seconds of the same step in one process; 0 where it was not measured."""
     step: float
     """Seconds of a step."""
-
-    @classmethod
-    def of(
-        cls,
-        world: World,
-        times: StepTimes | None,
-        step: float,
-        *,
-        communication: float | None = None,
-        alone: float = 0.0,
-    ) -> ScalingReport:
-        """From the time stamps of all ranks, which call it together."""
-        ranks = world.gather(times.summary() if times else None)
-        return cls([rank for rank in ranks if rank], world.hosts, communication, alone, step)
+    communication: float | None = None
+    """Seconds of one step's communication with nothing beside it."""
+    alone: float = 0.0
+    """Seconds of the same step by one rank; 0 where it was not measured."""
 
     @property
     def exposed(self) -> float | None:
-        """The share of the communication that is not hidden behind backward.
+        """The fraction of the communication that is not hidden behind backward.
 
-        In each step the process that waits least counts: the others wait for it too, not only for messages.
+        In each step the rank that waits least counts: the others wait for it too, not only for messages.
         """
         steps = list(zip(*(rank.exposed for rank in self.ranks), strict=True))
         if not steps or not self.communication or len(self.ranks) == 1:
@@ -232,15 +224,18 @@ class ScalingReport:
 
     @property
     def efficiency(self) -> float | None:
-        """1 when p processes are p times as fast as one."""
+        """The scaling efficiency: 1 when p ranks are p times as fast as one."""
         return self.alone / self.step / len(self.hosts) if self.alone and self.step else None
 
     @property
     def straggler(self) -> int | None:
-        return straggler(self.ranks) if self.ranks else None
+        """The rank that the others wait for, if one is clearly slower before backward."""
+        if not self.ranks or min(rank.steps for rank in self.ranks) < ENOUGH:
+            return None
+        return find_straggler([rank.before_backward for rank in self.ranks])
 
     def rows(self) -> dict[str, str]:
-        """For the table."""
+        """Return the rows of the final table."""
         rows: dict[str, str] = {}
         if self.ranks:
             each = [
@@ -266,7 +261,7 @@ class ScalingReport:
         return rows
 
     def result(self) -> Added:
-        """For result.json, what was measured; times in seconds."""
+        """Return the values for result.json, all measured; times in seconds."""
         found = {
             "ranks": [{k: v for k, v in asdict(rank).items() if k != "exposed"} for rank in self.ranks],
             "straggler": self.straggler,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def table(rows: Mapping[str, str]) -> str:
-    """Two columns of text; a value of several lines stays in its column."""
+def format_table(rows: Mapping[str, str]) -> str:
+    """Return two columns of text; a value of several lines stays in its column."""
     width = max(map(len, rows))
     lines = []
     for name, value in rows.items():

@@ -32,13 +32,13 @@ def time_calls(
             prepare()
         start = time.perf_counter()
         call()
-        synchronize(device)
+        synchronize_device(device)
         if number >= 0:
             times.append(time.perf_counter() - start)
     return times
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until the device has done all work queued on it; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

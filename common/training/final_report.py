@@ -37,7 +37,7 @@ def write(run: RunContext, reports: Sequence[Report]) -> None:
     shown = run_rows(run)
     for report in reports:
         shown |= report.rows()
-    run.say(tables.table(shown | place_rows(run)))
+    run.say(tables.format_table(shown | place_rows(run)))
 
 
 def run_rows(run: RunContext) -> dict[str, str]:

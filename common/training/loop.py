@@ -135,7 +135,7 @@ def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
     """
     if not state.gpus:
         return
-    steady = run.pace.steady_begins(run.total - number)
+    steady = run.pace.is_steady_next(run.total - number)
     ends = number == run.total or number % state.loader.steps == 0
     if steady or ends or run.saver.points.reached(number):
         for gpu in state.gpus:

@@ -215,11 +215,11 @@ class RunContext:
 
     def step_seconds(self) -> float:
         """The mean training step, evaluation and the first steps left out; 0 before there is one."""
-        return self.pace.mean()
+        return self.pace.compute_mean()
 
     def samples_per_second(self) -> float:
         """Over the same steps."""
-        steady = self.pace.steady()
+        steady = self.pace.list_steady()
         if not steady or self.state is None:
             return 0.0
         samples = self.state.loader.count_samples

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from common.data.loader import Loader
 from common.distributed import ddp
-from common.measure.step_timing import ScalingReport, time_communication
+from common.measure.step_timing import ScalingReport, gather_times, time_communication
 from common.measure.timing import time_calls
 from common.models import networks
 from common.runs.result import Facts, Report
@@ -96,7 +95,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         size = ddp.BYTES.get(cfg.communication, run.dtype.itemsize)
         communication = time_communication(model, cfg.bucket_mb, size)
     alone = time_one_rank(run, cfg.model) if cfg.compare else 0.0
-    own: Any = {"communication": communication, "alone": alone}
+    times = gather_times(run.world, run.times)
     batch = f"batch {cfg.batch} = {run.world.size} x {cfg.plan.shard}"
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})
-    return [strategy, ScalingReport.of(run.world, run.times, run.step_seconds(), **own)]
+    return [strategy, ScalingReport(times, run.world.hosts, run.step_seconds(), communication, alone)]

@@ -96,10 +96,10 @@ def print_summary(summary: Summary, folder: Path) -> None:
     for plot in summary.plots:
         files.append(str(folder / plot.file))
         if isinstance(plot, Bars):
-            plots.bars(folder / plot.file, plot.heights, plot.y, title=plot.title)
+            plots.draw_bars(folder / plot.file, plot.heights, plot.y, title=plot.title)
         else:
             more: Any = {"levels": plot.levels, "computed": plot.computed, "title": plot.title}
-            plots.curves(folder / plot.file, plot.series, plot.x, plot.y, log=True, **more)
+            plots.draw_curves(folder / plot.file, plot.series, plot.x, plot.y, log=True, **more)
     ends = {"plots" if len(files) > 1 else "plot": ", ".join(files), "sweep": str(folder)}
     for title, line in (dict(summary.lines) | ends).items():
         print(f"  {title}  {line}" if "\n" not in line else f"  {title}\n{line}", flush=True)

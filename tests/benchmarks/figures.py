@@ -69,7 +69,7 @@ def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
             series.setdefault(criterion, []).append((100 * (1 - float(level)), *point))
         else:
             levels = {"dense": point[0]}
-    at = plots.axes()
+    at = plots.make_axes()
     for label, points in series.items():
         across, means, spread = zip(*sorted(points), strict=True)
         at.errorbar(across, means, spread, marker="o", capsize=3, label=label)
@@ -78,7 +78,7 @@ def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
     at.set(xlabel="weights left, %", ylabel="test accuracy, %", title="LeNet-300-100 on MNIST")
     at.grid(alpha=0.3)
     at.legend()
-    plots.save(at, path)
+    plots.save_figure(at, path)
 
 
 def draw_sizes(path: Path, part: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ def draw_sizes(path: Path, part: Mapping[str, Any]) -> None:
     found = {" ".join(name.split()): pair for name, pair in heights(part, list(part["samples"]), 1e3).items()}
     points = [(float(name.split()[-1]), *found[name]) for name in found if name.startswith("pipelined")]
     levels = {name: found[name][0] for name in ("single", "naive")}
-    plots.curves(path, {"pipelined": points}, "samples in a microbatch", "ms a batch", levels, log=True)
+    plots.draw_curves(path, {"pipelined": points}, "samples in a microbatch", "ms a batch", levels, log=True)
 
 
 def steps_of(part: str, names: Mapping[str, str]) -> dict[str, tuple[str, Callable[[Path, Any], None]]]:
@@ -116,15 +116,15 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
     "resnet_modelparallel_sizes": ("resnet_modelparallel/modes", draw_sizes),
     "resnet_dataparallel": (
         "resnet_dataparallel/strategies",
-        lambda path, part: plots.bars(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
+        lambda path, part: plots.draw_bars(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
     ),
     "ddp_multinode": (
         "ddp_multinode/step",
-        lambda path, part: plots.bars(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
+        lambda path, part: plots.draw_bars(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
     ),
     "amp_accum": (
         "amp_accum/bits_64",
-        lambda path, part: plots.bars(
+        lambda path, part: plots.draw_bars(
             path, heights(part, [side for side in part["samples"] if "product" not in side], 1e3), "ms a step"
         ),
     ),

@@ -128,7 +128,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     )
     assert run.times is not None
     ranks, sums = world.gather(run.times.summary()), sums_of_ranks(found["state"])
-    slow = step_timing.straggler(ranks) if mistake == "slow_rank" and world.is_main else None
+    slow = step_timing.ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
     return found | {"sums": sums, "before": before, "straggler": slow} if world.is_main else {}
 
 

@@ -23,7 +23,7 @@ from common.data import loader as data
 from common.data import prepare
 from common.distributed import sync_batchnorm
 from common.measure import step_timing
-from common.measure.step_timing import Rank, ScalingReport
+from common.measure.step_timing import RankTimes, ScalingReport
 from common.models import networks
 from common.training.evaluate import shards
 from configs.ddp_multinode import Config
@@ -110,8 +110,8 @@ def test_torchs_own_synchronised_norm_refuses_the_cpu() -> None:
     assert sum(isinstance(module, sync_batchnorm.SyncBatchNorm2d) for module in ours.modules()) == 20
 
 
-def rank(before: float, exposed: tuple[float, ...] = ()) -> Rank:
-    return Rank(data=0.001, before_backward=before, step=0.1, steps=50, exposed=exposed)
+def rank(before: float, exposed: tuple[float, ...] = ()) -> RankTimes:
+    return RankTimes(data=0.001, before_backward=before, step=0.1, steps=50, exposed=exposed)
 
 
 def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
@@ -120,8 +120,8 @@ def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
     assert found.straggler == 1 and "rank 1 on b: 20.00 ms" in found.rows()["straggler"]
     assert found.exposed == pytest.approx(0.2 / 0.4)  # the median of 0.1, 0.2, 0.2
     assert found.efficiency == pytest.approx(0.15 / 0.1 / 3) and "50%" in found.rows()["efficiency"]
-    assert step_timing.straggler([rank(0.010), rank(0.011)]) is None
-    assert ScalingReport(ranks[:1], "a", None, 0, 0.1).rows().keys() == {"ms per step"}
+    assert ScalingReport([rank(0.010), rank(0.011)], ("a", "b"), 0.1).straggler is None
+    assert ScalingReport(ranks[:1], "a", 0.1).rows().keys() == {"ms per step"}
 
 
 def test_how_a_process_does_is_told_from_enough_steps_on() -> None:

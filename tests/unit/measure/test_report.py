@@ -18,16 +18,16 @@ def test_idle_shares_of_a_known_step() -> None:
         [Span(Action("F", 0, 0), 0.0, 1.0), Span(Action("B", 0, 0), 3.0, 4.0)],
         [Span(Action("F", 1, 0), 1.0, 2.0), Span(Action("B", 1, 0), 2.0, 3.0)],
     ]
-    assert report.idle_shares([step]) == pytest.approx([0.5, 0.5])
+    assert report.compute_idle_shares([step]) == pytest.approx([0.5, 0.5])
     late = [[*step[0], Span(Action("F", 0, 1), 7.0, 8.0)], step[1]]
-    assert report.idle_shares([step, late, late]) == pytest.approx([1 - 3 / 8, 1 - 2 / 8])
-    assert report.typical([step, late, late]) == late
+    assert report.compute_idle_shares([step, late, late]) == pytest.approx([1 - 3 / 8, 1 - 2 / 8])
+    assert report.select_median_step([step, late, late]) == late
 
 
 def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
     plan = schedules.make_gpipe(2, 4, 4)
     spans = simulate_schedule(plan, 4)
-    found = report.PipelineReport.of([[mine] * 3 for mine in spans], plan, 4)
+    found = report.PipelineReport.from_spans([[mine] * 3 for mine in spans], plan, 4)
     assert sum(found.idle) / 2 == pytest.approx(found.ideal)
     lines = found.rows()["one step"].splitlines()[1:]
     assert [line.split(" |")[0] for line in lines] == ["stage 0", "stage 1", "stage 2", "stage 3"]
@@ -45,7 +45,7 @@ def test_the_legend_tells_of_capitals_where_there_are_some() -> None:
 
 
 def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:
-    assert tables.table({"a": "1", "long name": "2\n3"}) == "  a          1\n  long name  2\n             3"
+    assert tables.format_table({"a": "1", "long name": "2\n3"}) == "  a          1\n  long name  2\n             3"
 
 
 def test_the_peak_of_memory_begins_anew() -> None:
