@@ -1,11 +1,14 @@
 """The fault suite (tests/cluster/faults.py), each fault once; and what must not be started again, is not.
 
-FAULT_ROUNDS=3 goes three times round, FAULT_SEED=... strikes at the steps of an earlier time.
+FAULT_ROUNDS=3 goes three times round, FAULT_NOTICES=20 sends twenty notices at random moments, FAULT_SEED=... strikes
+at the steps and moments of an earlier time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -52,6 +55,32 @@ def test_a_notice_to_a_starting_run_queues_it_again(small: Lab) -> None:
     assert not running.folder.result
     running.finish()
     assert not faults.problems(running.folder, small.reference("mnist_pipeline"))
+
+
+def test_notices_at_random_moments_of_jobs_lose_nothing(small: Lab) -> None:
+    """From the first process of a job to its end: while it starts, trains, saves, evaluates and exports."""
+    seed, left = os.environ["FAULT_SEED"], int(os.environ.get("FAULT_NOTICES", "3"))
+    chance, reference = random.Random(f"{seed} notices"), small.reference("mnist_pipeline")
+    ended, made = ((reference.path / name).stat().st_mtime for name in ("result.json", "config.yaml"))
+    while left:
+        running = small.submit("mnist_pipeline")
+        while left and not running.folder.result:
+            until("the job runs, or is over", lambda: running.folder.result or running.state() == "RUNNING", 60, 0.1)
+            time.sleep(chance.uniform(0, ended - made))
+            send_notice(running)
+            left -= 1
+        running.finish()
+        assert not faults.problems(running.folder, reference), f"FAULT_SEED={seed}"
+
+
+def send_notice(running: Running) -> None:
+    """Send the signal of a cluster's notice to all ranks that there are, and wait until they have left."""
+    ranks, step, began = running.ranks(), running.step(), time.monotonic()
+    if not running.folder.result:
+        with contextlib.suppress(RuntimeError):  # the job has ended meanwhile
+            running.lab.slurm("scancel", "--signal=USR2", running.job)
+        until("the ranks have left", lambda: not set(ranks) & set(running.ranks()), 30, 0.1)
+    print(f"{len(ranks)} ranks, step {step}: left within {time.monotonic() - began:.1f} s", flush=True)
 
 
 # ---- what is not started again
