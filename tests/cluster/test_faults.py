@@ -65,16 +65,16 @@ def test_notices_at_random_moments_of_jobs_lose_nothing(small: Lab) -> None:
     while left:
         running = small.submit("mnist_pipeline")
         while left and not running.folder.result:
-            until("the job runs, or is over", lambda: running.folder.result or running.state() == "RUNNING", 60, 0.1)
-            time.sleep(chance.uniform(0, ended - made))
-            send_notice(running)
+            send_notice(running, chance.uniform(0, ended - made))
             left -= 1
         running.finish()
         assert not faults.problems(running.folder, reference), f"FAULT_SEED={seed}"
 
 
-def send_notice(running: Running) -> None:
-    """Send the signal of a cluster's notice to all ranks that there are, and wait until they have left."""
+def send_notice(running: Running, moment: float) -> None:
+    """So many seconds after a start of the job signal all ranks that there are, and wait until they have left."""
+    until("the job runs, or is over", lambda: running.folder.result or running.state() == "RUNNING", 60, 0.1)
+    time.sleep(moment)
     ranks, step, began = running.ranks(), running.step(), time.monotonic()
     if not running.folder.result:
         with contextlib.suppress(RuntimeError):  # the job has ended meanwhile
