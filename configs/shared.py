@@ -162,8 +162,8 @@ class Checkpoint:
     every_steps: int = at_least(0, 0)
     """Save after every so many optimizer steps; 0 goes by seconds alone. With both at 0 only a stop request saves."""
     keep: int = at_least(2, 2)
-    """Checkpoints of an attempt that stay on disk, beside the best one. At least 2: should the newest be damaged, the
-    one before it is used."""
+    """Complete checkpoints of a run that stay on disk, beside the best one, over all its attempts. At least 2: should
+    the newest be damaged, the one before it is used."""
     best: Literal["none", "test_loss", "test_accuracy"] = "none"
     """Save after every evaluation in which this is better than ever before, and keep that until a better one comes."""
     retries: int = between(0, 10, 1)

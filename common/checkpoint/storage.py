@@ -245,20 +245,35 @@ def rename_to_tombstone(snapshot: CheckpointPath) -> Path:
 def prune_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
     """Rename old checkpoints to tombstones; return the folders to delete. Raises OSError.
 
-    The newest `keep` stay, at least 2, and that of step `best`. Those of older attempts stay until this one has as many
-    of its own, the last best one until this has a better. Once a newer attempt exists all stay: it may have resumed
-    from any of these.
+    The newest `keep` complete ones of the run stay, at least 2, and what is newer than these; so does that of step
+    `best`, or the best one of an earlier attempt until this has a better. Once a newer attempt exists all stay: it may
+    have resumed from any of these.
     """
-    if attempt.superseded:
+    if attempt.superseded or attempt.origin is None:  # without a record nobody resumes this one
         return []
-    keep, own = max(2, keep), list_checkpoints(attempt)
-    old, left = [snapshot for snapshot in own[:-keep] if snapshot.step != best], list[Path]()
-    for earlier in (one for one in attempt.attempts() if one.number < attempt.number):
-        left += checkpoints_dir(earlier).glob(".step-*")  # half-written when its processes ended
-        if len(own) >= keep:
-            spared = None if best is not None else read_pointer(earlier, "best")
-            old += [snapshot for snapshot in list_checkpoints(earlier) if snapshot.name != spared]
+    attempts = [one for one in attempt.attempts() if one.number <= attempt.number]
+    left = [path for one in attempts[:-1] for path in checkpoints_dir(one).glob(".step-*")]  # half-written
+    candidates = list_candidates(attempt)
+    spared = [candidate for candidate in candidates if read_pointer(candidate.attempt, "best") == candidate.name][:1]
+    kept = {one.path for one in ([CheckpointPath(attempt, best)] if best is not None else spared)}
+    complete = 0
+    for candidate in candidates:
+        if complete < max(2, keep):
+            kept.add(candidate.path)
+            complete += is_complete(candidate)
+    if complete < max(2, keep):
+        return left
+    old = [snapshot for one in attempts for snapshot in list_checkpoints(one) if snapshot.path not in kept]
     return [rename_to_tombstone(snapshot) for snapshot in old] + left
+
+
+def is_complete(snapshot: CheckpointPath) -> bool:
+    """Check that all files are there and as long as the manifest says, without reading them."""
+    try:
+        files = read_manifest(snapshot).files
+        return all((snapshot.path / name).stat().st_size == entry.bytes for name, entry in files.items())
+    except (InvalidCheckpoint, OSError):
+        return False
 
 
 def read_pointer(attempt: Folder, pointer: str) -> str | None:

@@ -261,6 +261,33 @@ def test_older_starts_keep_theirs_until_this_one_has_enough(disk: Disk) -> None:
     assert not storage.list_checkpoints(older) and disk.load() == 6
 
 
+def test_many_attempts_keep_no_more_than_one_does(disk: Disk) -> None:
+    for step in range(1, 21):
+        disk.save(step)
+        disk.checkpoints.close()
+        there = [s.step for one in disk.folder.attempts() for s in storage.list_checkpoints(one)]
+        assert there == [step - 1, step][-step:]
+        disk.restart(disk.folder.number, step)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda file: os.truncate(file, 3)])
+@pytest.mark.parametrize("name", ["rank-0.pt", storage.MANIFEST])
+def test_damaged_ones_do_not_count_as_kept(disk: Disk, name: str, harm: Callable[[Path], object]) -> None:
+    disk.save(1, 2)
+    harm(disk.at(2, name))
+    disk.restart(1, 1)
+    disk.save(3)
+    disk.checkpoints.close()
+    older = Folder(disk.folder.path, 1)
+    assert 1 in [s.step for s in storage.list_checkpoints(older)]
+    harm(disk.at(3, name))
+    assert disk.load() == 1
+    disk.checkpoints = disk.start()
+    disk.save(4, 5)
+    disk.checkpoints.close()
+    assert not storage.list_checkpoints(older) and [s.step for s in storage.list_checkpoints(disk.folder)] == [4, 5]
+
+
 def test_all_is_on_the_disk_before_the_rename(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real calls, taken down in their order: what a power failure leaves follows from it."""
     calls: list[str] = []
