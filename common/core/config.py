@@ -39,7 +39,7 @@ class CheckedConfig(Protocol):
 T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=CheckedConfig)
 ROOT = Path(__file__).resolve().parents[2]
-# keys that data position, model or optimizer state of a run depend on
+# keys that data position, model or optimizer state of a run depend on, and the place of its W&B run
 FIXED = (
     "seed",
     "batch",
@@ -47,6 +47,7 @@ FIXED = (
     "dtype",
     "optim.name",
     *(f"data.{n}" for n in ("name", "train_limit", "image_size", "samples")),
+    *("wandb.project", "wandb.entity"),
 )
 LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # libyaml's is eight times as fast
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
@@ -221,9 +222,9 @@ CHANGED = "changed.json"  # in an attempt with other values than config.yaml
 
 
 def find_changes(file: Path, settings: Experiment) -> Changes:
-    """Return the values that change training and differ from a YAML file."""
+    """Return the values that change training or tracking and differ from a YAML file."""
     then, now = read_config_file(file), flatten(yaml.load(to_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
-    kept = [name for name in now if not name.startswith(("runs", "launch.", "log.", "wandb.", "checkpoint."))]
+    kept = [name for name in now if not name.startswith(("runs", "launch.", "log.", "checkpoint."))]
     kept = [name for name in kept if name not in ("data.root", "data.cache") and name in then]
     return {name: (then[name], now[name]) for name in kept if then[name] != now[name]}
 
@@ -240,11 +241,11 @@ def read_last_changes(run: Path) -> Changes:
 
 
 def read_all_changes(run: Path) -> Changes:
-    """Return the values in which any attempt of a run differs from config.yaml."""
+    """Return the values that change training and in which any attempt of a run differs from config.yaml."""
     found: Changes = {}
     for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGED}")):
         found |= read_changes(path)
-    return found
+    return {name: pair for name, pair in found.items() if not name.startswith("wandb.")}
 
 
 def is_setting_text(value: Any) -> bool:

@@ -17,10 +17,10 @@ INIT = 20.0  # seconds for an online wandb.init
 
 
 def load_run_config(folder: Folder) -> Experiment:
-    """Read the config of a run. Raises UserError."""
-    return config.build_config(
-        config.import_schema(folder.experiment), [config.read_config_file(folder.path / "config.yaml")]
-    )
+    """Read the config of an attempt. Raises UserError."""
+    changed = config.read_changes(folder.attempt / config.CHANGED)
+    layers = [config.read_config_file(folder.path / "config.yaml"), {name: now for name, (_, now) in changed.items()}]
+    return config.build_config(config.import_schema(folder.experiment), layers)
 
 
 def init_wandb_run(folder: Folder, mode: str) -> Any:

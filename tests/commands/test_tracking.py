@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from common.core import config
 from common.measure import media
 from common.runs import wandb_tracker
 from common.runs.folder import Folder, read_json, write_json
@@ -135,6 +136,20 @@ def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
     folder, _ = track(offline.done.folder, tmp_path, own=first)
     assert status(folder)["id"] == first
     assert history(records(folder)) == folder.metrics()
+
+
+def test_an_attempt_is_tracked_with_its_own_settings(offline: Offline, tmp_path: Path) -> None:
+    source = copy_with_two_starts(offline.done.folder, tmp_path / "source")
+    second = source.attempts()[1]
+    changed = {"wandb.tags": [["mine"], ["mine", "longer"]], "wandb.group": ["", "pair"], "optim.lr": ["0.02", "0.01"]}
+    write_json(second.attempt / "changed.json", changed | {"wandb.model": ["true", "false"]})
+    folder, _ = track(source, tmp_path / "place", number=2)
+    rows = records(folder)
+    (started,) = of_type(rows, "run")
+    assert started["run_group"] == "pair" and {"mine", "longer"} <= set(started["tags"])
+    assert '"lr":0.01' in json.dumps(started).replace("\\", "").replace(" ", "")
+    assert "model.safetensors" not in json.dumps(rows)
+    assert not config.read_all_changes(source.path).keys() - {"optim.lr"}, "tracking does not change the training"
 
 
 def test_a_run_that_left_no_result_ends_as_failed(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_settings_that_make_another_run_cannot_change_when_it_goes_on(tmp_path: 
     (tmp_path / "mnist_pipeline-1-2-3").mkdir()
     text = run("mnist_pipeline", *quick, "--print-config", runs=tmp_path).out
     (tmp_path / "mnist_pipeline-1-2-3" / "config.yaml").write_text(text)
-    for word in ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300"):
+    for word in ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300", "wandb.project=other"):
         done = resume(STAGED, Folder(tmp_path / "mnist_pipeline-1-2-3"), word)
         assert done.returncode == 2, word
         assert f"{word.partition('=')[0]} cannot change when a run goes on" in done.stderr
