@@ -152,12 +152,23 @@ def read(file: Path) -> Result:
 
 
 def parse(content: Values) -> Result:
-    """The result that a file of any format holds."""
+    """The result that a file of any format holds; of one that is not known here only the state, and that as reason."""
+    unknown = describe_unknown_format(content)
+    if unknown:
+        return Result(str(content.get("state", "")), reason=unknown)
     if content.get("format") != FORMAT:
         return from_format_1(content)
     groups = ("scores", "timings", "memory", "outcome", "measured")
     sound = {name: value for name, value in content.items() if name in vars(Result())}
     return Result(**{k: v for k, v in sound.items() if k not in groups or isinstance(v, Mapping)})
+
+
+def describe_unknown_format(content: Values) -> str:
+    """Return one line about a format that this version does not read; empty for one that it does."""
+    if content.get("format", 1) in (1, FORMAT):
+        return ""
+    told = f"result.json has format {str(content['format'])[:20]}"
+    return f"{told}, and this version of the code reads up to {FORMAT}: use the one that wrote it"
 
 
 # ---- format 1: everything under one level, under names that experiments chose

@@ -53,8 +53,9 @@ class Compared:
         return cls(folder, status.read_status(folder), own, results.parse(folder.result), world, drawn)
 
     @property
-    def over(self) -> bool:
-        return self.status.state == "FINISHED"
+    def needs_words(self) -> bool:
+        """Whether numbers do not tell how it is doing: it is not finished, or its result cannot be read."""
+        return self.status.state != "FINISHED" or bool(self.result.reason)
 
     def final(self, name: str) -> float | None:
         """A number of the result; of an evaluation so far where there is none yet."""
@@ -165,7 +166,7 @@ def format_table(runs: list[Compared], differing: list[str]) -> str:
         "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         for line in lines
     ]
-    words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if not run.over]
+    words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if run.needs_words]
     return "\n".join([line.rstrip() for line in text] + [word.removesuffix(": ") for word in words])
 
 
@@ -173,7 +174,7 @@ def make_picture(run: Compared, place: Path, differing: list[str]) -> ComparedRu
     """The data of a run for the page, with links relative to the folder `place`."""
     facts = run.facts()
     columns = {HEADS.get(name, name.replace("_", " ")): format_value(facts, name) for name in SHOWN if name != "state"}
-    if not run.over:
+    if run.needs_words:
         columns["detail"] = run.status.detail
     return ComparedRun(
         run.status.run,

@@ -55,6 +55,23 @@ def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
     assert lines[-1] == f"page: {made / 'compare.html'}"
 
 
+def test_a_result_of_a_newer_format_is_named_and_the_others_are_listed(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    newer = Made("mnist_pipeline", 0, 20, result={"format": 3, "test_accuracy": 0.5}).write(runs)
+    Made("mnist_pipeline", 1, 20).write(runs)
+    told = "result.json has format 3, and this version of the code reads up to 2: use the one that wrote it"
+    for done in (compare(runs), inside.run_verb("status", f"--runs={runs}")):
+        assert done.returncode == 0 and not done.stderr
+        assert done.stdout.count(told) == 1 and "50.00%" not in done.stdout and "96.00%" in done.stdout, done.stdout
+    shown, other = as_json(runs)["runs"]
+    assert shown["detail"] == told and shown["test_accuracy"] != 0.5 and other["test_accuracy"] == 0.96
+    assert told in (runs / "compare.html").read_text()
+    (newer.path / "code" / "experiments").mkdir(parents=True)
+    (newer.path / "code" / "experiments" / "mnist_pipeline.py").touch()
+    done = inside.run_verb("rerun", "--", str(newer.path))
+    assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
     for number, stages in enumerate(([["conv1", "bn1"], ["layer2_1"], ["fc"]], [["all"]], None, "damaged")):
         Made("mnist_pipeline", number, 20, result={} if stages is None else {"stages": stages}).write(tmp_path)
