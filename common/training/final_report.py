@@ -29,7 +29,7 @@ def write(run: RunContext, reports: Sequence[Report]) -> None:
             exit_status=0,
             data=run.prepared.name,
             scores=run.scores,
-            timings={"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()},
+            timings=measure_timings(run),
             memory=run.memory,
         )
         keep_model(run)
@@ -40,14 +40,23 @@ def write(run: RunContext, reports: Sequence[Report]) -> None:
     run.say(tables.format_table(shown | place_rows(run)))
 
 
+def measure_timings(run: RunContext) -> dict[str, float]:
+    """The speed of this attempt; empty where it had too few steps left to tell."""
+    if not run.step_seconds():
+        return {}
+    return {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
+
+
 def run_rows(run: RunContext) -> dict[str, str]:
     """The first rows of the table: what every run measures."""
     seconds, rate, world, scores = run.step_seconds(), run.samples_per_second(), run.world, run.scores
+    speed = f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)"
+    trained = format_count(run.step - run.resumed_after, "step")
     return {
         "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
         "test accuracy": f"{scores['test_accuracy']:.2%}",
         "test loss": f"{scores['test_loss']:.4f}",
-        "throughput": f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)",
+        "throughput": speed if seconds else f"not measured: this attempt trained {trained}",
         "ranks": f"{world.size} with {format_count(world.threads, 'thread')} each on {world.device.type} of "
         + ", ".join(sorted(set(world.hosts))),
     }

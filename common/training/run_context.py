@@ -51,6 +51,8 @@ class RunContext:
         self.state: TrainState | None = None
         self.step = 0
         """The newest step that is done."""
+        self.resumed_after = 0
+        """The newest step that an earlier attempt has done."""
         self.total = 0
         """Steps of the whole run; known with the state."""
         self.beat = 0.0
@@ -148,6 +150,7 @@ class RunContext:
         parent, rows = None, 0
         if loaded is not None:
             self.step, parent, rows = loaded.step, loaded.attempt, int(loaded.common["rows"])
+            self.resumed_after = loaded.step
             self.say(f"goes on after step {self.step}, saved by attempt {parent}")
         if self.world.is_main:
             self.folder.set_parent(parent, self.step, rows)

@@ -110,7 +110,11 @@ def read_status(folder: Folder) -> Status:
     state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":
         detail = "; ".join(filter(None, (detail, heartbeats.describe_slow_rank(signs))))
-    return Status(folder.path.name, state, len(attempts), step, rate or measure_speed(rows), age, detail)
+    speed = rate or measure_speed(rows)
+    if not speed and state == "FINISHED":  # the newest attempt had too few steps left
+        earlier = [read_tail(attempt.metrics_file, TAIL) for attempt, _ in folder.chain()[1:2]]
+        speed = sum(map(measure_speed, earlier))
+    return Status(folder.path.name, state, len(attempts), step, speed, age, detail)
 
 
 def read_state(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
@@ -145,9 +149,10 @@ def find_state(folder: Folder, patience: float) -> tuple[str, str]:
 def read_ending(result: dict[str, Any]) -> tuple[str, str]:
     """Read the state of a run from its result; one without a known state counts as failed."""
     state, accuracy = str(result.get("state")).upper(), results.parse(result).number("test_accuracy")
+    unknown = results.describe_unknown_format(result)
     if state not in OVER:
-        return "FAILED", "result.json does not say how it ended"
-    return state, str(result.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}"
+        return "FAILED", unknown or "result.json does not say how it ended"
+    return state, unknown or (str(result.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}")
 
 
 def is_alive(entry: dict[str, Any]) -> bool | None:

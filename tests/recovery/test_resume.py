@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
+from slurm.reports.status import read_status
 from tests.harness import warm
 from tests.harness.long_runs import only_folder
 from tests.harness.processes import environment, run
@@ -71,6 +72,8 @@ def test_a_run_that_misses_only_the_last_evaluation_makes_it(
     assert done.returncode == 0, done.stderr
     assert numbers(folder) == numbers(whole.folder)
     assert folder.result["scores"] == whole.folder.result["scores"]
+    assert "not measured: this attempt trained 0 steps" in done.stdout and "timings" not in folder.result
+    assert read_status(folder).samples_per_second > 0, "that of the steps before"
 
 
 @every
