@@ -59,8 +59,15 @@ def read_model(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return model.json and the tensors of a run's model. Raises UserError if they are missing or damaged."""
     file, facts = folder.path / MODEL, read_json(folder.path / MODEL_FACTS)
     if not file.is_file() and not facts:
-        if folder.result.get("state") != "finished":
-            raise UserError(f"{folder.path} has no {MODEL} yet: it has not finished; make status tells how it is doing")
+        state, run = folder.result.get("state"), folder.reference
+        if state == "failed":
+            told = f"make doctor RUN={run} finds why, and make exp RESUME={run} goes on with it"
+            raise UserError(f"{folder.path} has no {MODEL}: it failed; {told}")
+        if state != "finished":
+            told = (
+                f"make status RUN={run} tells how it is doing, and make exp RESUME={run} goes on with one that is over"
+            )
+            raise UserError(f"{folder.path} has no {MODEL} yet: it has not finished; {told}")
         told = f"{folder.path} has no {MODEL}: it is of an older version"
         raise UserError(f"{told}; train it on with make exp RESUME={folder.path.name}")
     if facts.get("format") != FORMAT or not isinstance(facts.get("scores"), dict) or not facts.keys() >= NEEDED:

@@ -135,6 +135,10 @@ def test_a_run_that_did_not_finish_has_no_model(finished: Make, tmp_path: Path) 
         (folder.path / name).unlink()
     done = evaluate(folder)
     assert done.returncode == 2 and "has no model.safetensors yet: it has not finished" in done.stderr
+    write_json(folder.path / "result.json", {"format": 2, "state": "failed", "exit_status": 1, "reason": "a bug"})
+    done = evaluate(folder)
+    told = f"it failed; make doctor RUN={folder.path} finds why, and make exp RESUME={folder.path} goes on with it"
+    assert done.returncode == 2 and told in done.stderr
 
 
 def test_a_model_is_measured_with_the_settings_of_its_newest_start(finished: Make, tmp_path: Path) -> None:
