@@ -22,6 +22,8 @@ help:  ## list the targets
 
 $(READY): requirements.txt
 	@if cmp -s requirements.txt $(READY); then touch $(READY); exit 0; fi; \
+	"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: $$PYTHON is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }; \
+	"$$PYTHON" -m slurm --make --check || exit; \
 	if grep -qsF "$$(readlink -f .venv)/" /proc/[0-9]*/maps; then \
 	  echo "error: requirements.txt has changed, and processes still use .venv; end them, or wait (make status), then again" >&2; exit 1; \
 	fi; \
@@ -29,7 +31,6 @@ $(READY): requirements.txt
 
 .PHONY: .environment
 .environment:
-	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: $$PYTHON is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@"$$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $$PYTHON has no venv; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@echo "setting up .venv (once; downloads about 3 GB)"
 	@rm -rf .venv  # not `venv --clear`: where .venv is a link, that would empty the folder behind it

@@ -333,12 +333,13 @@ def set_up(place: Path, python: Path | str) -> Done:
 
 
 def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
-    """A python that answers the two questions of the Makefile and makes a .venv without any download."""
+    """A python without packages that answers the questions of the Makefile and makes a .venv without any download."""
     return script(
         place.parent / "a folder" / "python",
         f"""case "$*" in
           *version_info*) exit {int(older)};;
           *ensurepip*) exit {int(bare)};;
+          *--check) PYTHONPATH="{ROOT}" exec "{sys.executable}" -S "$@";;
           "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python;;
           *"pip install"*) echo installed >> "{place.parent}/installed";;
         esac""",
@@ -359,6 +360,20 @@ def test_old_or_missing_python_gets_the_remedy(place: Path, missing: bool) -> No
     assert done.err.count("error: ") == 1
     assert "older than Python 3.11; set PYTHON=" in done.err
     assert not (place / ".venv").exists()
+
+
+def test_an_unknown_setting_is_refused_before_anything_is_set_up(place: Path) -> None:
+    shutil.rmtree(place / ".venv")
+    for target, words in (
+        ("test", ("TSTS=tests/unit",)),
+        ("exp", ("NAME=mnist_pipeline", "NODS=2")),
+        ("lint", ("A=1",)),
+    ):
+        done = make(place, target, *words, f"PYTHON={fake_python(place)}")
+        name = words[-1].partition("=")[0]
+        assert done.status == 2 and f"error: make {target} has no setting {name}; it has PYTHON" in done.err, done.err
+        assert not (place / ".venv").exists() and "setting up" not in done.out
+    assert make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={fake_python(place)}").status == 0
 
 
 def test_environment_is_built_once_and_again_only_for_new_requirements(place: Path) -> None:
