@@ -77,6 +77,7 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
     steppers = {side.name: make_stepper(run, *side.make_model(), side.shard or (0, 1)) for side in own}
     for number in range(ROUNDS):
         for side in sides:
+            run.say(f"comparison, round {number + 1} of {ROUNDS}: {side.name}")
             torch.set_num_threads(side.threads)
             if side.name in steppers:
                 rates[side.name].append(run.cfg.batch / time_steps(steppers[side.name], run.device, STEPS))
