@@ -85,6 +85,13 @@ def count_slot_bytes(route: Route, dtype: torch.dtype) -> int:
     return -(-route.shape.numel() * dtype.itemsize // ALIGN) * ALIGN
 
 
+def choose_spin(local_size: int) -> float:
+    """Return the seconds of polling before sleeping: 0 where the ranks of this host have not a core each."""
+    # under SLURM a rank may be bound to its own cores, and sees fewer than the job has on this host
+    allowed = max(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE") or 0))
+    return 0.0 if local_size > allowed else SPIN
+
+
 class SharedMemory:
     """The slots and pipes of a host, mapped into one of its ranks."""
 
@@ -106,9 +113,7 @@ class SharedMemory:
         self.inbox = select.poll()
         self.inbox.register(self.pipes[world.rank], select.POLLIN)
         self.full: set[int] = set()
-        # under SLURM a rank may be bound to its own cores, and sees fewer than the job has on this host
-        allowed = max(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE") or 0))
-        self.spin = 0.0 if world.local_size > allowed else SPIN
+        self.spin = choose_spin(world.local_size)
 
     def give(self, consumer: Action, value: Tensor) -> None:
         """Copy a tensor to its slot and notify the rank that consumes it."""
