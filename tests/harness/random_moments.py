@@ -123,8 +123,8 @@ def attempt(root: Path, whole: Folder, place: Path, number: signal.Signals, mome
         trial.reached = reached(place)
         assert not processes_of(str(place)), "a process outlives the run"
         if trial.reached == "preparing":
-            assert not list((place / "cache").glob("imagefolder-*/*.new")), "a half-written array is left"
             run_to_the_end(root, place)
+            assert not list((place / "cache").glob(".imagefolder-*")), "half-written arrays are left"
         else:
             resume(only(place))
         trial.problem = "".join(f"DIFFERENT: {name}" for name in differences(whole, only(place))[:1])

@@ -16,9 +16,10 @@ from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
 from tests.harness.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
-from tests.harness.processes import PATIENCE, processes_of, wait_until
+from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until
 from tests.harness.registry import EXPERIMENTS, REPLICATED, STAGED, Entry
 from tests.harness.resuming import check_notice_in_evaluation, resume
+from tests.harness.warm import Command
 
 NOTICES = [(STAGED, number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)]
 NOTICES += [(entry, signal.SIGUSR2) for entry in EXPERIMENTS if entry not in (STAGED, REPLICATED)]
@@ -84,6 +85,21 @@ def test_a_rank_that_hangs_after_a_notice_is_waited_for_no_longer_than_the_grace
         log = only_folder(tmp_path).attempts()[0].log_file(0).read_text()
         assert "Timeout (0:00:02)" in log, "the stacks of all threads"
         assert not processes_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
+def test_a_notice_while_data_are_prepared_leaves_nothing_half_made(number: signal.Signals, tmp_path: Path) -> None:
+    cache, runs = tmp_path / "cache", tmp_path / "runs"
+    words = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
+    process = Command(command(STAGED.name, *words, runs=runs), env=environment(), session=True)
+    wait_until(lambda: list(cache.glob(".digits-*")), "it prepares", pause=0.002)
+    process.send_signal(number)
+    out, err = process.communicate(PATIENCE)
+    assert process.returncode == (128 + number if number == signal.SIGINT else -number) and "Traceback" not in err
+    assert not runs.exists() and not list(cache.glob("digits-*")) and not processes_of(str(tmp_path)), out + err
+    done = run(STAGED.name, *words, runs=runs)
+    assert done.status == 0 and len(done.losses) == 3, done.err
+    assert not list(cache.glob(".digits-*")), "what was left goes with the next preparation"
 
 
 def test_a_notice_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: tuple[str, ...]) -> None:
