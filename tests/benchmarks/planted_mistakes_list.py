@@ -66,8 +66,8 @@ MISTAKES = [
     Mistake(
         "one-checkpoint-fewer",
         "common/checkpoint/storage.py",
-        "for snapshot in own[:-keep] if",
-        "for snapshot in own[: 1 - keep] if",
+        "        if complete < max(2, keep):\n            kept",
+        "        if complete < max(2, keep) - 1:\n            kept",
     ),
     Mistake(
         "buffers-averaged-over-all",  # not over the replicas of a stage alone
