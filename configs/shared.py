@@ -177,7 +177,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the samples of one optimizer step are divided: shards for the replicas, and microbatches of these."""
+    """Division of the samples of one optimizer step: shards for the replicas, and microbatches of these."""
 
     batch: int
     """Samples of a step, over all ranks."""

@@ -66,7 +66,7 @@ class Config(Sweep, Replicated):
     """With sweep=true, the criteria."""
 
     def group(self) -> tuple[int, int]:
-        """n and m of `pattern`. Raises ValueError."""
+        """Return n and m of `pattern`. Raises ValueError."""
         left, _, size = self.pattern.partition(":")
         if not (left.isdecimal() and size.isdecimal() and 0 < int(left) < int(size) <= 64):
             raise ValueError(f"pattern={self.pattern}: write n:m with 0 < n < m <= 64, such as 2:4")

@@ -22,8 +22,9 @@ needed. Every microbatch is full, so the mean over the batch is the mean of its 
     update the scale
 
 Autocast computes products in bf16 or fp16 and keeps parameters, sums and losses in float32. bf16 has float32's range.
-fp16 ends at 65504, and below 6e-8 there is nothing: its loss is multiplied by a scale that moves small gradients up,
-and that falls when a gradient overflows (Micikevicius et al. 2017, arXiv 1710.03740).
+fp16 ends at 65504 and loses what is below 6e-8: its loss is multiplied by a scale that moves small gradients up. The
+scale is dynamic: halved when a gradient overflows, doubled after `growth_interval` steps without (Micikevicius et al.
+2017, arXiv 1710.03740).
 """
 
 from __future__ import annotations

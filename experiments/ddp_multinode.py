@@ -5,6 +5,7 @@
     python experiments/ddp_multinode.py strategy=fsdp clip=1                   parameters sharded over the ranks
     python experiments/ddp_multinode.py model=resnet18 data.name=cifar10 sync_batchnorm=true
     python experiments/ddp_multinode.py model=resnet18 data.name=generated communication=bf16 steps=50
+    python experiments/ddp_multinode.py model=resnet50 weights=FILE            begin with trained weights
     torchrun --nproc-per-node=2 experiments/ddp_multinode.py                   started by another launcher
     make exp NAME=ddp_multinode NODES=2                                        on a cluster
 
@@ -16,8 +17,8 @@ is the gradient of the mean loss over the whole batch, so every rank takes the s
 DistributedDataParallel all-reduces gradients bucket by bucket while backward still runs (Li et al. 2020, arXiv
 2006.15704), if asked to in half precision or by PowerSGD (Vogels et al. 2019, arXiv 1905.13727). fully_shard keeps 1/p
 of each parameter, all-gathers a layer before use and reduce-scatters its gradient (Zhao et al. 2023, arXiv 2304.11277).
-BatchNorm sees a rank's own shard only, unless it is synchronised. The rate grows with the batch (Goyal et al. 2017,
-arXiv 1706.02677).
+BatchNorm sees a rank's own shard only, unless it is synchronised. The learning rate grows with the batch: the
+linear scaling rule (Goyal et al. 2017, arXiv 1706.02677).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
     python experiments/resnet_dataparallel.py sweep=true                        each strategy as runs of its own
     python experiments/resnet_dataparallel.py sync_batchnorm=true data.name=cifar10 data.augment=crop_flip
     python experiments/resnet_dataparallel.py data.name=generated data.image_size=64 batch=128
+    python experiments/resnet_dataparallel.py model=resnet50 weights=FILE       begin with trained weights
     make exp NAME=resnet_dataparallel NODES=2                                   on a cluster: ddp only
 
 Takes about two minutes on 2 CPU cores. Expect 95 % test accuracy after 100 steps on MNIST (without MNIST: on the
@@ -16,8 +17,8 @@ splits the batch into chunks, copies the model to all GPUs, and gathers outputs 
 gradients and holds the optimizer: it needs more memory than the others, and Python's lock lets one thread run at a
 time. What BatchNorm learns in the copies is thrown away with them, but for the first GPU's. Under DDP (Li et al. 2020,
 arXiv 2006.15704) each device has a rank that keeps its model; only gradients travel, while backward still works, and
-each rank's BatchNorm buffers survive: they are averaged before an evaluation. A batch that does not divide is no error
-for either: the last of an epoch may even be smaller than the number of devices, which then do nothing.
+each rank's BatchNorm buffers survive: they are averaged before an evaluation. A batch need not divide into equal parts:
+the last one of an epoch may even be smaller than the number of devices, and some of them then have nothing to do.
 """
 
 from __future__ import annotations

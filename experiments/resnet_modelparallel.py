@@ -7,25 +7,25 @@
     python experiments/resnet_modelparallel.py model=resnet50 data.image_size=64 split=[layer3_0]
     python experiments/resnet_modelparallel.py replicas=2                        two pipelines, each half of the batch
     python experiments/resnet_modelparallel.py devices=[cuda:0,cuda:1]           one process, two GPUs
-    python experiments/resnet_modelparallel.py model=toy data.name=vectors loss=mse   10-10-5, the smallest example
+    python experiments/resnet_modelparallel.py model=toy data.name=vectors loss=mse      10-10-5, random targets
     python experiments/resnet_modelparallel.py sweep=true                        all modes over sizes of microbatches
 
 One run takes about half a minute on 2 CPU cores, the sweep six. Expect the pipelined mode between the naive one and
 half of it; one process with both cores is a strong opponent.
 
 A batch is split into microbatches of `split_size` samples. Naively a microbatch goes through all stages and back before
-the next one starts, so one of p stages works at a time. As a pipeline (Huang et al. 2019, arXiv 1811.06965; zero
-bubble: Qi et al. 2023, arXiv 2401.10241), stage 1 works on microbatch 0 while stage 0 works on microbatch 1; with m
-microbatches of equal cost a stage idles (p - 1) / (m + p - 1) of the time. Small microbatches leave less bubble, and
-each one works less efficiently.
+the next one starts, so one of p stages works at a time. As a pipeline (GPipe: Huang et al. 2019, arXiv 1811.06965;
+interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473; zero bubble: Qi et al. 2023, arXiv 2401.10241), stage 1 works
+on microbatch 0 while stage 0 works on microbatch 1; with m microbatches of equal cost a stage idles
+(p - 1) / (m + p - 1) of the time. Small microbatches leave less bubble, and each one works less efficiently.
 
 With `replicas`, several such pipelines train on shards of the batch, and the replicas of a stage average its gradients:
 across hosts only these travel, once a step. `memory_cap` shows why a model is split at all: what does not fit into one
 rank fits into two.
 
 BatchNorm takes its statistics over a microbatch, and its running statistics see one microbatch after the other: both
-exactly as in the unsplit model that is given the same microbatches and adds up their gradients, which is what
-mode=single with a split_size does. A smaller split_size is thus another training, whatever the mode.
+exactly as in the unsplit model that adds up the gradients of the same microbatches (mode=single with a split_size). So
+split_size changes the training itself, in every mode.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from common.runs import provenance
 from common.runs import result as results
 from common.runs.folder import Folder, write_atomic, write_json
 from configs.shared import Experiment
-from configs.sweeps import Bars, Grid, Row, Summary, to_text
+from configs.sweeps import Bars, Grid, Row, Summary, format_settings
 
 T = TypeVar("T", bound=Experiment)
 QUIET = ("log.level=warning", "log.progress=none")
@@ -45,7 +45,7 @@ def load_grid(name: str) -> Grid[Experiment]:
 
 def join_words(cell: dict[str, object]) -> str:
     """The settings of a point as they stand on a command line."""
-    return " ".join(f"{name}={value}" for name, value in to_text(cell).items())
+    return " ".join(f"{name}={value}" for name, value in format_settings(cell).items())
 
 
 def run(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder | None, int]]) -> int:
@@ -110,7 +110,7 @@ def plan(grid: Grid[Experiment], cfg: T, arguments: Sequence[str], gpus: int) ->
     planned = []
     for repeat, cell in itertools.product(range(cfg.repeats), grid.points(cfg, gpus)):  # type: ignore[attr-defined]
         values = cell | ({"seed": cfg.seed + repeat} if grid.new_seeds else {})
-        own = [f"{key}={text}" for key, text in to_text(values).items()]
+        own = [f"{key}={text}" for key, text in format_settings(values).items()]
         try:
             chosen = config.load_config(type(cfg), [*QUIET, *arguments, "sweep=false", *own])
         except UserError as error:

@@ -43,7 +43,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a sweep tells at its end: lines of the table on the screen, and its plots."""
+    """End of a sweep: lines of the table on the screen, and plots."""
 
     lines: Mapping[str, str]
     plots: Sequence[Bars | Curves]
@@ -63,8 +63,8 @@ class Grid(Generic[T]):
     """Settings that a run may measure for itself: what a point's first run finds holds for its repeats, too."""
 
 
-def to_text(cell: Cell) -> dict[str, str]:
-    """The settings of a point as they are written on a command line."""
+def format_settings(cell: Cell) -> dict[str, str]:
+    """Return the settings of a point as they are written on a command line."""
 
     def text(value: Any) -> str:
         if isinstance(value, bool):
@@ -74,8 +74,8 @@ def to_text(cell: Cell) -> dict[str, str]:
     return {name: text(value) for name, value in cell.items()}
 
 
-def gather(rows: Sequence[Row], by: Sequence[str], value: str) -> dict[tuple[Any, ...], tuple[float, float, int]]:
-    """Mean, standard deviation (0 of a single one) and count of a number, by the settings that tell points apart.
+def average_rows(rows: Sequence[Row], by: Sequence[str], value: str) -> dict[tuple[Any, ...], tuple[float, float, int]]:
+    """Return mean, standard deviation (0 of a single one) and count of a number, by the settings of points.
 
     A number that a result does not hold, such as a loss that was none, counts as nan.
     """

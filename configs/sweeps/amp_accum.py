@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 from configs.amp_accum import Config
-from configs.sweeps import Bars, Cell, Grid, Row, Summary, gather
+from configs.sweeps import Bars, Cell, Grid, Row, Summary, average_rows
 
 BRIEF = 40  # steps of a run
 BY = ("precision", "accumulate", "no_sync")
 EXACT = ("fp32", 1, True)
 
 
-def points(cfg: Config, gpus: int) -> list[Cell]:
-    """Every precision with one microbatch and with several, and these with and without no_sync.
+def list_points(cfg: Config, gpus: int) -> list[Cell]:
+    """Return every precision with one microbatch and with several, and these with and without no_sync.
 
     Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
     """
@@ -29,10 +29,10 @@ def points(cfg: Config, gpus: int) -> list[Cell]:
     return [cell | brief for cell in grid]
 
 
-def summarise(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
-    """What each point costs, and how far its result is from fp32's with one microbatch."""
+def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+    """Report the cost of each point, and how far its result is from fp32's with one microbatch."""
     names = ("samples_per_second", "training_bytes", "bytes_sent", "steps_skipped", "final_loss", "test_accuracy")
-    found = {name: gather(rows, BY, name) for name in names}
+    found = {name: average_rows(rows, BY, name) for name in names}
     exact = {name: found[name].get(EXACT, (math.nan,))[0] for name in names}
     lines = [
         "precision  microbatches  no_sync  samples/s  peak MB  sent MB  skipped  loss, less fp32  accuracy, less fp32"
@@ -56,4 +56,4 @@ def summarise(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     return Summary({"cells": "\n".join(lines)}, drawn)
 
 
-GRID = Grid(points, summarise)
+GRID = Grid(list_points, summarise_runs)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from configs.resnet_dataparallel import ONE_DEVICE, Config
-from configs.sweeps import Bars, Cell, Grid, Row, Summary, gather
+from configs.sweeps import Bars, Cell, Grid, Row, Summary, average_rows
 
 
-def points(cfg: Config, gpus: int) -> list[Cell]:
-    """The strategies that differ on this machine; with fewer GPUs than ddp's ranks all of them on the CPU."""
+def list_points(cfg: Config, gpus: int) -> list[Cell]:
+    """Return the strategies that differ on this machine; with fewer GPUs than ddp's ranks all of them on the CPU."""
     gpus = gpus if cfg.launch.device != "cpu" else 0
     enough = gpus >= replace(cfg, strategy="ddp").processes
     names = ["single", *(["data_parallel"] if gpus > 1 and enough else []), "ddp"]
@@ -17,9 +17,9 @@ def points(cfg: Config, gpus: int) -> list[Cell]:
     return [{"strategy": name, "compare": False} | alike for name in names]
 
 
-def summarise(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
-    """Samples per second of each strategy."""
-    rates = {str(name): found for (name,), found in gather(rows, ["strategy"], "samples_per_second").items()}
+def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+    """Report samples per second of each strategy."""
+    rates = {str(name): found for (name,), found in average_rows(rows, ["strategy"], "samples_per_second").items()}
     lines = {name: f"{rate:,.0f} samples/s +- {off:.0f}, {count} runs" for name, (rate, off, count) in rates.items()}
     if "data_parallel" not in lines:
         lines["data_parallel"] = ONE_DEVICE.format(gpus)
@@ -27,4 +27,4 @@ def summarise(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     return Summary(lines, [Bars("strategies.png", heights, "training samples per second")])
 
 
-GRID = Grid(points, summarise)
+GRID = Grid(list_points, summarise_runs)

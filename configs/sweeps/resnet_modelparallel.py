@@ -7,13 +7,13 @@ from statistics import fmean
 from typing import Any
 
 from configs.resnet_modelparallel import Config
-from configs.sweeps import Cell, Curves, Grid, Row, Summary, gather
+from configs.sweeps import Cell, Curves, Grid, Row, Summary, average_rows
 
 BRIEF = 12  # steps of a run
 
 
-def points(cfg: Config, gpus: int) -> list[Cell]:
-    """single and naive with the whole batch, pipelined with each size of microbatches.
+def list_points(cfg: Config, gpus: int) -> list[Cell]:
+    """Return single and naive with the whole batch, pipelined with each size of microbatches.
 
     Unless `steps` says otherwise the runs are short: what is measured is what a step costs. All run on one kind of
     device.
@@ -27,7 +27,7 @@ def points(cfg: Config, gpus: int) -> list[Cell]:
 
 
 def runs_on_gpus(cfg: Config, gpus: int) -> bool:
-    """Whether there are GPUs enough for the ranks of every mode."""
+    """Return whether there are GPUs enough for the ranks of every mode."""
     gpus = gpus if cfg.launch.device != "cpu" and "cpu" not in cfg.devices else 0
     modes: tuple[Any, ...] = ("single", "naive", "pipelined")
     chosen = [replace(cfg, mode=mode) for mode in modes]
@@ -36,9 +36,9 @@ def runs_on_gpus(cfg: Config, gpus: int) -> bool:
     return all(gpus >= one.processes for one in chosen)
 
 
-def summarise(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
-    """Time per batch against the size of microbatches, with what each stage waits and holds."""
-    times = gather(rows, ("mode", "split_size"), "step_seconds")
+def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+    """Report time per batch against the size of microbatches, and the idle share and memory of each stage."""
+    times = average_rows(rows, ("mode", "split_size"), "step_seconds")
     lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's rank"]
     for (mode, size), (mean, deviation, _) in times.items():
         same = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
@@ -47,11 +47,11 @@ def summarise(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
         held = "".join(f" {max(amounts) / 2**20:6.0f}" for amounts in memory)
         took = f"{mean * 1e3:>9.1f} ± {deviation * 1e3:<6.1f}{same[0]['ideal_bubble']:>6.1%}"
         lines.append(f"{mode:<10} {size:>10} {took} {idle} {held}")
-    return Summary({"times": "\n".join(lines)}, [draw(cfg, gpus, times)])
+    return Summary({"times": "\n".join(lines)}, [plot_times(cfg, gpus, times)])
 
 
-def draw(cfg: Config, gpus: int, times: dict[Any, tuple[float, float, int]]) -> Curves:
-    """The modes' times a batch, and the ideal: p stages of equal cost share the naive time and wait p - 1 turns."""
+def plot_times(cfg: Config, gpus: int, times: dict[Any, tuple[float, float, int]]) -> Curves:
+    """Plot each mode's time a batch, and the ideal: p equal stages share the naive time and wait p - 1 turns."""
     levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
     pipelined = [(size, mean * 1e3, off * 1e3) for (mode, size), (mean, off, _) in times.items() if mode == "pipelined"]
     p, computed = cfg.stages, {}
@@ -64,4 +64,4 @@ def draw(cfg: Config, gpus: int, times: dict[Any, tuple[float, float, int]]) -> 
     return Curves("split_size.png", series, "split size", "ms a batch", levels, computed, title)
 
 
-GRID = Grid(points, summarise, measured=("split",))
+GRID = Grid(list_points, summarise_runs, measured=("split",))

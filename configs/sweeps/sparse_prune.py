@@ -8,13 +8,13 @@ from statistics import fmean, median
 from typing import Any
 
 from configs.sparse_prune import Config
-from configs.sweeps import Cell, Curves, Grid, Row, Summary, gather
+from configs.sweeps import Cell, Curves, Grid, Row, Summary, average_rows
 
 BY = ("criterion", "sparsity")
 
 
-def points(cfg: Config, gpus: int) -> list[Cell]:
-    """The dense model, and every criterion at every sparsity. n:m has one sparsity, and rigl one criterion."""
+def list_points(cfg: Config, gpus: int) -> list[Cell]:
+    """Return the dense model, and every criterion at every sparsity. n:m has one sparsity, and rigl one criterion."""
     plain: Cell = {"export": False, "int8": False}
     names = ["magnitude"] if cfg.schedule == "rigl" else cfg.criteria
     levels = [cfg.sparsity] if cfg.scope == "n:m" else [float(level) for level in cfg.levels]
@@ -22,8 +22,8 @@ def points(cfg: Config, gpus: int) -> list[Cell]:
     return [plain | {"schedule": "none", "l1": 0}, *grid]
 
 
-def summarise(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
-    """Test error against the weights that are left, and the medians of all that was measured."""
+def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+    """Report test error against the weights that are left, and the medians of all that was measured."""
     dense = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -33,14 +33,14 @@ def summarise(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
         name = f"{cell['criterion']} {100 * cell['sparsity']:.4g} %" if "criterion" in cell else "dense"
         groups.setdefault(name, []).append(row)
     pruned = [row for row in rows if "criterion" in row["cell"]]
-    left = gather(pruned, BY, "left")
+    left = average_rows(pruned, BY, "left")
     series: dict[str, list[tuple[float, float, float]]] = {}
-    for found, (mean, deviation, _) in gather(pruned, BY, "error").items():
+    for found, (mean, deviation, _) in average_rows(pruned, BY, "error").items():
         series.setdefault(found[0], []).append((left[found][0], mean, deviation))
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
     title = f"{cfg.model} on {rows[0]['data']}"
     plot = Curves("sparsity.png", series, "weights left, %", "test error, %", levels, title=title)
-    return Summary({"medians": medians_table(groups), "CSR": csr_verdict(groups)}, [plot])
+    return Summary({"medians": format_medians(groups), "CSR": judge_csr(groups)}, [plot])
 
 
 COLUMNS = {  # of a sweep's table: what, its head, and how its numbers are written
@@ -56,8 +56,8 @@ COLUMNS = {  # of a sweep's table: what, its head, and how its numbers are writt
 }
 
 
-def medians_table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Medians of each group of results, a line each."""
+def format_medians(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the medians of each group of results, a line each."""
     width = max(map(len, groups))
     lines = [f"    {'':<{width}}  {'  '.join(head for head, _ in COLUMNS.values())}  runs"]
     for name, found in groups.items():
@@ -67,8 +67,8 @@ def medians_table(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def csr_verdict(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Where sparse kernels do not pay, and where the repeats do not agree on it."""
+def judge_csr(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Report where sparse kernels are slower than dense ones, and where the repeats do not agree on it."""
     told = []
     for dense in ("fp32", "bf16"):
         slower, unclear = list[str](), list[str]()
@@ -83,4 +83,4 @@ def csr_verdict(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "; ".join(told)
 
 
-GRID = Grid(points, summarise, new_seeds=True)
+GRID = Grid(list_points, summarise_runs, new_seeds=True)

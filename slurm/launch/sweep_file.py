@@ -32,7 +32,7 @@ from common.core.errors import UserError
 from common.pipeline import schedules
 from common.runs import wandb_account
 from configs.shared import Experiment
-from configs.sweeps import to_text
+from configs.sweeps import format_settings
 from slurm.arguments import parse_count, parse_experiment, suggest_nearest
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
@@ -118,7 +118,7 @@ def read_python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
     cfg = config.load_config(config.import_schema(experiment), more)
     grid = importlib.import_module(f"configs.sweeps.{experiment}").GRID
     repeats = str(cfg.repeats) if grid.new_seeds else "1"  # type: ignore[attr-defined]
-    points = [to_text(cell) for cell in grid.points(cfg, 0)]
+    points = [format_settings(cell) for cell in grid.points(cfg, 0)]
     return {"experiment": experiment, "points": points, "repeats": repeats}
 
 

@@ -23,7 +23,7 @@ from common.measure import device_report
 from common.models import networks
 from common.training import single_process_baseline
 from configs.resnet_dataparallel import Config
-from configs.sweeps.resnet_dataparallel import points
+from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel
 from tests.harness.cases import train_cases
 from tests.harness.dataparallel_parity import train_run
@@ -160,7 +160,7 @@ def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> 
     [(0, ["single", "ddp"], None), (1, ["single", "ddp"], "cpu"), (2, ["single", "data_parallel", "ddp"], None)],
 )
 def test_a_sweep_compares_on_one_kind_of_device(gpus: int, strategies: list[str], device: str | None) -> None:
-    cells = points(Config(), gpus)
+    cells = list_points(Config(), gpus)
     assert [cell["strategy"] for cell in cells] == strategies
     assert {cell.get("launch.device") for cell in cells} == {device}
 

@@ -18,7 +18,7 @@ from common.core.errors import UserError
 from common.models import int8, networks, pruning_masks, pruning_savings, pruning_schedules
 from common.models.pruning_masks import Masks
 from configs.sparse_prune import CRITERIA, Config
-from configs.sweeps.sparse_prune import GRID, csr_verdict
+from configs.sweeps.sparse_prune import GRID, judge_csr
 from experiments import sparse_prune
 from tests.harness.processes import Done, run
 
@@ -420,5 +420,5 @@ def test_the_verdict_knows_when_repeats_disagree() -> None:
     def rows(*csr: float) -> list[dict[str, float]]:
         return [{"csr_seconds": value, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for value in csr]
 
-    words = csr_verdict({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
+    words = judge_csr({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
     assert words == "slower than dense fp32 for a; now slower, now faster for b; nowhere slower than dense bf16"
