@@ -159,6 +159,14 @@ def experiment_name(schema: type[Experiment]) -> str:
     return schema.__module__.rpartition(".")[2]
 
 
+def print_text(text: str) -> None:
+    """Print a text, also into a pipe whose reader has ended, as that of `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+
+
 def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> T:
     """Return the config of one run; print and exit for --help and --print-config.
 
@@ -167,7 +175,7 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
     name = experiment_name(schema)
     line = parse_command_line(arguments)
     if line.help:
-        print(format_help(schema))
+        print_text(format_help(schema))
         sys.exit(0)
     file = line.file or ROOT / "configs" / f"{name}.yaml"
     if line.resume:
@@ -196,7 +204,7 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
     layers = [surroundings, read_config_file(file), resumed, line.values]
     settings = build_config(schema, layers)
     if line.print_config:
-        print(to_yaml(settings), end="")
+        print_text(to_yaml(settings).rstrip("\n"))
         sys.exit(0)
     return settings
 

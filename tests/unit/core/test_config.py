@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,15 @@ def test_changed_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(UserError, match=r"changed.json is damaged"):
             config.read_last_changes(tmp_path)
+
+
+@pytest.mark.parametrize("option", ["--help", "--print-config"])
+def test_help_into_a_pipe_that_nobody_reads_ends_without_a_traceback(option: str) -> None:
+    imports = "from common.core import config; from configs.mnist_pipeline import Config"
+    source = f"{imports}; config.load_config(Config, ['{option}'])"
+    done = subprocess.Popen(
+        [sys.executable, "-c", source], cwd=config.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert done.stdout and done.stderr
+    done.stdout.close()
+    assert (done.stderr.read(), done.wait(60)) == ("", 0)
