@@ -62,7 +62,7 @@ def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder)
         return ResNet("resnet18", run.sample_shape, run.classes, width=8).to(run.device, run.dtype)
 
     run = Run(cfg, folder, world, prepared)
-    found = train_script(resnet_dataparallel, run, (resnet_dataparallel, "build", build))
+    found = train_script(resnet_dataparallel, run, (resnet_dataparallel, "build_model", build))
     return found if world.is_main else {}
 
 

@@ -122,7 +122,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     found = train_script(
         ddp_multinode,
         run,
-        (ddp_multinode, "build", lambda cfg, run: unsplit(cfg)),
+        (ddp_multinode, "init_network", lambda cfg, shape, classes: unsplit(cfg)),
         (ddp_multinode, "wrap_model", wrap_wrongly),
         (ddp_multinode, "classify_replicated", look_before),
     )
