@@ -36,7 +36,7 @@ from common.api import Facts, Run, TrainState, build_optimizer, classify_replica
 from common.core import seeds
 from common.models import pruning_masks, pruning_savings, pruning_schedules
 from common.models.pruning_masks import Masks
-from common.training.evaluate import accuracy_alone
+from common.training.evaluate import measure_accuracy
 from configs.sparse_prune import Config
 
 import math
@@ -168,7 +168,7 @@ def report_pruning(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> lis
     if not run.world.is_main:
         return []
     x = run.test_set.load_inputs(slice(0, min(cfg.eval_batch, TIMED)), run.device, torch.float32)
-    score = partial(accuracy_alone, test=run.test_set, device=run.device, batch=cfg.eval_batch, dtype=torch.float32)
+    score = partial(measure_accuracy, test=run.test_set, device=run.device, batch=cfg.eval_batch, dtype=torch.float32)
     return [pruning_savings.report_savings(cfg, model, masks, x, score, run.folder.path / "model.pt2")]
 
 

@@ -249,7 +249,7 @@ def prune_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path
     `best`, or the best one of an earlier attempt until this has a better. Once a newer attempt exists all stay: it may
     have resumed from any of these.
     """
-    if attempt.superseded or attempt.origin is None:  # without a record nobody resumes this one
+    if attempt.is_superseded or attempt.origin is None:  # without a record nobody resumes this one
         return []
     attempts = [one for one in attempt.attempts() if one.number <= attempt.number]
     left = [path for one in attempts[:-1] for path in checkpoints_dir(one).glob(".step-*")]  # half-written

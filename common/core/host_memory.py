@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from common.core.errors import UserError
-from common.core.text import format_count
+from common.core.text import format_count, read_or_empty
 from configs.shared import Experiment
 
 UNLIMITED = 1 << 60  # cgroups write numbers near 2**63 for no limit
@@ -69,14 +69,6 @@ def read_cgroup_limits() -> list[tuple[int, str]]:
                 held = int(used) - max(cached, default=0)
                 found.append((max(0, int(limit) - held), f"the limit of control group {name}"))
     return found
-
-
-def read_or_empty(path: str) -> str:
-    """Return the text of a file; empty where it cannot be read."""
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
 
 
 def count_oom_kills() -> int:

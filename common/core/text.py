@@ -1,6 +1,8 @@
-"""Words of messages."""
+"""Words of messages, and the text of system files."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 def format_count(count: int, noun: str) -> str:
@@ -8,3 +10,11 @@ def format_count(count: int, noun: str) -> str:
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def read_or_empty(path: str) -> str:
+    """Return the text of a file; empty where it cannot be read."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

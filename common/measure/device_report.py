@@ -14,7 +14,7 @@ from common.distributed.rendezvous import World
 from common.measure import plots
 from common.measure.memory import read_peak
 from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalance, gather_times
-from common.runs.result import Added, Facts, Report
+from common.runs.result import Facts, Report
 from configs.resnet_dataparallel import ONE_DEVICE, Config
 
 AXIS = {"y": "training samples per second"}
@@ -117,9 +117,9 @@ class Comparison:
         plots.draw_bars(self.folder / "compare.png", heights, **AXIS)
         return rows | {"plot": str(self.folder / "compare.png")}
 
-    def result(self) -> Added:
-        """Return what goes into result.json."""
-        return Added(measured={"compare": dict(self.rates)})
+    def result(self) -> Facts:
+        """Return the values for result.json."""
+        return Facts(measured={"compare": dict(self.rates)})
 
 
 def join_sizes(sizes: list[int]) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from common.runs.folder import Folder
-from common.runs.result import Added
+from common.runs.result import Facts
 from configs.amp_accum import Config
 
 FINAL = 20  # last steps, whose mean loss is the final one
@@ -52,6 +52,6 @@ class PrecisionReport:
             "sent": f"{outcome['bytes_sent'] / 1e6:.2f} MB of gradients by each rank in a step",
         }
 
-    def result(self) -> Added:
+    def result(self) -> Facts:
         """Return what goes into result.json."""
-        return Added(self.outcome, {"training_bytes": max(self.held)})
+        return Facts(outcome=self.outcome, measured={"training_bytes": max(self.held)})

@@ -22,7 +22,7 @@ from common.distributed.sync_batchnorm import take_waiting_seconds
 from common.measure.device_clock import DeviceClock, Stamp
 from common.measure.straggler import find_straggler
 from common.measure.timing import time_calls
-from common.runs.result import Added
+from common.runs.result import Facts
 
 T = TypeVar("T")
 HISTORY = 1000  # steps whose time stamps are kept
@@ -260,7 +260,7 @@ class ScalingReport:
             )
         return rows
 
-    def result(self) -> Added:
+    def result(self) -> Facts:
         """Return the values for result.json, all measured; times in seconds."""
         found = {
             "ranks": [{k: v for k, v in asdict(rank).items() if k != "exposed"} for rank in self.ranks],
@@ -270,4 +270,4 @@ class ScalingReport:
             "single_rank_step_seconds": self.alone or None,
             "efficiency": self.efficiency,
         }
-        return Added(measured={name: value for name, value in found.items() if value is not None})
+        return Facts(measured={name: value for name, value in found.items() if value is not None})

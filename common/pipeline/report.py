@@ -14,7 +14,7 @@ from common.measure import plots
 from common.pipeline import schedules
 from common.pipeline.executor import PipelineEngine
 from common.pipeline.schedules import Schedule, Span
-from common.runs.result import Added
+from common.runs.result import Facts
 from configs.pipeline import PipelineConfig
 
 Steps = Sequence[Sequence[Span]]  # the kept steps of one rank
@@ -142,7 +142,7 @@ class PipelineReport:
             **self.draw(),
         }
 
-    def result(self) -> Added:
+    def result(self) -> Facts:
         """Return the values for result.json; times in seconds from the start of the step."""
         start = min((span.start for mine in self.step for span in mine), default=0.0)
         timeline = [
@@ -151,7 +151,7 @@ class PipelineReport:
             for s in mine
         ]
         measured = {"idle_share": self.idle, "timeline": timeline, "stages": [list(names) for names in self.layers]}
-        return Added({"ideal_bubble": self.ideal}, measured)
+        return Facts(outcome={"ideal_bubble": self.ideal}, measured=measured)
 
 
 def describe_layers(names: Sequence[str]) -> str:

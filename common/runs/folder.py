@@ -36,7 +36,7 @@ from common.core.errors import UserError
 
 BLOCK = 1 << 20  # characters of metrics that are read at once
 MODEL, MODEL_FACTS = "model.safetensors", "model.json"  # the trained model of a finished run
-NUMBERS = {int, float, bool, type(None)}  # of a value in a row of metrics
+NUMBERS = {int, float, bool, type(None)}  # the types of values in a row of metrics
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def parse_json(text: str) -> Any:
 
 
 def is_row(value: Any) -> bool:
-    """Check for a row of metrics: a step, and numbers or null under all names."""
+    """Check for a row of metrics: a step, and a number or null under every name."""
     return (
         isinstance(value, dict)
         and type(value.get("global_step")) is int
@@ -183,8 +183,8 @@ class Folder:
         return [Folder(self.path, number) for number in sorted(int(name) for name in names if name.isdecimal())]
 
     @property
-    def superseded(self) -> bool:
-        """Whether a newer attempt exists: then this one no longer counts."""
+    def is_superseded(self) -> bool:
+        """True where a newer attempt exists: then this one no longer counts."""
         return any(attempt.number > self.number for attempt in self.attempts())
 
     def set_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
@@ -218,14 +218,14 @@ class Folder:
 
     @property
     def origin(self) -> tuple[int | None, int] | None:
-        """What `set_parent` recorded; None where it was not called."""
+        """Parent and step that `set_parent` recorded; None where it was not called."""
         note = read_json(self.attempt / "attempt.json")
         parent, step = note.get("parent", ""), note.get("step")
         return (parent, step) if isinstance(parent, int | None) and isinstance(step, int) else None
 
     @property
     def experiment(self) -> str:
-        """The experiment's name, out of the folder's."""
+        """The experiment's name, taken from the folder's."""
         return self.path.name.rsplit("-", 3)[0]
 
     @property
@@ -239,7 +239,8 @@ class Folder:
     def log_file(self, rank: int) -> Path:
         return self.attempt / "logs" / f"rank-{rank}.log"
 
-    def heartbeat(self, rank: int, step: int, time: float, before_backward: float | None = None) -> None:
+    def write_heartbeat(self, rank: int, step: int, time: float, before_backward: float | None = None) -> None:
+        """Write a rank's newest step, the time since 1970 and its seconds until backward begins. Raises UserError."""
         beat = {"step": step, "time": time} | ({"before_backward": before_backward} if before_backward else {})
         write_json(self.attempt / f"heartbeat-{rank}.json", beat)
 
@@ -249,6 +250,10 @@ class Folder:
         A line cut off by a crash is left out.
         """
         return list(self.rows())
+
+    def find_last_step(self) -> int:
+        """Return the last step that has a row of metrics; 0 where none has."""
+        return max((row["global_step"] for row in self.rows()), default=0)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `metrics` one by one, so that a long run need not fit into memory."""
@@ -260,7 +265,7 @@ class Folder:
             yield from (row for row in rows if row and (bound is None or row["global_step"] <= bound))
 
     def own_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the complete rows of this attempt alone."""
+        """Yield the complete rows of this attempt only."""
         return (row for row in self.read_lines() if row)
 
     def read_lines(self) -> Iterator[dict[str, Any] | None]:
@@ -269,15 +274,14 @@ class Folder:
             while lines := file.readlines(BLOCK):
                 yield from parse_rows(lines)
 
-    def damaged_lines(self) -> list[int]:
+    def find_damaged_lines(self) -> list[int]:
         """Return the numbers, from 1, of damaged lines of this attempt's metrics; a last one cut off does not count."""
-        found = [number for number, row in enumerate(self.read_lines(), 1) if row is None]
-        if found:
-            with open(self.metrics_file, "rb") as file:
-                file.seek(-1, os.SEEK_END)
-                torn = file.read() != b"\n"
-            last = sum(1 for _ in self.read_lines())
-            found = found[:-1] if torn and found[-1] == last else found
+        found, number = list[int](), 0
+        for number, row in enumerate(self.read_lines(), 1):
+            if row is None:
+                found.append(number)
+        if found and found[-1] == number and not self.metrics_file.read_bytes().endswith(b"\n"):
+            found.pop()
         return found
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from common.core.errors import UserError
 from common.runs.folder import disk_errors
 
 
-def replace_nonfinite(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with null for what JSON cannot hold: NaN and infinite values."""
+def replace_nonfinite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with null for the values that JSON cannot hold: NaN and infinity."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 

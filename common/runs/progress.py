@@ -1,4 +1,4 @@
-"""What rank 0 shows: a progress bar on a terminal, plain lines elsewhere."""
+"""Progress on the screen of rank 0: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LINE_EVERY = 10.0  # seconds between plain progress lines
 
 
 class Screen:
-    """Progress and lines; a silent one (on other ranks) shows nothing."""
+    """Progress and lines on the screen; a silent one (on other ranks) shows nothing."""
 
-    def __init__(self, settings: Log, *, silent: bool) -> None:
-        self.kind = settings.progress
+    def __init__(self, cfg: Log, *, silent: bool) -> None:
+        self.kind = cfg.progress
         if self.kind == "auto":
             self.kind = "bar" if sys.stdout.isatty() else "lines"
         if silent:
@@ -25,7 +25,8 @@ class Screen:
         self.task: Any = None
         self.shown = time.monotonic()
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
         if self.silent:
             return
         if self.bar is not None:
@@ -33,7 +34,7 @@ class Screen:
         else:
             print(text, flush=True)
 
-    def progress(self, step: int, total: int, text: str) -> None:
+    def show_progress(self, step: int, total: int, text: str) -> None:
         """Move the bar, or print a line if the last one is long ago."""
         if self.kind == "bar":
             if self.bar is None:
@@ -41,7 +42,7 @@ class Screen:
             self.bar.update(self.task, completed=step, text=text)
         elif self.kind == "lines" and time.monotonic() - self.shown > LINE_EVERY:
             self.shown = time.monotonic()
-            self.line(f"step {step}/{total}  {text}")
+            self.print_line(f"step {step}/{total}  {text}")
 
     def _open(self, total: int) -> None:
         # imported here: no training step waits for it

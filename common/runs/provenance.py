@@ -16,6 +16,7 @@ from typing import Any
 
 from common.core.config import ROOT
 from common.core.processes import Process
+from common.core.text import read_or_empty
 from common.runs.folder import Folder, disk_errors, read_json, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
@@ -23,7 +24,7 @@ SOURCE = ("experiments", "common", "slurm", "configs", "tests")  # and the files
 NO_SOURCE = (".svg", ".png", ".xz")  # pictures of the pages and archives of tests
 
 
-def utc_now() -> str:
+def format_utc_now() -> str:
     """Return the time in UTC, to the second, as ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
@@ -51,7 +52,7 @@ def list_source_files() -> list[Path]:
     return [path for path in found if path.suffix not in NO_SOURCE]
 
 
-def package_version(package: str) -> str | None:
+def read_package_version(package: str) -> str | None:
     """Return the installed version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
@@ -60,11 +61,8 @@ def package_version(package: str) -> str | None:
 
 
 def read_cpu_model() -> str | None:
-    """Return the processor's name as Linux gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
+    """Return the processor's name as Linux gives it; None where it gives none."""
+    lines = read_or_empty("/proc/cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
@@ -80,7 +78,7 @@ def describe_machine(device: str) -> str:
 
 def count_visible_gpus() -> int:
     """Count the GPUs that a process started here would see, without CUDA: a parent that has used it cannot fork."""
-    if (package_version("torch") or "").endswith("+cpu"):  # it has no use for those that are there
+    if (read_package_version("torch") or "").endswith("+cpu"):  # it has no use for those that are there
         return 0
     there = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -91,7 +89,7 @@ def count_visible_gpus() -> int:
 
 
 def has_uncommitted_changes() -> bool | None:
-    """Whether the checkout has changes that are not committed; None where there is none."""
+    """Check the checkout for changes that are not committed; None outside a checkout."""
     status = run_git("status", "--porcelain")
     return bool(status) if status is not None else None
 
@@ -113,7 +111,7 @@ def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -
             "dirty": has_uncommitted_changes(),
             "diff": run_git("diff", "HEAD") or None,
         },
-        "packages": {package: package_version(package) for package in PACKAGES},
+        "packages": {package: read_package_version(package) for package in PACKAGES},
         "python": platform.python_version(),
         "machine": {"host": socket.gethostname(), "system": platform.platform(), "cpu": read_cpu_model()}
         | {"cores": len(os.sched_getaffinity(0))},
@@ -128,7 +126,7 @@ def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -
 def record_attempt(folder: Folder) -> None:
     """Add this attempt to the history in meta.json. Raises UserError."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
-    entry = {"attempt": folder.number, "start": utc_now(), "end": None, "state": "running"}
+    entry = {"attempt": folder.number, "start": format_utc_now(), "end": None, "state": "running"}
     entry |= identify_process() | {"slurm": slurm or None, "starter": identify_launcher()}
     meta = read_json(folder.path / "meta.json")
     meta.setdefault("history", []).append(entry)
@@ -147,10 +145,7 @@ def identify_process() -> dict[str, Any]:
 
 def read_boot_id() -> str:
     """Return the id of this boot, which stays when the host is renamed; empty where it is not known."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return read_or_empty("/proc/sys/kernel/random/boot_id").strip()
 
 
 def identify_launcher() -> str | None:
@@ -174,9 +169,13 @@ def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> Folder | No
 
 
 def update_metadata(folder: Folder, **facts: Any) -> None:
-    """Add facts to meta.json; `state` and `end` go to the newest entry of its history."""
+    """Add facts to meta.json. Raises UserError."""
+    write_json(folder.path / "meta.json", read_json(folder.path / "meta.json") | facts)
+
+
+def record_end(folder: Folder, state: str) -> None:
+    """Write state and time of its end to the newest attempt in meta.json's history. Raises UserError."""
     meta = read_json(folder.path / "meta.json")
-    for name in ("state", "end"):
-        if name in facts and meta.get("history"):
-            meta["history"][-1][name] = facts.pop(name)
-    write_json(folder.path / "meta.json", meta | facts)
+    if meta.get("history"):
+        meta["history"][-1] |= {"state": state, "end": format_utc_now()}
+        write_json(folder.path / "meta.json", meta)

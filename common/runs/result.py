@@ -14,39 +14,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from common.runs.folder import read_json, write_json
+from common.runs.folder import Folder, write_json
 from common.runs.metrics_writer import replace_nonfinite
 
 FORMAT = 2
+GROUPS = ("scores", "timings", "outcome", "measured")
 Values = Mapping[str, Any]
 
 
 class Report(Protocol):
-    """What a technique tells at the end of a run: rows of the table, and values of the result."""
+    """Report of a technique at the end of a run: rows of the table, and values of the result."""
 
     def rows(self) -> Mapping[str, str]: ...
 
-    def result(self) -> Added: ...
-
-
-@dataclass(frozen=True)
-class Added:
-    """What a report adds to the result: see `outcome`, `measured` and `memory` there."""
-
-    outcome: Values = field(default_factory=dict)
-    measured: Values = field(default_factory=dict)
-    memory: Mapping[str, int] = field(default_factory=dict)
+    def result(self) -> Facts: ...
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A report of what an experiment itself knows."""
+    """Report of given values: rows of the table, and the `outcome`, `measured` and `memory` that the result gets."""
 
-    shown: Mapping[str, str]
+    shown: Mapping[str, str] = field(default_factory=dict)
     outcome: Values = field(default_factory=dict)
     measured: Values = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -54,13 +45,13 @@ class Facts:
     def rows(self) -> Mapping[str, str]:
         return self.shown
 
-    def result(self) -> Added:
-        return Added(self.outcome, self.measured, self.memory)
+    def result(self) -> Facts:
+        return self
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, and its final numbers; empty groups where it has none."""
+    """State and final numbers of a run; groups are empty where it has none."""
 
     state: str = ""
     exit_status: int | None = None
@@ -73,42 +64,36 @@ class Result:
     outcome: Values = field(default_factory=dict)
     measured: Values = field(default_factory=dict)
 
-    @property
-    def finished(self) -> bool:
-        return self.state == "finished"
+    def with_reports(self, reports: Iterable[Facts]) -> Result:
+        """Return this result with the values of reports; the memory of a report replaces that of the ranks."""
+        outcome, measured, memory = dict(self.outcome), dict(self.measured), self.memory
+        for facts in reports:
+            outcome |= facts.outcome
+            measured |= facts.measured
+            memory = facts.memory or memory
+        return replace(self, outcome=outcome, measured=measured, memory=memory)
 
-    def with_reports(self, reports: Iterable[Added]) -> Result:
-        """This result and what reports add; the memory of a report replaces that of the ranks."""
-        outcome, measured, memory = dict(self.outcome), dict(self.measured), dict(self.memory)
-        for added in reports:
-            outcome |= added.outcome
-            measured |= added.measured
-            memory = dict(added.memory) or memory
-        groups = {"outcome": outcome, "measured": measured, "memory": memory}
-        return Result(**(vars(self) | groups))
+    def known(self) -> dict[str, Any]:
+        """Return the fields that have a value."""
+        return {name: value for name, value in vars(self).items() if value not in (None, "", {})}
 
     def values(self) -> dict[str, Any]:
-        """Every value under its own name, whatever group it belongs to; memory as a group."""
-        own: dict[str, Any] = {
-            "state": self.state,
-            "exit_status": self.exit_status,
-            "reason": self.reason,
-            "last_step": self.last_step,
-        }
-        own |= {"data": self.data, "memory": dict(self.memory)}
-        known = {name: value for name, value in own.items() if value not in (None, "", {})}
-        return known | dict(self.scores) | dict(self.timings) | dict(self.outcome) | dict(self.measured)
+        """Return every value under its own name, whatever group it belongs to; memory as a group."""
+        found: dict[str, Any] = {}
+        for name, value in self.known().items():
+            found |= value if name in GROUPS else {name: value}
+        return found
 
     def repeated(self) -> dict[str, Any]:
-        """What a repetition of the run gives again to the bit."""
+        """Return the values that a repetition of the run gives again to the bit."""
         return dict(self.scores) | dict(self.outcome) | {"data": self.data}
 
     def number(self, name: str) -> float | None:
-        """A value by its name, if it is a finite number."""
+        """Return a value by its name, if it is a finite number."""
         return to_number(self.values().get(name))
 
     def waiting(self) -> float | None:
-        """The share of the time (0 to 1) that ranks wait for each other: idle in a pipeline, or in communication.
+        """Return the share of the time (0 to 1) that ranks wait for each other, idle in a pipeline or in communication.
 
         None where a run measured neither.
         """
@@ -119,12 +104,12 @@ class Result:
         return None if sent is None or exposed is None or not step else sent * exposed / step
 
     def memory_mb(self) -> float | None:
-        """MB that the rank or device with most held at its peak."""
+        """Return the highest peak of a rank or device, in MB (1e6 bytes)."""
         found = [one / 1e6 for one in map(to_number, self.memory.values()) if one is not None]
         return max(found, default=None)
 
     def columns(self) -> dict[str, Any]:
-        """The single numbers and words, for tables and for the W&B summary; of a list one column for each item."""
+        """Return the single numbers and words, for tables and the W&B summary; of a list one column for each item."""
         found = {name: value for name, value in self.values().items() if isinstance(value, int | float | str)}
         for name, value in (self.values() | {"peak_memory": list(self.memory.values())}).items():
             if isinstance(value, list) and all(isinstance(one, int | float) for one in value):
@@ -132,34 +117,31 @@ class Result:
         more = {"waiting": self.waiting(), "memory_mb": self.memory_mb()}
         return found | {name: value for name, value in more.items() if value is not None}
 
-    def write(self, file: Path) -> None:
-        """Write result.json, with null for what is no finite number. Raises UserError, as `write_json`."""
+    def write(self, folder: Folder) -> None:
+        """Write result.json, with null for NaN and infinite numbers. Raises UserError."""
         content: dict[str, Any] = {"format": FORMAT}
-        for name, value in vars(self).items():
-            if value not in (None, "", {}):
-                content[name] = replace_nonfinite(dict(value)) if isinstance(value, Mapping) else value
-        write_json(file, content)
+        for name, value in self.known().items():
+            content[name] = replace_nonfinite(value) if isinstance(value, Mapping) else value
+        write_json(folder.path / "result.json", content)
 
 
 def to_number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number as it is; None for anything else."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def read(file: Path) -> Result:
-    """The result in a file of any format, empty where there is none or a damaged one."""
-    return parse(read_json(file))
+def parse_result(content: Values) -> Result:
+    """Return the result in the content of a result.json; damaged parts are left out.
 
-
-def parse(content: Values) -> Result:
-    """The result that a file of any format holds; of one that is not known here only the state, and that as reason."""
+    Of a format that is not known here only the state is read, and the reason then says so.
+    """
     unknown = describe_unknown_format(content)
     if unknown:
         return Result(str(content.get("state", "")), reason=unknown)
     if content.get("format") != FORMAT:
-        return from_format_1(content)
-    groups = ("scores", "timings", "memory", "outcome", "measured")
+        return parse_format_1(content)
     sound = {name: value for name, value in content.items() if name in vars(Result())}
+    groups = {*GROUPS, "memory"}
     return Result(**{k: v for k, v in sound.items() if k not in groups or isinstance(v, Mapping)})
 
 
@@ -186,8 +168,8 @@ MEASURED_1 = {
 }
 
 
-def from_format_1(content: Values) -> Result:
-    """The result of a run that was made before format 2."""
+def parse_format_1(content: Values) -> Result:
+    """Return the result of a run that was made before format 2."""
     general = {name: content[name] for name in GENERAL if name in content}
     if not isinstance(general.get("reason", ""), str):
         del general["reason"]

@@ -1,4 +1,4 @@
-"""The W&B mode of a run: what the user asks for, and whether there is an account whose host answers. Imports no torch.
+"""The W&B mode of a run: the one asked for, and offline where no account or host answers. Imports no torch.
 
 Both are found out before wandb.init, because a failing online init takes a minute and a half.
 """
@@ -15,9 +15,9 @@ MODES = ("auto", "online", "offline", "disabled")
 REACH = 3.0  # seconds for the W&B host to answer
 
 
-def read_requested_mode(settings: Experiment) -> str:
-    """One of MODES. Raises UserError for a WANDB_MODE that is none of them."""
-    mode = os.environ.get("WANDB_MODE") or settings.wandb.mode
+def read_requested_mode(cfg: Experiment) -> str:
+    """Return one of MODES, from WANDB_MODE or else wandb.mode. Raises UserError for an unknown WANDB_MODE."""
+    mode = os.environ.get("WANDB_MODE") or cfg.wandb.mode
     mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # W&B's older names
     if mode not in MODES:
         raise UserError(f"WANDB_MODE={mode} is unknown; use {', '.join(MODES)}, or unset it")
@@ -25,7 +25,7 @@ def read_requested_mode(settings: Experiment) -> str:
 
 
 def choose_mode(asked: str) -> tuple[str, str]:
-    """online or offline, and why not online. Bounded by a few REACH, whatever the host does."""
+    """Return online or offline, and the reason for offline. Takes at most a few times REACH, whatever the host does."""
     import wandb
 
     if asked == "offline":

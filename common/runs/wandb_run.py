@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config
+from common.core.text import read_or_empty
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
 from configs.shared import Experiment
 
@@ -24,28 +25,27 @@ def load_run_config(folder: Folder) -> Experiment:
 
 
 def init_wandb_run(folder: Folder, mode: str) -> Any:
-    """wandb.init with the run's own id, name, configuration and tags."""
+    """Call wandb.init with the run's own id, name, configuration and tags."""
     import wandb
 
-    settings = load_run_config(folder)
-    name = config.experiment_name(type(settings))
+    cfg, name = load_run_config(folder), folder.experiment
     meta = read_json(folder.path / "meta.json")
-    facts = {"experiment": name, "world_size": settings.processes}
+    facts = {"experiment": name, "world_size": cfg.processes}
     facts["meta"] = meta | {"git": meta.get("git", {}).get("sha")}
     kept = folder.path / "wandb" / "id.json"
     own = read_json(kept).get("id") or secrets.token_hex(4)
     write_json(kept, {"id": own})  # first: a start that is killed meanwhile leaves it to the next one
     run = wandb.init(
-        project=settings.wandb.project,
-        entity=settings.wandb.entity or None,
-        group=settings.wandb.group or None,
+        project=cfg.wandb.project,
+        entity=cfg.wandb.entity or None,
+        group=cfg.wandb.group or None,
         name=folder.path.name,
         id=own,
         resume="allow",
         dir=str(folder.path),
         mode=mode,  # type: ignore[arg-type]
-        tags=[name, f"data:{settings.data.name}", f"world_size:{settings.processes}", *settings.wandb.tags],
-        config=dataclasses.asdict(settings) | facts,
+        tags=[name, f"data:{cfg.data.name}", f"world_size:{cfg.processes}", *cfg.wandb.tags],
+        config=dataclasses.asdict(cfg) | facts,
         settings=wandb.Settings(
             console="off",
             quiet=True,
@@ -65,38 +65,35 @@ def log_model_artifact(run: Any, folder: Folder) -> None:
     import wandb
 
     files = [folder.path / name for name in (MODEL, MODEL_FACTS)]
-    settings = load_run_config(folder)
-    if not (settings.wandb.model and folder.result.get("state") == "finished" and all(map(Path.is_file, files))):
+    is_finished = folder.result.get("state") == "finished"
+    if not (load_run_config(folder).wandb.model and is_finished and all(map(Path.is_file, files))):
         return
     facts = read_json(files[1])
-    artifact = wandb.Artifact(
-        f"{folder.path.name}-model", type="model", metadata={key: facts.get(key) for key in ("class", "step", "scores")}
-    )
+    metadata = {key: facts.get(key) for key in ("class", "step", "scores")}
+    artifact = wandb.Artifact(f"{folder.path.name}-model", type="model", metadata=metadata)
     for file in files:
         artifact.add_file(str(file), policy="immutable", skip_cache=True)  # no second copy on this disk
     run.log_artifact(artifact)
 
 
 class MediaForwarder:
-    """The images and histograms of an attempt that W&B has not got yet, as media.jsonl lists them."""
+    """Images and histograms of an attempt on their way to W&B, as media.jsonl lists them."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self.position = folder, 0
 
-    def pass_on(self, run: Any) -> None:
-        """Log those that have come since; what is cut off comes with the next call, what is damaged is left out."""
-        try:
-            text = (self.folder.attempt / "media.jsonl").read_text()
-        except OSError:
-            return
-        whole = text[self.position : text.rfind("\n") + 1]
-        self.position += len(whole)
-        for line in whole.splitlines():
+    def forward(self, run: Any) -> None:
+        """Log the new ones to W&B. A line that is cut off comes with the next call, a damaged one is left out."""
+        text = read_or_empty(str(self.folder.attempt / "media.jsonl"))
+        complete = text[self.position : text.rfind("\n") + 1]
+        self.position += len(complete)
+        for line in complete.splitlines():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 item = json.loads(line)
                 run.log({str(item["name"]): self.load(item), "global_step": item["global_step"]})
 
     def load(self, item: dict[str, Any]) -> Any:
+        """Return the W&B object of a line of media.jsonl."""
         import wandb
 
         file = self.folder.attempt / "media" / Path(item["file"]).name

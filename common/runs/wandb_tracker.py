@@ -1,11 +1,10 @@
-"""Weights & Biases, second: a process of its own follows metrics.jsonl and passes it on.
+"""Tracking by Weights & Biases: a process of its own follows metrics.jsonl and forwards its rows.
 
     python -m common.runs.wandb_tracker RUN_FOLDER ATTEMPT MODE REASON    (started by the run; ends when stdin closes)
 
-Training never waits for W&B and cannot fail with it, and a rank that is killed takes no record along:
-this process outlives it, passes on what is in the file, and closes the W&B run as failed. Whether
-there is an account and whether its host answers is found out before wandb.init, because a failing
-online init takes a minute and a half. Imports no torch.
+Training never waits for W&B and cannot fail with it, and a rank that is killed takes no record along: this process
+outlives it, forwards the rows that are in the file, and closes the W&B run as failed. Account and host are checked
+before wandb.init, because a failing online init takes a minute and a half. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ from typing import Any
 
 from common.core.errors import UserError, first_line
 from common.core.processes import adopt_orphans, kill_children
-from common.runs import result as summary
 from common.runs.folder import Folder, read_json, write_json
+from common.runs.result import parse_result
 from common.runs.wandb_account import choose_mode, read_requested_mode
 from common.runs.wandb_run import MediaForwarder, init_wandb_run, load_run_config, log_model_artifact
 from configs.shared import Experiment
 
-FORWARDED = "passed_on.json"  # in an attempt's folder: how many of its rows W&B has got
-SERVICE = "WANDB_SERVICE"  # how wandb finds the helper process of an earlier wandb
-POLL = 0.3  # seconds between two looks at the metrics file
+FORWARDED = "passed_on.json"  # in an attempt's folder: the number of its rows that W&B has
+SERVICE = "WANDB_SERVICE"  # names the helper process of an earlier wandb
+POLL = 0.3  # seconds between two reads of the metrics file
 
 
 class Tracker:
-    """The tracking process as its owner sees it."""
+    """Handle of the tracking process for its owner."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Folder) -> None:
         self.process, self.folder = process, folder
 
     @classmethod
-    def start(cls, settings: Experiment, folder: Folder) -> Tracker | None:
+    def start(cls, cfg: Experiment, folder: Folder) -> Tracker | None:
         """Start tracking, or return None where it is switched off or has no room to start."""
-        mode = read_requested_mode(settings)
+        mode = read_requested_mode(cfg)
         if mode == "disabled":
             return None
         # observability is W&B's own telemetry: ten seconds at the end where the host does not answer
@@ -70,14 +69,14 @@ class Tracker:
         return cls(process, folder)
 
     def finish(self, timeout: float) -> str:
-        """Let it pass on the rest; returns one line on where the W&B run is."""
+        """Let it forward the rest, for at most `timeout` seconds; return one line that names the W&B run."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         log = self.folder.attempt / "logs" / "tracker.log"
         try:
-            whole = self.process.wait(timeout + 1) == 0  # it ends itself after `timeout`
+            is_complete = self.process.wait(timeout + 1) == 0  # it ends itself after `timeout`
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            whole = False
+            is_complete = False
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -85,7 +84,7 @@ class Tracker:
         if not status:
             return f"W&B: nothing was tracked; see {log}"
         reason = f" ({status['reason']})" if status.get("reason") else ""
-        rest = "" if whole else f"; not complete after {timeout:g} s, see {log}"
+        rest = "" if is_complete else f"; not complete after {timeout:g} s, see {log}"
         if status["mode"] == "online":
             return f"W&B: {status['url']}{rest}"
         words = shlex.quote(shlex.quote(self.folder.reference))  # RUNS is split into words
@@ -98,7 +97,7 @@ def build_command(folder: Folder, mode: str, reason: str = "") -> list[str]:
 
 
 def wait_for_owner_exit(folder: Folder, closed: threading.Event, seconds: float) -> None:
-    """Tell when stdin closes, however the owner ended, and end this process `seconds` later, whatever it is at."""
+    """Set `closed` when stdin closes, however the owner ended, and end this process `seconds` later in any case."""
     sys.stdin.read()
     if not folder.result:  # the owner was killed: its ranks end a moment after it, and may still write
         time.sleep(POLL)
@@ -109,7 +108,7 @@ def wait_for_owner_exit(folder: Folder, closed: threading.Event, seconds: float)
 
 
 def follow_rows(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] | None]:
-    """The rows of a growing file; None whenever there is no more for now. Ends when `closed`, after the last row."""
+    """Yield the rows of a growing file, and None whenever there is no more for now, until `closed` and the last row."""
     position, rest = 0, ""
     while True:
         last = closed.wait(POLL)
@@ -132,7 +131,7 @@ def follow_rows(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] 
 
 def main(path: str, attempt: str, mode: str, reason: str) -> None:
     """Forward the rows of an attempt to W&B until stdin closes, then its model and result."""
-    for number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job; our end is stdin's
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job; this one ends with stdin
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # training goes first
     adopt_orphans()  # W&B's helpers leave processes behind
@@ -142,56 +141,56 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
         target=wait_for_owner_exit, args=(folder, closed, load_run_config(folder).wandb.finish_timeout), daemon=True
     ).start()
     run: Any = None
-    passed_on = read_forwarded_rows(folder)
-    pictures = MediaForwarder(folder)
-    count = noted = 0
+    forwarded = read_forwarded_rows(folder)
+    media = MediaForwarder(folder)
+    count = recorded = 0
     for row in follow_rows(folder.metrics_file, closed):
         if row is None:
             if run is not None:
-                pictures.pass_on(run)
-            if count > noted:
+                media.forward(run)
+            if count > recorded:
                 record_forwarded(folder, count)
-                noted = count
+                recorded = count
             continue
         if run is None:  # only now, so that the import does not compete with the first step
             run = connect_wandb(folder, mode, reason)
-        if row_key(row) not in passed_on:  # else a step that was done again, to the bit
+        if make_row_key(row) not in forwarded:  # else a step that was done again, to the bit
             run.log(row)
         count += 1
     if run is None:
         run = connect_wandb(folder, mode, reason)
     record_forwarded(folder, count)
-    pictures.pass_on(run)
+    media.forward(run)
     result = folder.result
     log_model_artifact(run, folder)
-    run.summary.update(summary.parse(result).columns() | {"restarts": len(folder.attempts()) - 1})
+    run.summary.update(parse_result(result).columns() | {"restarts": len(folder.attempts()) - 1})
     run.finish(exit_code=int(result.get("exit_status", 1)))
     shut_down_wandb()
 
 
-def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row says but for the time: a step that is done again with other settings says something else."""
+def make_row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the values of a row but for its time: a step that is done again with other settings has others."""
     return tuple(sorted((name, value) for name, value in row.items() if name != "time"))
 
 
 def record_forwarded(folder: Folder, rows: int) -> None:
-    """Keep for later attempts how many rows W&B has got of this one."""
+    """Write the number of rows that W&B has of this attempt, for later ones."""
     with contextlib.suppress(UserError):  # a full disk: they then come twice
         write_json(folder.attempt / FORWARDED, {"rows": rows})
 
 
 def read_forwarded_rows(folder: Folder) -> set[tuple[Any, ...]]:
-    """The rows of earlier starts that their tracking processes have passed on."""
+    """Return the keys of the rows of earlier attempts that W&B has."""
     known: set[tuple[Any, ...]] = set()
     for attempt in folder.attempts():
         count = read_json(attempt.attempt / FORWARDED).get("rows")
         if attempt.number < folder.number and isinstance(count, int):
-            known |= {row_key(row) for row in itertools.islice(attempt.own_rows(), count)}
+            known |= {make_row_key(row) for row in itertools.islice(attempt.own_rows(), count)}
     return known
 
 
 def connect_wandb(folder: Folder, asked: str, reason: str) -> Any:
-    """The W&B run; a failing online start is followed by an offline one in a fresh process."""
+    """Start the W&B run; after a failing online start, start it offline in a fresh process."""
     mode, why = choose_mode(asked)
     reason = reason or why
     try:
@@ -202,8 +201,8 @@ def connect_wandb(folder: Folder, asked: str, reason: str) -> Any:
         kill_children()
         os.environ.pop(SERVICE, None)
         os.execv(sys.executable, build_command(folder, "offline", f"W&B refused the run: {first_line(error)}"))
-    place = {"id": run.id, "mode": mode, "reason": reason, "url": run.url, "dir": str(Path(run.dir).parent)}
-    write_json(folder.path / "wandb" / "status.json", place)
+    status = {"id": run.id, "mode": mode, "reason": reason, "url": run.url, "dir": str(Path(run.dir).parent)}
+    write_json(folder.path / "wandb" / "status.json", status)
     return run
 
 

@@ -36,7 +36,7 @@ class Attempt:
     folder: Folder
     prepared: Prepared
     is_new: bool
-    """Whether this is the first attempt of its run."""
+    """True for the first attempt of a run."""
     tracker: wandb_tracker.Tracker | None = None
 
     @classmethod
@@ -45,7 +45,7 @@ class Attempt:
 
         Raises UserError, and leaves no new folder behind then.
         """
-        folder, prepared = set_up(cfg, fallback) if given is None else resume(cfg, given)
+        folder, prepared = set_up_run(cfg, fallback) if given is None else resume_run(cfg, given)
         return cls(folder, prepared, given is None)
 
     def document(self) -> None:
@@ -69,7 +69,7 @@ class Attempt:
                 shutil.rmtree(self.folder.path, ignore_errors=True)
             raise
 
-    def conclude(self, status: int, cfg: Experiment, *, submitted: bool = False, reason: str = "") -> None:
+    def conclude(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
         """Write how the attempt ended and how to resume it, and let W&B finish.
 
         Of a `submitted` run the job writes the result, because it outlives its ranks.
@@ -78,26 +78,30 @@ class Attempt:
             return
         try:
             ended = describe_ending(self.folder, status, reason)
-            if not self.folder.result and not submitted and not self.folder.superseded:
+            if not self.folder.result and not submitted and not self.folder.is_superseded:
                 with contextlib.suppress(UserError):  # the full disk that ended the run has been reported
-                    ended.write(self.folder.path / "result.json")
+                    ended.write(self.folder)
                 if ended.last_step:
                     print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 if storage.list_candidates(self.folder):
                     print(f"go on with: {how_to_resume(self.folder, cfg, reason)}", file=sys.stderr)
             state = self.folder.result.get("state", ended.state)
-            facts = {"world": read_json(self.folder.attempt / "world.json") or None}
-            if not self.folder.superseded:  # else the newest entry of the history is another attempt's
+            world = read_json(self.folder.attempt / "world.json") or None
+            if not self.folder.is_superseded:  # else the newest entry of the history is another attempt's
                 with contextlib.suppress(UserError):
-                    provenance.update_metadata(self.folder, state=state, end=provenance.utc_now(), **facts)
+                    provenance.update_metadata(self.folder, world=world)
+                    provenance.record_end(self.folder, state)
         finally:
             if self.tracker is not None:
                 patience = cfg.wandb.finish_timeout  # ranks that stop wait for each other, and a scheduler for them
                 print(self.tracker.finish(min(patience, 5.0) if status == EXIT_RESUMABLE else patience), flush=True)
 
 
-def is_finished(folder: Folder | None, cfg: Experiment, report: bool = True) -> bool:
-    """Check whether a run has nothing left to do, and print so. Raises UserError where a longer run cannot resume."""
+def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool:
+    """Check for a run that has nothing left to do; print so with `report`.
+
+    Raises UserError where more steps are asked for and the last checkpoint is gone.
+    """
     if folder is None or folder.result.get("state") != "finished" or extension.asks_for_more_steps(folder, cfg):
         return False
     if report:
@@ -105,7 +109,7 @@ def is_finished(folder: Folder | None, cfg: Experiment, report: bool = True) -> 
     return True
 
 
-def set_up(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
+def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     """Prepare the data and make a run folder with its first attempt; the data set in use goes into the config first."""
     prepared = prepare.prepare(cfg.data, fallback)
     cfg.data.name = prepared.name  # type: ignore[assignment]
@@ -122,7 +126,7 @@ def set_up(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     return folder, prepared
 
 
-def resume(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
+def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
     """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
     prepared = prepare.prepare(cfg.data, fallback=False)
     known = read_json(given.path / "meta.json").get("data") or {}
@@ -145,7 +149,7 @@ def resume(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
 def warn_of_damaged_metrics(given: Folder) -> None:
     """Print the numbers of damaged lines in the metrics of all attempts; readers leave these lines out."""
     for attempt in given.attempts():
-        damaged = attempt.damaged_lines()
+        damaged = attempt.find_damaged_lines()
         if damaged:
             lines = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
             print(f"WARNING: {attempt.metrics_file}: damaged lines are left out: {lines}", file=sys.stderr, flush=True)
@@ -178,9 +182,9 @@ def how_to_resume(folder: Folder, cfg: Experiment, reason: str) -> str:
     return again
 
 
-def describe_ending(folder: Folder, status: int, reason: str = "") -> Result:
-    """Return the result of an attempt that did not finish the run; `reason` is what is known of a failure."""
-    last = max((row["global_step"] for row in folder.metrics()), default=0)
+def describe_ending(folder: Folder, status: int, reason: str) -> Result:
+    """Return the result of an attempt that did not finish the run; `reason` is the cause of a failure."""
+    last = folder.find_last_step()
     if status == 128 + signal.SIGINT:
         return Result("cancelled", status, "stopped by Ctrl-C", last)
     if status == EXIT_RESUMABLE:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from common.checkpoint import state_dicts, storage
 from common.checkpoint.preemption import StopRequest, StopRequested, leave_together, name_silent_ranks
@@ -44,8 +44,12 @@ def start(main: Main[T], schema: type[T]) -> None:
         path = config.parse_command_line(sys.argv[1:]).resume
         given = Folder(path.absolute()) if path else None
         if getattr(cfg, "sweep", False):
-            sweep.check_started_here(given is None and rank_info is None)
-            sys.exit(sweep.run(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks())))
+            if given is not None or rank_info is not None:
+                raise UserError(
+                    "sweep=true starts its runs itself, one after the other: start it without srun, torchrun, "
+                    "RESUME and --resume; make sweep runs a grid on a cluster"
+                )
+            sys.exit(sweep.run_sweep(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks())))
         if rank_info is None:
             sys.exit(run_experiment(main, cfg, ForkedRanks(), given)[1])
         _, status = run_experiment(main, cfg, LaunchedRank(rank_info, cfg), given)
@@ -62,10 +66,8 @@ def run_experiment(
 
     Of a `submitted` run the job decides what happens after this attempt. Raises UserError.
     """
-    if is_finished(given, cfg, ranks.is_main):
-        return given, 0
     with ranks.connect(cfg, given) as known:
-        if is_finished(known, cfg, ranks.is_main):
+        if is_finished(known, cfg, report=ranks.is_main):
             return known, 0
         attempt = ranks.open_attempt(cfg, known)
         if isinstance(attempt, int):
@@ -76,7 +78,11 @@ def run_experiment(
         finally:
             if ranks.is_main:
                 attempt.conclude(ending.status, cfg, submitted=submitted, reason=ending.reason)
-        return attempt.folder, ranks.leave(ending, attempt.folder)
+        if ending.together:
+            leave_together()
+        elif attempt.folder.result.get("state") == "finished":  # a stop request that came too late changes nothing
+            return attempt.folder, 0
+        return attempt.folder, ending.status
 
 
 @dataclass(frozen=True)
@@ -86,9 +92,9 @@ class Ending:
     status: int
     """Exit status; 75 (EXIT_RESUMABLE) after a stop request."""
     reason: str = ""
-    """What is known of a failure."""
+    """Cause of a failure, as far as it is known."""
     together: bool = False
-    """Whether all ranks agreed to stop after the same step."""
+    """True where all ranks agreed to stop after the same step."""
 
 
 class ForkedRanks:
@@ -98,14 +104,14 @@ class ForkedRanks:
 
     @contextlib.contextmanager
     def connect(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
-        """Lock the run to resume, and fit the config to this machine. Raises UserError where that fails."""
+        """Lock the run to resume. Raises UserError where another process holds it."""
         with lock_run(given) if given is not None else contextlib.nullcontext():
-            cfg.adapt(provenance.count_visible_gpus())
-            check_memory(cfg)
             yield given
 
     def open_attempt(self, cfg: Experiment, given: Folder | None) -> Attempt | int:
-        """Claim the attempt. Raises UserError."""
+        """Fit the config to this machine and claim the attempt. Raises UserError."""
+        cfg.adapt(provenance.count_visible_gpus())
+        check_memory(cfg)
         attempt = Attempt.open(cfg, given, fallback=True)
         if given is not None:
             folder = attempt.folder
@@ -121,7 +127,7 @@ class ForkedRanks:
         folder = attempt.folder
 
         def train_forked(rank_info: RankInfo) -> None:
-            stop = listen_for_stop(cfg, folder, rank_info.rank)
+            stop = listen_for_stop(cfg, open(folder.log_file(rank_info.rank), "a"))  # noqa: SIM115 (until the rank ends)
             local_launcher.redirect_output(folder.log_file(rank_info.rank), keep_stdout=rank_info.rank == 0)
             with rendezvous.joined_world(rank_info, cfg.launch) as world:
                 train_rank(main, cfg, world, attempt, stop)
@@ -137,10 +143,6 @@ class ForkedRanks:
             ranks, nodes = cfg.processes, cfg.launch.nodes
             status = local_launcher.run_ranks(train_forked, ranks, nodes, document, reasons.append)
         return Ending(status, "".join(reasons))
-
-    def leave(self, ending: Ending, folder: Folder) -> int:
-        """Return the exit status; a stop request that came after the end of training changes nothing."""
-        return 0 if folder.result.get("state") == "finished" else ending.status
 
 
 class LaunchedRank:
@@ -159,7 +161,7 @@ class LaunchedRank:
     def connect(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
         """Join the other ranks; without a `given` run a restart resumes the run of the attempt before it."""
         check_memory(cfg)
-        self.stop = listen_for_stop(cfg, None, self.rank_info.rank)
+        self.stop = listen_for_stop(cfg, sys.stderr)
         with rendezvous.joined_world(self.rank_info, cfg.launch) as self.world:
             if given is None and self.rank_info.is_restart:
                 name = config.experiment_name(type(cfg))
@@ -171,7 +173,7 @@ class LaunchedRank:
         """Let rank 0 claim and document the attempt; an exit status where there is none, a UserError on rank 0."""
         self.stop.all_saved = True
         try:
-            answer = self.world.broadcast(self._open(cfg, given) if self.is_main else None)
+            answer = self.world.broadcast(self._try_open(cfg, given) if self.is_main else None)
         except (StopRequested, RuntimeError):
             if self.stop.number:
                 return EXIT_RESUMABLE
@@ -185,7 +187,7 @@ class LaunchedRank:
         cfg.data.name = answer.prepared.name
         return answer
 
-    def _open(self, cfg: Experiment, given: Folder | None) -> Attempt | UserError:
+    def _try_open(self, cfg: Experiment, given: Folder | None) -> Attempt | UserError:
         try:
             attempt = Attempt.open(cfg, given, fallback=self.world.nodes == 1)
             with attempt.discarded_on(UserError, StopRequested):
@@ -205,17 +207,6 @@ class LaunchedRank:
         except StopRequested as request:
             return Ending(EXIT_RESUMABLE, together=request.together)
         return Ending(0)
-
-    def leave(self, ending: Ending, folder: Folder) -> int:
-        """Stop with the other ranks if all agreed on it; return the exit status.
-
-        Without agreement the others learn of it when this rank's connections close.
-        """
-        if ending.together:
-            leave_together()
-        elif ending.status == EXIT_RESUMABLE and folder.result.get("state") == "finished":
-            return 0
-        return ending.status
 
 
 def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: StopRequest) -> None:
@@ -252,9 +243,8 @@ def check_memory(cfg: Experiment) -> None:
         host_memory.check_host_memory(cfg)
 
 
-def listen_for_stop(cfg: Experiment, folder: Folder | None, rank: int) -> StopRequest:
-    """Handle stop signals from now on; stacks go to the rank's log, or to stderr where there is none yet."""
-    log = open(folder.log_file(rank), "a") if folder else sys.stderr  # noqa: SIM115 (open as long as the process lives)
+def listen_for_stop(cfg: Experiment, log: IO[str]) -> StopRequest:
+    """Handle stop signals from now on; `log` receives the stacks if this rank has to be ended."""
     stop = StopRequest(cfg.checkpoint.grace, log)
     stop.listen()
     return stop

@@ -19,9 +19,9 @@ from common.runs.result import Report, Result
 from common.training.run_context import RunContext
 
 
-def write(run: RunContext, reports: Sequence[Report]) -> None:
+def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     """Write result and model of a finished run, unless a newer attempt has taken its place, and print the table."""
-    if not run.folder.superseded:
+    if not run.folder.is_superseded:
         assert run.metrics is not None
         run.metrics.writer.flush()
         result = Result(
@@ -32,23 +32,23 @@ def write(run: RunContext, reports: Sequence[Report]) -> None:
             timings=measure_timings(run),
             memory=run.memory,
         )
-        keep_model(run)
-        result.with_reports(report.result() for report in reports).write(run.folder.path / "result.json")
-    shown = run_rows(run)
+        save_trained_model(run)
+        result.with_reports(report.result() for report in reports).write(run.folder)
+    shown = format_run_rows(run)
     for report in reports:
         shown |= report.rows()
-    run.say(tables.format_table(shown | place_rows(run)))
+    run.say(tables.format_table(shown | format_folder_rows(run)))
 
 
 def measure_timings(run: RunContext) -> dict[str, float]:
-    """The speed of this attempt; empty where it had too few steps left to tell."""
+    """Return samples/s and seconds a step of this attempt; empty where it had too few steps left to measure."""
     if not run.step_seconds():
         return {}
     return {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
 
 
-def run_rows(run: RunContext) -> dict[str, str]:
-    """The first rows of the table: what every run measures."""
+def format_run_rows(run: RunContext) -> dict[str, str]:
+    """Return the first rows of the table: measurements of every run."""
     seconds, rate, world, scores = run.step_seconds(), run.samples_per_second(), run.world, run.scores
     speed = f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)"
     trained = format_count(run.step - run.resumed_after, "step")
@@ -62,8 +62,8 @@ def run_rows(run: RunContext) -> dict[str, str]:
     }
 
 
-def place_rows(run: RunContext) -> dict[str, str]:
-    """The last rows of the table: where everything lies, and how to see and repeat it."""
+def format_folder_rows(run: RunContext) -> dict[str, str]:
+    """Return the last rows of the table: the run's folder, and the commands that show and repeat it."""
     path = run.folder.path
     try:
         changed = config.read_all_changes(path)
@@ -78,8 +78,8 @@ def place_rows(run: RunContext) -> dict[str, str]:
     }
 
 
-def keep_model(run: RunContext) -> None:
-    """Write the model of the last step beside the result, with what is needed to build and evaluate it.
+def save_trained_model(run: RunContext) -> None:
+    """Write the model of the last step beside the result, with the facts that build and evaluate it.
 
     Raises UserError where the disk does not take it.
     """

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ SPACE_GB = 1.0  # less than this free is a problem
 SIZE = 4 << 20  # elements of the all-reduce whose bandwidth is measured: 16 MiB
 ROUNDS = 3
 SIDE = {"cpu": 384, "cuda": 4096}  # of the matrices whose product is measured
+PRODUCT_SECONDS = 0.5  # of each round of products
 SLOW = 0.5  # of the median rate of the others: a slow host
 WRITTEN = 16 << 20  # bytes that are written to measure a disk
 SLOW_DISK = 5.0  # MB/s
@@ -38,14 +39,14 @@ SKEW = 1.0  # seconds between two clocks
 
 
 def collect_basic_facts(world: World, folder: Path) -> dict[str, Any]:
-    """What costs next to nothing, for the start of every job."""
+    """Collect the facts that cost next to nothing, for the start of every job. GB are 1e9 bytes."""
     cuda = world.device.type == "cuda"
     return {
         "rank": world.rank,
         "host": socket.gethostname(),
         "address": resolve_own_address(),
         "versions": {"python": platform.python_version()}
-        | {p: provenance.package_version(p) for p in provenance.PACKAGES},
+        | {p: provenance.read_package_version(p) for p in provenance.PACKAGES},
         "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
         "memory_free_gb": round(torch.cuda.mem_get_info(world.device)[0] / 1e9, 1) if cuda else None,
         "cores": len(os.sched_getaffinity(0)),
@@ -64,7 +65,7 @@ def check_hosts(world: World, folder: Path) -> None:
 
 
 def resolve_own_address() -> str:
-    """The address that this host's name resolves to; empty if it resolves to none."""
+    """Return the address that this host's name resolves to; empty if it resolves to none."""
     try:
         return network.resolve_ipv4(socket.gethostname())
     except OSError:
@@ -72,7 +73,7 @@ def resolve_own_address() -> str:
 
 
 def measure_disk_free(folder: Path) -> float | None:
-    """Gigabytes free where runs are written; None where the folder cannot be reached."""
+    """Return the GB that are free where runs are written; None where the folder cannot be reached."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
@@ -82,7 +83,7 @@ def measure_disk_free(folder: Path) -> float | None:
 
 
 def check_all_reduce(world: World) -> dict[str, Any]:
-    """Whether an all-reduce adds up, and how many bytes a second it carries. All ranks call it."""
+    """Check the sum of an all-reduce and measure its GB/s, the best of a few rounds. All ranks call it."""
     expected = world.size * (world.size + 1) / 2
     values, right = torch.empty(SIZE, device=world.device), True
 
@@ -99,8 +100,8 @@ def check_all_reduce(world: World) -> dict[str, Any]:
     return {"all_reduce_right": right, "all_reduce_gb_per_s": round(SIZE * 4 / best / 1e9, 2)}
 
 
-def check_matrix_product(world: World, seconds: float = 0.5) -> dict[str, Any]:
-    """Whether a matrix product is finite and the same each time, and how fast it is: the best of a few rounds.
+def check_matrix_product(world: World) -> dict[str, Any]:
+    """Check that a matrix product is finite and the same each time, and measure its GFLOP/s, the best of a few rounds.
 
     A round is long enough for a host whose processor is taken away now and then to show it. All ranks call it.
     """
@@ -109,7 +110,7 @@ def check_matrix_product(world: World, seconds: float = 0.5) -> dict[str, Any]:
     first = left @ right
     finite, same, best = bool(first.isfinite().all()), True, 0.0
 
-    def eight_products() -> None:
+    def multiply_eight_times() -> None:
         nonlocal same
         for _ in range(8):
             last = left @ right
@@ -117,13 +118,13 @@ def check_matrix_product(world: World, seconds: float = 0.5) -> dict[str, Any]:
 
     for _ in range(ROUNDS):
         dist.barrier()
-        times = time_calls(eight_products, world.device, sys.maxsize, warm_up=0, budget=seconds)
+        times = time_calls(multiply_eight_times, world.device, sys.maxsize, warm_up=0, budget=PRODUCT_SECONDS)
         best = max(best, 8 * len(times) / sum(times))
     return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * side**3 / 1e9, 1)}
 
 
 def sample_clock(world: World) -> dict[str, Any]:
-    """What this host's clock shows at moments that all ranks share, as well as a barrier can. All ranks call it."""
+    """Read this host's clock, in seconds, at moments that ranks share but for a barrier's delay. All ranks call it."""
     times = []
     for _ in range(5):
         dist.barrier()
@@ -132,7 +133,7 @@ def sample_clock(world: World) -> dict[str, Any]:
 
 
 def measure_disk_writing(folder: Path) -> dict[str, Any]:
-    """How fast run folders are written, to the disk itself, or why they are not."""
+    """Measure the MB/s at which run folders are written, to the disk itself, or return why they cannot be."""
     file = folder / f".doctor-{secrets.token_hex(4)}"
     block = os.urandom(1 << 20)
     try:
@@ -152,7 +153,7 @@ def measure_disk_writing(folder: Path) -> dict[str, Any]:
 
 
 def check_prepared_data(cache: Path) -> dict[str, Any]:
-    """The prepared sets in a folder by the checksums they should have, and the files that have another."""
+    """Return the checksums that the prepared sets in a folder should have, and the files that have others."""
     sets, damaged = {}, []
     for manifest in sorted(cache.glob("*/manifest.json")):
         known = read_json(manifest).get("sha256")
@@ -168,7 +169,7 @@ def check_prepared_data(cache: Path) -> dict[str, Any]:
 
 
 def collect_all_facts(world: World, runs: Path, cache: Path) -> dict[str, Any]:
-    """Everything there is to know before a long job. All ranks call it; the first of each host looks at its disks."""
+    """Collect all facts, for a long job. All ranks call it; the first of each host looks at its disks."""
     found = (
         collect_basic_facts(world, runs) | check_all_reduce(world) | check_matrix_product(world) | sample_clock(world)
     )
@@ -179,7 +180,7 @@ def collect_all_facts(world: World, runs: Path, cache: Path) -> dict[str, Any]:
 
 
 def find_problems(facts: Sequence[dict[str, Any]], hosts: int) -> list[str]:
-    """What is wrong, one line each, naming the host. Facts that nobody asked for are left out."""
+    """Return one line for each problem, which names the host. Facts that were not collected are left out."""
     found = find_differences(facts)
     for f in facts:
         found += find_host_problems(f, hosts)
@@ -192,32 +193,31 @@ def name_host(f: dict[str, Any]) -> str:
 
 
 def find_differences(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Versions and data that are not the same everywhere."""
+    """Return the differences in versions, data and devices."""
     found = []
     for package in facts[0]["versions"]:
-        counts = Counter(str(f["versions"].get(package)) for f in facts)
-        usual, _ = counts.most_common(1)[0]
-        found += [
-            f"{name_host(f)} has {package} {f['versions'].get(package)}, the others {usual}; use one .venv"
-            for f in facts
-            if str(f["versions"].get(package)) != usual
-        ]
+        for where, own, usual in find_unusual(facts, lambda f: f["versions"].get(package)):  # noqa: B023 (called at once)
+            found.append(f"{where} has {package} {own}, the others {usual}; use one .venv")
     looked = [f for f in facts if "data" in f]
     for prepared in sorted({key for f in looked for key in f["data"]}):
-        counts = Counter(f["data"].get(prepared) for f in looked)
-        usual, _ = counts.most_common(1)[0]
-        found += [
-            f"{name_host(f)} has other data in {prepared} than the others, or none; "
-            "data.cache must be one folder that all hosts share"
-            for f in looked
-            if f["data"].get(prepared) != usual
-        ]
-    devices = Counter(f["device"] for f in facts).most_common(1)[0][0]
-    return found + [f"{name_host(f)} has {f['device']}, the others {devices}" for f in facts if f["device"] != devices]
+        for where, _, _ in find_unusual(looked, lambda f: f["data"].get(prepared)):  # noqa: B023
+            found.append(
+                f"{where} has other data in {prepared} than the others, or none; "
+                "data.cache must be one folder that all hosts share"
+            )
+    devices = find_unusual(facts, lambda f: f["device"])
+    return found + [f"{where} has {own}, the others {usual}" for where, own, usual in devices]
+
+
+def find_unusual(facts: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], Any]) -> list[tuple[str, Any, Any]]:
+    """Return the name of each host whose value is not the most frequent one, its value, and that one."""
+    values = [read(f) for f in facts]
+    usual, _ = Counter(values).most_common(1)[0]
+    return [(name_host(f), own, usual) for f, own in zip(facts, values, strict=True) if own != usual]
 
 
 def find_host_problems(f: dict[str, Any], hosts: int) -> list[str]:
-    """What is wrong with one host alone."""
+    """Return the problems of one host alone."""
     found, where = [], name_host(f)
     if not f["address"]:
         found.append(f"{where} does not know its own name; add it to /etc/hosts or DNS")
@@ -243,11 +243,11 @@ def find_host_problems(f: dict[str, Any], hosts: int) -> list[str]:
 
 
 def find_slow_hosts(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Hosts that compute much slower than the others."""
-    found = []
-    for f in facts:
-        others = [g["gflop_per_s"] for g in facts if g is not f and g.get("gflop_per_s")]
-        if others and f.get("gflop_per_s") is not None and f["gflop_per_s"] < SLOW * median(others):
+    """Return the hosts that compute much slower than the others."""
+    found, measured = [], [f for f in facts if "gflop_per_s" in f]
+    for f in measured:
+        others = [g["gflop_per_s"] for g in measured if g is not f]
+        if others and f["gflop_per_s"] < SLOW * median(others):
             found.append(
                 f"{name_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {median(others)}; "
                 "look for other programs and for thermal throttling there"
@@ -256,7 +256,7 @@ def find_slow_hosts(facts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def find_clock_problems(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Clocks that show another time than most. All processes of a host have one clock: the first tells of it."""
+    """Return the clocks that show another time than most. All ranks of a host have one clock: the first tells of it."""
     looked = list({f["host"]: f for f in reversed(facts) if f.get("times")}.values())[::-1]
     if len(looked) < 2:
         return []

@@ -17,12 +17,14 @@ from common.measure.step_timing import StepTimes
 from common.training import optimizers
 from common.training.run_context import RunContext
 
+Evaluate = Callable[[], dict[str, float]]
+
 
 class Step:
-    """One optimizer step: `with step:` around forward, backward and update.
+    """Optimizer step: `with step:` around forward, backward and update.
 
-    It counts when that block ends without an error, also where the optimizer has left it out (fp16). The block holds
-    what would have to be done again if the step failed; running sums change behind it.
+    It counts when that block ends without an error, also where the scaler has skipped the update (fp16). Everything
+    that would have to be done again if the step failed is in the block; running sums change behind it.
     """
 
     def __init__(self, run: RunContext, batch: Any, number: int, epoch: int, rate: float) -> None:
@@ -32,7 +34,7 @@ class Step:
         self.epoch = epoch
         """Counted from 0."""
         self.rate = rate
-        """The learning rate, which the optimizer has got already."""
+        """The learning rate, which is already set on the optimizer."""
         self.values: dict[str, Tensor | float | None] = {}
         self.done = False
 
@@ -52,7 +54,7 @@ class Step:
             self.run.times.mark(name)
 
     def log(self, **values: Tensor | float | None) -> None:
-        """Values for metrics.jsonl; tensors stay unsynchronised. Where only one rank knows them, None elsewhere."""
+        """Add values to metrics.jsonl; tensors stay on their device. Where only one rank knows them, None elsewhere."""
         self.values |= values
 
     def __enter__(self) -> Step:
@@ -64,15 +66,10 @@ class Step:
             finish_step(self.run, self)
 
 
-def steps(run: RunContext, state: TrainState, evaluate: Callable[[], dict[str, float]], source: int) -> Iterator[Step]:
-    """Yield the optimizer steps that are left of a run, and evaluate after each epoch and after the last step.
+def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source: int) -> Iterator[Step]:
+    """Yield the optimizer steps that are left of a run, as `Run.steps` describes.
 
-    Before a step the learning rate is set. Between two steps come heartbeat and, about twice a second, the agreed
-    decision of all ranks to save or to stop. Before an evaluation all parts of the model are in eval mode. `source` is
-    the rank that knows the values of `Step.log`, or MEAN.
-
-    Raises StopRequested after a checkpoint, when any rank was asked to stop, and UserError for a loss that is NaN or
-    infinite.
+    `source` is the rank that knows the values of `Step.log`, or MEAN.
     """
     if run.state is not state:
         run.resume(state)
@@ -82,24 +79,24 @@ def steps(run: RunContext, state: TrainState, evaluate: Callable[[], dict[str, f
         run.times = StepTimes(state.parts[0], run.device, sharded)
     while True:
         if run.step < run.total and not run.saver.unevaluated:
-            yield from steps_of_epoch(run, state)
+            yield from iterate_epoch(run, state)
         scores = evaluate_epoch(run, state, evaluate)
         words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
         run.say(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
         if run.step >= run.total:
             held = run.world.gather(read_peak(run.device))
-            run.memory = {f"rank {rank}": most for rank, most in enumerate(held)}
+            run.memory = {f"rank {rank}": peak for rank, peak in enumerate(held)}
             run.scores = scores
             return
 
 
-def steps_of_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
+def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
     """Yield the rest of the loader's epoch, up to the run's last step."""
     cfg, per_epoch = run.cfg, state.loader.steps
     for part in state.parts:
         part.train()
     for batch in run.times.batches(state.loader) if run.times else state.loader:
-        rate = optimizers.learning_rate(cfg.optim, run.step, run.total, cfg.batch)
+        rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         optimizers.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // per_epoch, rate)
         yield step
@@ -112,7 +109,7 @@ def steps_of_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
 
 
 def finish_step(run: RunContext, step: Step) -> None:
-    """Count a step: its time, its values, a sign of life."""
+    """Record a step that is done: its time and values, and the heartbeat."""
     assert run.state is not None and run.metrics is not None
     wait_for_gpus(run, run.state, step.number)
     now = time.perf_counter()
@@ -122,7 +119,7 @@ def finish_step(run: RunContext, step: Step) -> None:
     run.metrics.add(step.number, now, step.values)
     if run.metrics.is_due:
         run.metrics.flush()
-    run.show_life(now)
+    run.write_heartbeat(now)
     if run.profiler is not None:
         run.profiler.step()
 
@@ -130,8 +127,8 @@ def finish_step(run: RunContext, step: Step) -> None:
 def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
     """Wait for the GPUs where the steady steps begin and where something else follows a step.
 
-    A step only gives them work: without it short runs would take as long as giving, and what is left of it would count
-    as an evaluation's or a checkpoint's.
+    A step only queues work on them: without waiting, its time would be that of queueing, and the rest would count as
+    time of an evaluation or a checkpoint.
     """
     if not state.gpus:
         return
@@ -142,7 +139,7 @@ def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
             torch.cuda.synchronize(gpu)
 
 
-def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> dict[str, float]:
     """Measure the model after the newest step and record the scores. All ranks call it.
 
     `evaluate` calls `Run.look` between two batches: a stop request saves the state before the evaluation, which is

@@ -1,4 +1,4 @@
-"""A model as pipeline stages: where it is partitioned, decided once in the life of a run, and what trains it."""
+"""A model as pipeline stages: its partition, chosen once in the life of a run, and the engine that trains it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from configs.pipeline import PipelineConfig
 
 
 def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> list[nn.Sequential]:
-    """The stages of a model, partitioned as set or so that they cost about the same. All ranks call it.
+    """Partition a model into stages as `split` names them, or so that they cost about the same. All ranks call it.
 
     A partition that was measured goes into config.yaml. Raises UserError where the model cannot be split so.
     """
     sample = torch.randn(run.cfg.plan.microbatch, *run.sample_shape)  # to measure with
     try:
-        parts = partition.split_into_stages(model, partition_points(cfg, model, sample, run))
+        parts = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
     except ValueError as error:
         raise UserError(str(error)) from None
     empty = [part for part in parts if not any(True for _ in part.parameters())]
@@ -44,19 +44,19 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     return parts
 
 
-def partition_points(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
-    """The layers that begin a new stage."""
+def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
+    """Return the names of the layers that begin a new stage; `sample` [N, ...] is an input of the first layer."""
     if cfg.split or cfg.stages == 1:
         return cfg.split
     if cfg.balance == "parameters":
         return partition.balance_stages(partition.count_parameters(model), cfg.stages)
-    return measure_once(run, "split", lambda: cached_partition(cfg, model, sample, run))
+    return measure_once(run, "split", lambda: find_fastest_partition(cfg, model, sample, run))
 
 
-def cached_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
-    """The partition that was measured on machines like these for such stages before, or else now. All ranks call it.
+def find_fastest_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
+    """Return the partition measured for such stages on machines like these, else measure it now. All ranks call it.
 
-    Each measurement comes out a little otherwise: runs that are compared must not differ in that. The file lies in
+    Each measurement comes out a little different: runs that are compared must not differ in that. The file is in
     data.cache, and removing it lets the next run measure again.
     """
     world, chosen = run.world, run.cfg
@@ -74,15 +74,15 @@ def cached_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, 
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = Path(chosen.data.cache) / "cuts" / f"{name}.json"
     with contextlib.ExitStack() as held:
-        known = {}
+        cut = None
         if world.is_main:
             with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run some time
                 file.parent.mkdir(parents=True, exist_ok=True)
                 wait_for_lock(held.enter_context(open(file.with_suffix(".lock"), "w")), chosen.launch.step_timeout / 4)
             known = read_json(file)
-        cut = known.get("split")
-        sound = known.get("key") == json.loads(json.dumps(key)) and isinstance(cut, list)
-        cut = world.broadcast(cut if sound else None)
+            if known.get("key") == json.loads(json.dumps(key)) and isinstance(known.get("split"), list):
+                cut = known["split"]
+        cut = world.broadcast(cut)
         if cut is None:
             cut = measure_partition(cfg, model, sample, world)
             if world.is_main:
@@ -101,14 +101,14 @@ def wait_for_lock(file: IO[str], seconds: float) -> None:
 
 
 def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
-    """The partition whose slowest stage is as quick as can be.
+    """Measure the layers, and return the partition whose slowest stage is as fast as possible. All ranks call it.
 
-    All ranks measure at the same time, as they will work: they share the memory's bandwidth, which layers with
-    large activations need more of.
+    All measure at the same time, as they will work: they share the memory's bandwidth, which layers with large
+    activations need more of. `sample` [N, ...] is an input of the first layer.
     """
-    world.named_barrier("measure the cut")
+    world.named_barrier("measure the partition")
     found = world.gather(partition.time_layers(model, sample.to(world.device), repeats=3))
-    reset_peak(world.device)  # what follows is the training's
+    reset_peak(world.device)  # the peak is to be that of training
     sums = {name: sum(costs[name] for costs in found) for name, _ in model.named_children()}
     return partition.balance_stages(sums, cfg.stages)
 
@@ -132,7 +132,7 @@ def measure_once(run: RunContext, name: str, find: Callable[[], list[str]]) -> l
 
 
 def check_devices(names: Sequence[str]) -> Sequence[str]:
-    """The names, if all these devices are there. Raises UserError."""
+    """Return the names of devices. Raises UserError where one of them is not there."""
     count = torch.cuda.device_count()
     absent = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]
     if absent:
@@ -140,21 +140,17 @@ def check_devices(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def engine_class(cfg: PipelineConfig) -> type[PipelineEngine]:
-    """The class that trains stages on ranks of their own."""
-    if cfg.engine == "own":
-        return PipelineEngine
-    from common.pipeline.torch_engine import TorchPipelineEngine  # a second to import, so only when asked for
-
-    return TorchPipelineEngine
-
-
 def build_pipeline(
     cfg: PipelineConfig, stages: list[nn.Sequential], loss: Loss, run: RunContext, group: World | None = None
 ) -> PipelineEngine:
-    """The engine that trains `stages` on the ranks of a group, or on all; each rank keeps and moves its own stages.
+    """Build the engine that trains `stages` on the ranks of a group, or on all.
 
-    `loss` is a mean over samples.
+    Each rank keeps its own stages and moves them to its device. `loss` is a mean over samples.
     """
-    kind, shard = engine_class(cfg), run.cfg.plan.shard
+    kind: type[PipelineEngine] = PipelineEngine
+    if cfg.engine == "torch":
+        from common.pipeline.torch_engine import TorchPipelineEngine  # a second to import, so only when asked for
+
+        kind = TorchPipelineEngine
+    shard = run.cfg.plan.shard
     return kind(cfg, stages, loss, group or run.world, batch=shard, sample=run.sample_shape, dtype=run.dtype)

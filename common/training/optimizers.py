@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,42 +13,30 @@ from torch.optim import Optimizer
 
 from configs.shared import Optim
 
+T = TypeVar("T", bound=Optimizer)
 
-class _Eager(Optimizer):
-    """Optimizer methods without the wrappers that import the compiler.
+
+def remove_compiler_hooks(kind: type[T]) -> type[T]:
+    """Return an optimizer class of torch whose methods do not import the compiler.
 
     At its first call every optimizer of torch imports torch._dynamo, a second of a short run's start, though
     nothing is compiled. The functions inside the wrappers are the same arithmetic.
     """
-
-    add_param_group = inspect.unwrap(Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(Optimizer.zero_grad)
-    state_dict = inspect.unwrap(Optimizer.state_dict)
-    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+    names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict", "step")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    return type(kind.__name__, (kind,), methods | {"step": torch.no_grad()(methods["step"])})
 
 
-class SGD(_Eager, torch.optim.SGD):
-    """torch.optim.SGD for code that is not compiled."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
-
-
-class Adam(_Eager, torch.optim.Adam):
-    """torch.optim.Adam for code that is not compiled."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
-
-
-class AdamW(_Eager, torch.optim.AdamW):
-    """torch.optim.AdamW for code that is not compiled."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+SGD = remove_compiler_hooks(torch.optim.SGD)
+Adam = remove_compiler_hooks(torch.optim.Adam)
+AdamW = remove_compiler_hooks(torch.optim.AdamW)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: bool = False) -> Optimizer:
-    """Build the optimizer that the configuration names, in its fused form: one kernel for all parameters.
+    """Build the optimizer that the config names, in its fused form: one kernel for all parameters.
 
-    `scaled` says that a GradScaler may leave steps out.
+    With `scaled` a GradScaler may leave steps out. Adam is of Kingma and Ba 2014 (arXiv 1412.6980), AdamW of Loshchilov
+    and Hutter 2017 (arXiv 1711.05101).
     """
     if cfg.name != "sgd":
         kind = AdamW if cfg.name == "adamw" else Adam
@@ -69,12 +58,13 @@ def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: b
     return optimizer
 
 
-def learning_rate(cfg: Optim, step: int, total: int, batch: int = 0) -> float:
+def compute_learning_rate(cfg: Optim, step: int, total: int, batch: int) -> float:
     """Return the learning rate of a step, counted from 0, in a run of `total` steps with `batch` samples each.
 
-    With cfg.base_batch it grows with the batch (linear scaling rule: Goyal et al. 2017, arXiv 1706.02677).
+    It is proportional to the batch where optim.base_batch is set, and rises during the warm-up (Goyal et al. 2017,
+    arXiv 1706.02677); the cosine decay is that of Loshchilov and Hutter 2016 (arXiv 1608.03983), without restarts.
     """
-    peak = cfg.lr * batch / cfg.base_batch if cfg.base_batch and batch else cfg.lr
+    peak = cfg.lr * batch / cfg.base_batch if cfg.base_batch else cfg.lr
     if step < cfg.warmup:
         return peak * (step + 1) / cfg.warmup
     done = (step - cfg.warmup) / max(1, total - cfg.warmup)

@@ -1,4 +1,4 @@
-"""What a rank of a run has at hand: data, devices, log, checkpoints, numbers."""
+"""State of a run on one rank: data, devices, log, checkpoints, measurements."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class RunContext:
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
         self.step = 0
-        """The newest step that is done."""
+        """Number of the newest step that is done."""
         self.resumed_after = 0
-        """The newest step that an earlier attempt has done."""
+        """Number of the newest step that an earlier attempt has done."""
         self.total = 0
-        """Steps of the whole run; known with the state."""
+        """Steps of the whole run; 0 before `resume`."""
         self.beat = 0.0
         self.scores: dict[str, float] = {}
-        """Of the last evaluation, once training is over."""
+        """Scores of the last evaluation, once training is over."""
         self.memory: dict[str, int] = {}
-        """On rank 0, bytes that each rank held at most, once training is over."""
+        """On rank 0, the peak bytes of each rank, once training is over."""
         self.finished = False
         if world.is_main:
             write_json(folder.attempt / "world.json", describe_world(world))
@@ -76,7 +76,7 @@ class RunContext:
 
     @property
     def sample_shape(self) -> torch.Size:
-        """Shape of one input."""
+        """Shape of one input, as [C, H, W]."""
         return self.train_set.shape
 
     @property
@@ -89,13 +89,13 @@ class RunContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and arithmetic."""
+        """Type of parameters and arithmetic."""
         dtype: torch.dtype = getattr(torch, self.cfg.dtype)
         return dtype
 
     @property
     def shard(self) -> tuple[int, int]:
-        """This rank and how many there are: which shard of every batch is its own where all train the same model."""
+        """Index and number of the shards of a batch, for ranks that all train the same model."""
         return self.world.rank, self.world.size
 
     def batches(
@@ -106,25 +106,25 @@ class RunContext:
         targets: bool = True,
         keep_partial: bool = False,
     ) -> Loader:
-        """Batches of the training set for this rank, one an optimizer step.
+        """Return the batches of the training set for this rank, one for each optimizer step.
 
         `shard` (r, n) takes the r-th of n equal shards of each batch; a pipeline's first rank needs only inputs, its
-        last one only targets. With `keep_partial` an epoch's last batch may be smaller. Raises UserError.
+        last one only targets. With `keep_partial` an epoch's last batch may be smaller. Raises UserError where the
+        training set has too few samples.
         """
-        ends: Any = {"inputs": inputs, "targets": targets}
+        drop = not keep_partial
         return Loader.from_config(
-            self.train_set, self.cfg, self.device, shard=shard, drop_last=not keep_partial, **ends
+            self.train_set, self.cfg, self.device, shard=shard, drop_last=drop, inputs=inputs, targets=targets
         )
 
     def windows(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
-        """Batches in `count` microbatches each, whose gradients one optimizer step adds up."""
+        """Return the batches in `count` microbatches each, whose gradients one optimizer step adds up."""
         size = self.cfg.batch // count
-        return AccumulationLoader(
-            Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard), count
-        )
+        loader = Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard)
+        return AccumulationLoader(loader, count)
 
     def example(self, samples: int) -> Tensor:
-        """The first inputs [samples, ...] of the training set, on the device."""
+        """Return the first inputs [samples, ...] of the training set, on the device."""
         return self.train_set.load_inputs(slice(0, samples), self.device, self.dtype)
 
     def draw_batches(self, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -144,7 +144,7 @@ class RunContext:
     # ---- training
 
     def resume(self, state: TrainState) -> int:
-        """Load the newest checkpoint of the run, if there is one; returns the steps done. All ranks call it."""
+        """Load the newest checkpoint of the run, if there is one; return the steps done. All ranks call it."""
         self.state, self.total = state, self.cfg.total_steps(state.loader.steps)
         loaded = self.saver.load(state)
         parent, rows = None, 0
@@ -156,25 +156,27 @@ class RunContext:
             self.folder.set_parent(parent, self.step, rows)
         return self.step
 
-    def open_metrics(self, state: TrainState, source: int) -> MetricsLog:
-        """Begin to log the steps of `state`."""
+    def open_metrics(self, state: TrainState, source: int) -> None:
+        """Begin to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
         writer = MetricsWriter(self.folder.metrics_file, lambda text: self.say(text, logging.WARNING))
-        own: Any = {"seconds": self.cfg.log.seconds, "began": self.saver.began, "show": self._show_progress}
-        self.metrics = self.saver.metrics = MetricsLog(self.world, writer, state.loader, source=source, **own)
-        return self.metrics
+        seconds, began, show = self.cfg.log.seconds, self.saver.began, self._show_progress
+        self.metrics = MetricsLog(
+            self.world, writer, state.loader, source=source, seconds=seconds, began=began, show=show
+        )
+        self.saver.metrics = self.metrics
 
     def look(self) -> None:
-        """Between two batches of an evaluation: show that this rank lives, and stop if any rank was asked to."""
-        self.show_life(time.perf_counter())
+        """Between two batches of an evaluation, write the heartbeat, and stop if any rank has a stop request."""
+        self.write_heartbeat(time.perf_counter())
         self.saver.stop_in_evaluation(self.step)
 
     # ---- words and numbers
 
     def _open_log(self) -> logging.Logger:
-        logging.raiseExceptions = False  # a log on a full disk takes no words: that is told by what matters more
+        logging.raiseExceptions = False  # a full disk is reported by the files that matter more
         logger = logging.getLogger("run")
         logger.setLevel(logging.DEBUG)
-        handler: logging.Handler = logging.FileHandler(self.folder.log_file(self.world.rank))
+        handler = logging.FileHandler(self.folder.log_file(self.world.rank))
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
         return logger
@@ -183,25 +185,25 @@ class RunContext:
         """Write to this rank's log file and, on rank 0 from log.level up, to the screen."""
         self.logger.log(level, text)
         if level >= logging.getLevelName(self.cfg.log.level.upper()):
-            self.screen.line(text)
+            self.screen.print_line(text)
 
     def note(self, error: BaseException | str) -> None:
-        """Write into this rank's log when and why it failed."""
+        """Write why this rank failed, and after which step, into its log."""
         plain = isinstance(error, str | UserError)
         words = str(error) if plain else f"{type(error).__name__}: {error}"
         self.logger.error("after step %d: %s", self.step, words, exc_info=None if plain else error)  # type: ignore[arg-type]
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         shown = "  ".join(f"{name} {value:.4g}" for name, value in newest.items())
-        self.screen.progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
+        self.screen.show_progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
 
-    def show_life(self, now: float) -> None:
+    def write_heartbeat(self, now: float) -> None:
         """Write this rank's heartbeat, at most every HEARTBEAT seconds; `now` by time.perf_counter()."""
         if now - self.beat > HEARTBEAT:
             self.beat = now
             before_backward = self.times.recent() if self.times else None
-            with contextlib.suppress(UserError):  # a full disk is told by what matters more
-                self.folder.heartbeat(self.world.rank, self.step, time.time(), before_backward)
+            with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
+                self.folder.write_heartbeat(self.world.rank, self.step, time.time(), before_backward)
 
     def log_image(self, step: int, name: str, pixels: Tensor) -> None:
         """Log an image [H, W] or [3, H, W], uint8 or floats from 0 to 1, to the run folder and W&B.
@@ -212,16 +214,16 @@ class RunContext:
             media.write_image(self.folder, step, name, pixels)
 
     def log_histogram(self, step: int, name: str, values: Tensor) -> None:
-        """How often values of a tensor of any shape fall into 64 bins; otherwise as `log_image`."""
+        """Log how often values of a tensor of any shape fall into 64 bins; otherwise as `log_image`."""
         if self.world.is_main:
             media.write_histogram(self.folder, step, name, values)
 
     def step_seconds(self) -> float:
-        """The mean training step, evaluation and the first steps left out; 0 before there is one."""
+        """Return the mean seconds of a step, evaluations and the first steps left out; 0 before there is one."""
         return self.pace.compute_mean()
 
     def samples_per_second(self) -> float:
-        """Over the same steps."""
+        """Return the samples per second over the same steps."""
         steady = self.pace.list_steady()
         if not steady or self.state is None:
             return 0.0
@@ -229,12 +231,12 @@ class RunContext:
         return (samples(self.step) - samples(self.step - len(steady))) / sum(steady)
 
     def close(self) -> None:
-        if self.step == self.total > 0:  # the last sign of life is of the last step
-            self.show_life(math.inf)
+        if self.step == self.total > 0:  # the last heartbeat is of the last step
+            self.write_heartbeat(math.inf)
         self.saver.close()
         for handler in self.logger.handlers[:]:
             self.logger.removeHandler(handler)
-            with contextlib.suppress(OSError):  # a full disk does not take the last words
+            with contextlib.suppress(OSError):  # a full disk
                 handler.close()
         if self.profiler is not None:
             self.profiler.stop()
@@ -242,7 +244,7 @@ class RunContext:
 
 
 def describe_world(world: World) -> dict[str, Any]:
-    """Where an attempt runs, for world.json and meta.json."""
+    """Return the ranks, hosts and devices of an attempt, for world.json and meta.json."""
     cuda = world.device.type == "cuda"
     return {
         "processes": world.size,

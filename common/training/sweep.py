@@ -38,24 +38,24 @@ QUIET = ("log.level=warning", "log.progress=none")
 
 
 def load_grid(name: str) -> Grid[Experiment]:
-    """The grid of an experiment that can sweep."""
+    """Load the grid of an experiment, configs/sweeps/NAME.py."""
     grid: Grid[Experiment] = importlib.import_module(f"configs.sweeps.{name}").GRID
     return grid
 
 
 def join_words(cell: dict[str, object]) -> str:
-    """The settings of a point as they stand on a command line."""
+    """Return the settings of a point as they stand on a command line."""
     return " ".join(f"{name}={value}" for name, value in format_settings(cell).items())
 
 
-def run(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder | None, int]]) -> int:
-    """Run all points with `start`, which returns a run's folder and exit status; returns the sweep's exit status.
+def run_sweep(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder | None, int]]) -> int:
+    """Run all points with `start`, which returns a run's folder and exit status; return the sweep's exit status.
 
     The settings of every point are checked before the first one starts. Raises UserError.
     """
     name, gpus = config.experiment_name(type(cfg)), provenance.count_visible_gpus()
     grid = load_grid(name)
-    planned = plan(grid, cfg, arguments, gpus)
+    planned = plan_runs(grid, cfg, arguments, gpus)
     folder = Folder.create(Path(cfg.runs) / "sweeps", name, config.to_yaml(cfg)).path
     print(f"{name}: a sweep of {len(planned)} runs, folder {folder}", flush=True)
     rows: list[Row] = []
@@ -63,7 +63,11 @@ def run(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder | No
         chosen.wandb.group = folder.name
         print(f"{number:>4} of {len(planned)}  {join_words(row['cell'])}", end="", flush=True)
         try:
-            with silence_stdout(), keep_signal_handlers() as stops:
+            with (
+                open(os.devnull, "w") as nowhere,
+                contextlib.redirect_stdout(nowhere),  # its logs have it
+                keep_signal_handlers() as stops,
+            ):
                 made, status = start(chosen)
         except UserError:
             if not rows:
@@ -72,13 +76,13 @@ def run(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folder | No
         assert made is not None
         for other, later in planned[number:]:
             if other["cell"] == row["cell"]:
-                pass_on(grid.measured, made, later)
-        found = results.parse(made.result)
+                copy_measured_settings(grid.measured, made, later)
+        found = results.parse_result(made.result)
         rows.append(row | {"run": made.path.name, "exit_status": status} | found.values() | found.columns())
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         write_tables(folder, name, rows)
         if status in (EXIT_RESUMABLE, *(128 + number for number in STOP_SIGNALS)):
-            return status  # it was the sweep that was told to stop
+            return status  # the stop request was for the sweep
         if stops:  # too late for a run that was at its end, which counts as finished
             return 128 + stops[0]
     done = [row for row in rows if row.get("state") == "finished"]
@@ -105,8 +109,8 @@ def print_summary(summary: Summary, folder: Path) -> None:
         print(f"  {title}  {line}" if "\n" not in line else f"  {title}\n{line}", flush=True)
 
 
-def plan(grid: Grid[Experiment], cfg: T, arguments: Sequence[str], gpus: int) -> list[tuple[Row, T]]:
-    """Every run's place in the grid and its config. Raises UserError where settings do not fit together."""
+def plan_runs(grid: Grid[Experiment], cfg: T, arguments: Sequence[str], gpus: int) -> list[tuple[Row, T]]:
+    """Return each run's cell of the grid and its config. Raises UserError where settings do not fit together."""
     planned = []
     for repeat, cell in itertools.product(range(cfg.repeats), grid.points(cfg, gpus)):  # type: ignore[attr-defined]
         values = cell | ({"seed": cfg.seed + repeat} if grid.new_seeds else {})
@@ -119,51 +123,35 @@ def plan(grid: Grid[Experiment], cfg: T, arguments: Sequence[str], gpus: int) ->
     return planned
 
 
-def pass_on(names: Sequence[str], made: Folder, later: Experiment) -> None:
-    """What a run has found out for itself, into the settings of one that comes after it."""
+def copy_measured_settings(names: Sequence[str], made: Folder, later: Experiment) -> None:
+    """Copy settings that a run has measured for itself into the config of one that comes after it."""
     found = config.read_config_file(made.path / "config.yaml")
     for name in names:
         setattr(later, name, getattr(later, name) or found.get(name) or [])
 
 
-def check_started_here(ok: bool) -> None:
-    """Raises UserError where a sweep was started by somebody who has started processes already, or is to go on."""
-    if not ok:
-        raise UserError(
-            "sweep=true starts its runs itself, one after the other: start it without srun, torchrun, "
-            "RESUME and --resume; make sweep runs a grid on a cluster"
-        )
-
-
-@contextlib.contextmanager
-def silence_stdout() -> Iterator[None]:
-    """What each run says on the screen stands in its logs."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
-
-
 @contextlib.contextmanager
 def keep_signal_handlers() -> Iterator[list[int]]:
-    """Leave the signals to the next run as this one found them; the list then holds the stop signals that it got."""
-    before, got = {number: signal.getsignal(number) for number in STOP_SIGNALS}, list[int]()
+    """Restore the signal handlers at the end of the block; the list that is yielded then holds its stop signals."""
+    before, received = {number: signal.getsignal(number) for number in STOP_SIGNALS}, list[int]()
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        yield got
+        yield received
     finally:
         signal.set_wakeup_fd(earlier)
         for number, handler in before.items():
             signal.signal(number, handler)
         with contextlib.suppress(BlockingIOError):
-            got += [number for number in os.read(reader, 4096) if number in STOP_SIGNALS]
+            received += [number for number in os.read(reader, 4096) if number in STOP_SIGNALS]
         os.close(reader)
         os.close(writer)
 
 
 def write_tables(folder: Path, name: str, rows: Sequence[Row]) -> None:
-    """Write what is known so far, so that a sweep that is ended early leaves it."""
+    """Write sweep.json and table.csv of the runs so far, so that a sweep that is ended early leaves them."""
     cells = [{"values": r["cell"]} | {k: r.get(k) for k in ("repeat", "run", "state")} for r in rows]
     write_json(folder / "sweep.json", {"experiment": name, "group": folder.name, "cells": cells})
     flat = [{k: v for k, v in (row["cell"] | row).items() if isinstance(v, str | int | float)} for row in rows]

@@ -117,7 +117,7 @@ def list_differences(
             yield f"{key}, from its start {start.number} on", value, now.get(key)
     meta = read_json(old.path / "meta.json")
     for package in provenance.PACKAGES:
-        yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.package_version(package)
+        yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.read_package_version(package)
     yield "python", meta.get("python"), platform.python_version()
     world, machine = meta.get("world") or {}, meta.get("machine") or {}
     yield "processes", world.get("processes"), settings.processes
@@ -184,7 +184,7 @@ def find_distance(a: Any, b: Any) -> float:
 
 def select_outcome(folder: Folder) -> dict[str, Any]:
     """The part of a result that depends on the training alone, not on its speed."""
-    return result.parse(folder.result).repeated()
+    return result.parse_result(folder.result).repeated()
 
 
 def compare_runs(old: Folder, new: Folder) -> bool:

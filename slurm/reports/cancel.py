@@ -27,14 +27,14 @@ def cancel_run(folder: Folder) -> str:
     if not job and is_alive(start) is None:
         raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
     # first: so it is not queued again, and its process knows why it has to stop
-    Result("cancelled", 130).write(folder.path / "result.json")
+    Result("cancelled", 130).write(folder)
     if not job:
         os.kill(start["pid"], signal.SIGTERM)
         return f"cancelled process {start['pid']}; it saves, and leaves"
     scheduler = find_scheduler(meta)
     assert scheduler is not None, "it would be LOST"
     scheduler.call("scancel", job["id"])
-    provenance.update_metadata(folder, state="cancelled", end=provenance.utc_now())
+    provenance.record_end(folder, "cancelled")
     return f"cancelled job {job['id']}"
 
 

@@ -50,7 +50,7 @@ class Compared:
         own = selection.read_settings(folder)
         bounds = {bound for _, bound in folder.chain() if bound is not None}
         drawn = metric_curves.read_curves(folder.rows(), bounds)
-        return cls(folder, status.read_status(folder), own, results.parse(folder.result), world, drawn)
+        return cls(folder, status.read_status(folder), own, results.parse_result(folder.result), world, drawn)
 
     @property
     def needs_words(self) -> bool:

@@ -42,7 +42,7 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
 
     from common.data import loader
     from common.models import model_file
-    from common.training.evaluate import scores_of, sum_scores
+    from common.training.evaluate import compute_scores, sum_scores
 
     facts, model = model_file.load_model(folder)
     test = loader.Images(found, "test", settings.data.test_limit)
@@ -57,7 +57,7 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
     predict = make_predictor(model.to(device), facts, device)
     size, shares = settings.eval_batch, int(facts["shares"])
     sums = [sum_scores(predict, test, device, batch=size, dtype=dtype, shard=(n, shares)) for n in range(shares)]
-    scores = scores_of(torch.stack(sums).sum(0))
+    scores = compute_scores(torch.stack(sums).sum(0))
     parameters = sum(value.numel() for value in model.parameters())
     print(f"model       {folder.path / MODEL}")
     print(f"            {facts['class']}, {parameters:,} parameters, {facts['dtype']}, after step {facts['step']}")

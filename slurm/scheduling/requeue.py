@@ -114,9 +114,8 @@ def main(path: str, status: int) -> int:
             if not is_current(scheduler, job):
                 return EXIT_RESUMABLE
             reason = f"it cannot be queued again: {error}"
-    steps = [row["global_step"] for row in folder.metrics()]
-    Result("failed", status or 1, reason, max(steps, default=0)).write(folder.path / "result.json")
-    provenance.update_metadata(folder, state="failed", end=provenance.utc_now())
+    Result("failed", status or 1, reason, folder.find_last_step()).write(folder)
+    provenance.record_end(folder, "failed")
     print(f"not started again: {reason}", file=sys.stderr)
     return status or 1
 

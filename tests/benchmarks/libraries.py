@@ -102,7 +102,7 @@ def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any
     images = data.Images(prepared, "train")
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model = networks.build_network(cfg.model, images.shape, images.classes).train()
-    rate = optimizers.learning_rate(cfg.optim, 0, 1, cfg.batch)
+    rate = optimizers.compute_learning_rate(cfg.optim, 0, 1, cfg.batch)
     made = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
     step = LIBRARIES[name](model, made, window, bf16)
     share = (world.rank, world.size)

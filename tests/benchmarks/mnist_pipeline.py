@@ -183,7 +183,7 @@ def trained(batches: Callable[[], Any], cfg: Config, count: int, peer: peers.Pee
     """Seconds of a step of a peer; its first and last loss go to `found`."""
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model, stamped = SimpleNN(), Stamped(batches, count, warm=min(50, count // 3))
-    rates = [optimizers.learning_rate(cfg.optim, step, count) for step in range(count)]
+    rates = [optimizers.compute_learning_rate(cfg.optim, step, count, cfg.batch) for step in range(count)]
     peer(model, cast(peers.Batches, stamped), rates, cfg.optim)
     found[:] = [total for p in model.parameters() for total in (p.sum().item(), p.abs().sum().item())]
     return stamped.seconds

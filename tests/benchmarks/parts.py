@@ -15,7 +15,7 @@ from typing import Any
 
 from common.core.config import ROOT
 from common.runs.folder import Folder
-from common.runs.result import parse
+from common.runs.result import parse_result
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.records import Table
 
@@ -59,7 +59,7 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
 
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, label, experiment, *(word.replace("{round}", str(number)) for word in settings))
-        result = parse(folder.result).values()
+        result = parse_result(folder.result).values()
         losses = [row["loss"] for row in folder.metrics() if row.get("loss") is not None]
         found = {"seconds": result["step_seconds"], "first_loss": losses[0], "last_loss": losses[-1]}
         for name in keep:

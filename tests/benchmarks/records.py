@@ -75,12 +75,14 @@ class Record:
     """The JSON of this machine and day."""
 
     def __init__(self, folder: Path = RESULTS) -> None:
-        date = provenance.utc_now()[:10]
+        date = provenance.format_utc_now()[:10]
         machine = describe_machine()
         slug = re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']}".lower().replace("(r)", "")).strip("-")
         self.path = folder / f"{date}-{slug}-{machine['cores']}-cores.json"
         self.content: Json = json.loads(self.path.read_text()) if self.path.exists() else {"parts": {}}
-        versions = {"python": platform.python_version()} | {name: provenance.package_version(name) for name in PACKAGES}
+        versions = {"python": platform.python_version()} | {
+            name: provenance.read_package_version(name) for name in PACKAGES
+        }
         self.written: list[str] = []  # the parts that this record was given
         self.content |= {"format": FORMAT, "date": date, "machine": machine, "versions": versions}
 

@@ -221,7 +221,7 @@ def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     assert diagnosis.examine_run(folder)["cause"] == diagnosis.WELL
     for seconds, cause in ((100, diagnosis.WELL), (130, "it hangs: rank 1 on vm has shown nothing since step 99")):
         for rank, step in ((0, 100), (1, 99)):  # a message may take launch.step_timeout=120 seconds
-            folder.attempts()[-1].heartbeat(rank, step, time.time() - seconds - rank)
+            folder.attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
         assert diagnosis.examine_run(folder)["cause"] == cause
 
 
@@ -234,7 +234,7 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     folder = Made(state="running", settings={"launch.step_timeout": str(timeout)}).write(tmp_path)
     place = folder.attempts()[-1].attempt
     (place / "heartbeat-1.json").unlink()
-    folder.attempts()[-1].heartbeat(0, 1, time.time() - seconds)
+    folder.attempts()[-1].write_heartbeat(0, 1, time.time() - seconds)
     for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
         os.utime(path, (time.time() - seconds - 5,) * 2)
     hangs = "it hangs: rank 1 on vm has shown nothing since step 0"

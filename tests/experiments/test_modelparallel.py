@@ -126,14 +126,14 @@ def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, de
 def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev") / name for name in names])
-    monkeypatch.setattr(provenance, "package_version", lambda package: "2.15.0")
+    monkeypatch.setattr(provenance, "read_package_version", lambda package: "2.15.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert provenance.count_visible_gpus() == 3
     masks = {"": 0, "1": 1, "0,1": 2, "-1": 0, "0,-1,1": 1, "0,,1": 1, " 0 , 1 ": 2, "GPU-a,GPU-b": 2, "0,1,2,3": 3}
     for mask, count in masks.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
         assert provenance.count_visible_gpus() == count, mask
-    monkeypatch.setattr(provenance, "package_version", lambda package: "2.15.0+cpu")
+    monkeypatch.setattr(provenance, "read_package_version", lambda package: "2.15.0+cpu")
     assert provenance.count_visible_gpus() == 0, "a torch without CUDA sees none"
 
 
@@ -328,9 +328,9 @@ def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
     first = Folder.create(tmp_path, NAME, config.to_yaml(settings("split=[layer2_0]")))
     later, other = settings(), settings("split=[layer4_0]")
     for one in (later, other):
-        sweep.pass_on(GRID.measured, first, one)
+        sweep.copy_measured_settings(GRID.measured, first, one)
     assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
-    sweep.pass_on(GRID.measured, Folder.create(tmp_path, NAME, config.to_yaml(settings())), later)
+    sweep.copy_measured_settings(GRID.measured, Folder.create(tmp_path, NAME, config.to_yaml(settings())), later)
     assert later.split == ["layer2_0"]
 
 

@@ -71,7 +71,7 @@ class Made:
                 lines.append(f'{head}, "test_loss": {loss:.17g}, "test_accuracy": {1 - loss / 3:.6g}}}\n')
         attempt.metrics_file.write_text("".join(lines))
         for rank in range(processes):
-            attempt.heartbeat(rank, end, time.time() if self.state == "running" else STARTED)
+            attempt.write_heartbeat(rank, end, time.time() if self.state == "running" else STARTED)
             attempt.log_file(rank).write_text("it began\n")
 
     def ending(self, done: int, batch: int) -> dict[str, Any]:

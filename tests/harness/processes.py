@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.folder import Folder
-from common.runs.result import parse
+from common.runs.result import parse_result
 from tests.harness import warm, warm_server
 from tests.harness.warm import ROOT
 
@@ -64,7 +64,7 @@ class Done:
 
 def values_of(folder: Folder) -> dict[str, Any]:
     """Every value of a run's result, by name."""
-    return parse(folder.result).values()
+    return parse_result(folder.result).values()
 
 
 def environment(**extra: str) -> dict[str, str]:

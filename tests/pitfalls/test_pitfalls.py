@@ -16,7 +16,7 @@ from common.data.prepare import prepare_digits
 from common.models import partition
 from common.models.networks import SimpleNN
 from common.pipeline import schedules
-from common.training.evaluate import batches
+from common.training.evaluate import slice_batches
 from tests.harness.ddp_pitfalls import SECONDS, made
 from tests.harness.processes import run
 
@@ -89,7 +89,7 @@ def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digit
 def test_mean_of_batch_means_is_not_the_mean_over_samples() -> None:
     logits, labels = torch.randn(100, 10), torch.randint(10, (100,))
     logits[-4:] *= 10  # the ragged last batch is a hard one
-    pieces = list(batches(100, 32))
+    pieces = list(slice_batches(100, 32))
     assert [piece.stop - piece.start for piece in pieces] == [32, 32, 32, 4]
     means = [F.cross_entropy(logits[p], labels[p]) for p in pieces]
     sums = [F.cross_entropy(logits[p], labels[p], reduction="sum") for p in pieces]

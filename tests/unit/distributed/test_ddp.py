@@ -25,7 +25,7 @@ from common.distributed import sync_batchnorm
 from common.measure import step_timing
 from common.measure.step_timing import RankTimes, ScalingReport
 from common.models import networks
-from common.training.evaluate import shards
+from common.training.evaluate import slice_shard
 from configs.ddp_multinode import Config
 from configs.mnist_pipeline import Config as Pipelined
 from configs.shared import Data
@@ -35,7 +35,7 @@ from tests.harness.processes import run
 
 @pytest.mark.parametrize(("count", "size", "ranks"), [(101, 16, 2), (101, 16, 4), (9, 4, 2), (1, 10, 3), (64, 64, 1)])
 def test_shares_cover_every_sample_once_in_equally_many_slices(count: int, size: int, ranks: int) -> None:
-    slices = [list(shards(count, size, rank, ranks)) for rank in range(ranks)]
+    slices = [list(slice_shard(count, size, rank, ranks)) for rank in range(ranks)]
     assert len({len(mine) for mine in slices}) == 1
     assert sorted(i for mine in slices for s in mine for i in range(s.start, s.stop)) == list(range(count))
     lengths = [s.stop - s.start for mine in slices for s in mine]

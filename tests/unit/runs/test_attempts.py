@@ -68,7 +68,7 @@ def test_metrics_follow_the_chain_without_gap_or_repeat(folder: Folder) -> None:
 def test_rows_of_a_start_that_was_cut_off_do_not_count(folder: Folder) -> None:
     old = begin(folder, None, 0, range(1, 5))
     new = begin(folder, 1, 2, range(3, 5))
-    assert old.superseded and not new.superseded
+    assert old.is_superseded and not new.is_superseded
     before = folder.metrics()
     with open(old.metrics_file, "a") as file:  # it lives on behind a cut cable
         file.write('{"global_step": 5, "loss": 666}\n')

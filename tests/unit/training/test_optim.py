@@ -16,7 +16,7 @@ from tests.harness.warm import ROOT
 
 def train(parameters: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for step in range(5):
-        optimizers.set_learning_rate(optimizer, optimizers.learning_rate(Optim(lr=0.1), step, 5))
+        optimizers.set_learning_rate(optimizer, optimizers.compute_learning_rate(Optim(lr=0.1), step, 5, 64))
         optimizer.zero_grad()
         parameters(torch.ones(2, 3)).pow(2).sum().backward()
         optimizer.step()
@@ -67,17 +67,17 @@ print("torch._dynamo" in sys.modules)
 
 def test_warm_up_cosine_and_the_linear_scaling_rule() -> None:
     settings = Optim(lr=0.1, warmup=2, decay="cosine", base_batch=32)
-    rates = [optimizers.learning_rate(settings, step, 6, batch=64) for step in range(7)]
+    rates = [optimizers.compute_learning_rate(settings, step, 6, batch=64) for step in range(7)]
     assert rates == pytest.approx([0.1, 0.2, 0.2, 0.2 * (2 + 2**0.5) / 4, 0.1, 0.2 * (2 - 2**0.5) / 4, 0])
-    assert optimizers.learning_rate(Optim(lr=0.1, warmup=10), 4, 3) == pytest.approx(0.05), (
+    assert optimizers.compute_learning_rate(Optim(lr=0.1, warmup=10), 4, 3, 64) == pytest.approx(0.05), (
         "a run may end before its warm-up"
     )
 
 
 def test_linear_decay_ends_at_zero() -> None:
-    rates = [optimizers.learning_rate(Optim(lr=0.1), step, 4) for step in range(5)]
+    rates = [optimizers.compute_learning_rate(Optim(lr=0.1), step, 4, 64) for step in range(5)]
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025, 0])
-    assert optimizers.learning_rate(Optim(lr=0.1, decay="constant"), 3, 4) == 0.1
+    assert optimizers.compute_learning_rate(Optim(lr=0.1, decay="constant"), 3, 4, 64) == 0.1
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

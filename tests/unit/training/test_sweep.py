@@ -27,6 +27,6 @@ def test_a_stop_request_at_the_end_of_a_run_ends_the_sweep(tmp_path: Path, capfd
     words = [f"runs={tmp_path}", "sweep=true"]
     cfg = Config(repeats=1, levels=["0.5"], criteria=["magnitude"])
     cfg.runs = str(tmp_path)
-    assert sweep.run(cfg, words, start) == 130
+    assert sweep.run_sweep(cfg, words, start) == 130
     assert len(started) == 1 and signal.getsignal(signal.SIGINT) is before
     assert "finished" in capfd.readouterr().out

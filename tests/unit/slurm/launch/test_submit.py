@@ -439,7 +439,7 @@ def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) ->
         sleep.kill()
     state, detail = status.read_state(folder)
     assert state == "LOST" and "no sign of life for 28 h" in detail and "on before cannot be seen" in detail
-    folder.attempts()[0].heartbeat(0, 10, time.time())
+    folder.attempts()[0].write_heartbeat(0, 10, time.time())
     assert status.read_state(folder)[0] == "RUNNING", "it may run on another host"
     write_json(folder.path / "meta.json", {"history": [known | {"boot": "another", "pid": os.getpid()}]})
     with pytest.raises(UserError, match="runs on before; cancel it there"):
