@@ -140,7 +140,7 @@ def main(cfg: Config, run: Run) -> None:
     scaler = make_scaler(cfg, run.device)
     windows = run.windows(cfg.accumulate, shard=run.shard)  # the microbatches of one step
     with make_autocast(cfg, run.device):
-        ddp.warm_up_buckets(model, lay_out(cfg, run.example(cfg.plan.microbatch)))
+        ddp.warm_up_buckets(model, lay_out(cfg, run.load_example(cfg.plan.microbatch)))
     state = TrainState([inner], optimizer, windows, run.world, replicated=True, scaler=scaler)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 

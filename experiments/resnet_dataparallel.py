@@ -96,7 +96,7 @@ def main(cfg: Config, run: Run) -> None:
     devices = max(1, gpus) if cfg.strategy == "data_parallel" else world.size
     if cfg.strategy == "data_parallel" and devices == 1:
         run.say(ONE_DEVICE.format(gpus))
-    ddp.warm_up_buckets(model, run.example(cfg.batch // world.size))
+    ddp.warm_up_buckets(model, run.load_example(cfg.batch // world.size))
     state = TrainState([ddp.unwrap(model)], optimizer, batches, world, replicated=True)
 
     def evaluate() -> dict[str, float]:

@@ -7,11 +7,11 @@ runs/<name>-<time>-<4 hex>/
   attempts/0001/       one folder per attempt; ranks write only here
     attempt.json       the attempt and step that it resumes; parent null for a new run
     changed.json       where it has other settings than config.yaml: then and now
-    result.json        how it ended, once a later attempt has begun
-    passed_on.json     how many of its rows W&B has got
-    world.json         processes, hosts, device, backend
+    result.json        state and numbers at its end, once a later attempt has begun
+    passed_on.json     the number of its rows that W&B has
+    world.json         ranks, hosts, device, backend
     logs/rank-0.log    one file per rank
-    heartbeat-0.json   one file per rank: step, time, and how long its steps take until backward begins
+    heartbeat-0.json   one file per rank: step, time, and the seconds of its steps until backward begins
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
   wandb/               the W&B directory
@@ -158,7 +158,7 @@ class Folder:
 
     @property
     def reference(self) -> str:
-        """The text to type for RUN= or RUNS=: the id, or the path of a run that is not in runs/ here."""
+        """Text to type for RUN= or RUNS=: the id, or the path of a run that is not in runs/ here."""
         path = self.path.absolute()
         return path.name if path.parent == Path("runs").absolute() else str(path)
 
@@ -204,7 +204,7 @@ class Folder:
         An attempt counts up to the step at which the next one resumed it; an older one that none resumed, not at all.
         """
         begun = [attempt for attempt in self.attempts() if attempt.origin is not None]
-        if not begun:  # nothing was noted: the newest start that trained stands alone
+        if not begun:  # nothing was recorded: the newest attempt that trained counts alone
             begun = [attempt for attempt in self.attempts() if attempt.metrics_file.exists()]
         link: tuple[Folder, int | None] | None = (begun[-1], None) if begun else None
         found: list[tuple[Folder, int | None]] = []
@@ -225,7 +225,7 @@ class Folder:
 
     @property
     def experiment(self) -> str:
-        """The experiment's name, taken from the folder's."""
+        """Name of the experiment, taken from the folder's name."""
         return self.path.name.rsplit("-", 3)[0]
 
     @property
@@ -259,7 +259,7 @@ class Folder:
         """Yield the rows of `metrics` one by one, so that a long run need not fit into memory."""
         chain = self.chain()
         for i, (attempt, bound) in reversed(list(enumerate(chain))):
-            # an evaluation after the last step that counts comes again, so steps do not tell
+            # an evaluation after the last step that counts is repeated, so steps alone do not decide
             count = read_json(chain[i - 1][0].attempt / "attempt.json").get("rows") if i else None
             rows = itertools.islice(attempt.read_lines(), count if isinstance(count, int) and count >= 0 else None)
             yield from (row for row in rows if row and (bound is None or row["global_step"] <= bound))

@@ -5,9 +5,9 @@ state          finished, failed, cancelled or preempted; with exit_status and, u
 data           the data set that was really used
 scores         of the last evaluation: test_loss (mean over samples), test_accuracy (0 to 1), test_samples
 timings        samples_per_second and step_seconds (mean), first steps and evaluations left out
-memory         bytes at most, by rank, or by device where one process uses several
-outcome        what the technique adds and only the training decides: a repetition gives the same to the bit
-measured       what the technique adds and each run measures anew: times, shares of time, memory, places
+memory         peak bytes, by rank, or by device where one rank uses several
+outcome        values of the technique that only the training decides: a repetition gives the same to the bit
+measured       values of the technique that each run measures anew: times, shares of time, memory, paths
 """
 
 from __future__ import annotations
@@ -73,26 +73,26 @@ class Result:
             memory = facts.memory or memory
         return replace(self, outcome=outcome, measured=measured, memory=memory)
 
-    def known(self) -> dict[str, Any]:
+    def select_known(self) -> dict[str, Any]:
         """Return the fields that have a value."""
         return {name: value for name, value in vars(self).items() if value not in (None, "", {})}
 
-    def values(self) -> dict[str, Any]:
+    def collect_values(self) -> dict[str, Any]:
         """Return every value under its own name, whatever group it belongs to; memory as a group."""
         found: dict[str, Any] = {}
-        for name, value in self.known().items():
+        for name, value in self.select_known().items():
             found |= value if name in GROUPS else {name: value}
         return found
 
-    def repeated(self) -> dict[str, Any]:
+    def select_repeatable(self) -> dict[str, Any]:
         """Return the values that a repetition of the run gives again to the bit."""
         return dict(self.scores) | dict(self.outcome) | {"data": self.data}
 
-    def number(self, name: str) -> float | None:
+    def find_number(self, name: str) -> float | None:
         """Return a value by its name, if it is a finite number."""
-        return to_number(self.values().get(name))
+        return to_number(self.collect_values().get(name))
 
-    def waiting(self) -> float | None:
+    def compute_waiting_share(self) -> float | None:
         """Return the share of the time (0 to 1) that ranks wait for each other, idle in a pipeline or in communication.
 
         None where a run measured neither.
@@ -100,27 +100,27 @@ class Result:
         each = self.measured.get("idle_share")
         if isinstance(each, list) and each and None not in [to_number(one) for one in each]:
             return float(sum(each) / len(each))
-        sent, exposed, step = map(self.number, ("communication_seconds", "communication_exposed", "step_seconds"))
+        sent, exposed, step = map(self.find_number, ("communication_seconds", "communication_exposed", "step_seconds"))
         return None if sent is None or exposed is None or not step else sent * exposed / step
 
-    def memory_mb(self) -> float | None:
+    def find_peak_mb(self) -> float | None:
         """Return the highest peak of a rank or device, in MB (1e6 bytes)."""
         found = [one / 1e6 for one in map(to_number, self.memory.values()) if one is not None]
         return max(found, default=None)
 
-    def columns(self) -> dict[str, Any]:
+    def list_columns(self) -> dict[str, Any]:
         """Return the single numbers and words, for tables and the W&B summary; of a list one column for each item."""
-        found = {name: value for name, value in self.values().items() if isinstance(value, int | float | str)}
-        for name, value in (self.values() | {"peak_memory": list(self.memory.values())}).items():
+        found = {name: value for name, value in self.collect_values().items() if isinstance(value, int | float | str)}
+        for name, value in (self.collect_values() | {"peak_memory": list(self.memory.values())}).items():
             if isinstance(value, list) and all(isinstance(one, int | float) for one in value):
                 found |= {f"{name}_{number}": one for number, one in enumerate(value)}
-        more = {"waiting": self.waiting(), "memory_mb": self.memory_mb()}
+        more = {"waiting": self.compute_waiting_share(), "memory_mb": self.find_peak_mb()}
         return found | {name: value for name, value in more.items() if value is not None}
 
     def write(self, folder: Folder) -> None:
         """Write result.json, with null for NaN and infinite numbers. Raises UserError."""
         content: dict[str, Any] = {"format": FORMAT}
-        for name, value in self.known().items():
+        for name, value in self.select_known().items():
             content[name] = replace_nonfinite(value) if isinstance(value, Mapping) else value
         write_json(folder.path / "result.json", content)
 

@@ -163,7 +163,7 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
     media.forward(run)
     result = folder.result
     log_model_artifact(run, folder)
-    run.summary.update(parse_result(result).columns() | {"restarts": len(folder.attempts()) - 1})
+    run.summary.update(parse_result(result).list_columns() | {"restarts": len(folder.attempts()) - 1})
     run.finish(exit_code=int(result.get("exit_status", 1)))
     shut_down_wandb()
 

@@ -31,7 +31,7 @@ from configs.shared import Experiment
 
 @dataclass
 class Attempt:
-    """The folder of an attempt, claimed by this process, and the data it trains on."""
+    """Folder of an attempt, claimed by this process, and the data it trains on."""
 
     folder: Folder
     prepared: Prepared

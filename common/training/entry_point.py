@@ -87,7 +87,7 @@ def run_experiment(
 
 @dataclass(frozen=True)
 class Ending:
-    """How training ended in this process."""
+    """End of training in this process: exit status and reason."""
 
     status: int
     """Exit status; 75 (EXIT_RESUMABLE) after a stop request."""
@@ -224,12 +224,12 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         if stop.all_saved and stop.comes():  # other ranks have stopped before
             raise StopRequested(together=False) from error
         silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
-        run.note(silent or error)
+        run.log_failure(silent or error)
         if silent:
             raise TimeoutError(silent) from error
         raise
     except Exception as error:
-        run.note(error)
+        run.log_failure(error)
         raise
     finally:
         for worker in multiprocessing.active_children():

@@ -40,8 +40,10 @@ def classify(
     this rank has them, else None. With `shard` (r, n) it takes the r-th of n shards of the samples, else all. Sums, not
     means, are added up: batches of unequal size weigh by their samples. A stop request is answered between two batches.
     """
-    batch, dtype, look = run.cfg.eval_batch, run.dtype, run.look
-    own = sum_scores(predict, run.test_set, run.device, batch=batch, dtype=dtype, inputs=inputs, shard=shard, look=look)
+    batch, dtype, poll = run.cfg.eval_batch, run.dtype, run.poll_stop
+    own = sum_scores(
+        predict, run.test_set, run.device, batch=batch, dtype=dtype, inputs=inputs, shard=shard, after_batch=poll
+    )
     dist.all_reduce(own)
     return compute_scores(own)
 
@@ -65,11 +67,11 @@ def sum_scores(
     dtype: torch.dtype,
     inputs: bool = True,
     shard: tuple[int, int] = (0, 1),
-    look: Callable[[], None] = lambda: None,
+    after_batch: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Return one rank's part of `classify`: float64 [3], the sum of losses, right answers, samples.
 
-    It needs no process group. `look` is called after each batch.
+    It needs no process group. `after_batch` is called after each batch.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     slices = slice_shard(len(test), batch, *shard) if shard[1] > 1 else slice_batches(len(test), batch)
@@ -82,7 +84,7 @@ def sum_scores(
             sums[0] += F.cross_entropy(logits.to(dtype), y, reduction="sum")
             sums[1] += (logits.argmax(1) == y).sum()
             sums[2] += len(y)
-        look()
+        after_batch()
     return sums
 
 

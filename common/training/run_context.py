@@ -32,7 +32,7 @@ HEARTBEAT = 5.0  # seconds
 
 
 class RunContext:
-    """The state of a run on one rank. `Run` adds what trains and ends it."""
+    """State of a run on one rank. `Run` adds the methods that train and end it."""
 
     def __init__(
         self, cfg: Experiment, folder: Folder, world: World, prepared: Prepared, stop: StopRequest | None = None
@@ -43,7 +43,7 @@ class RunContext:
         self.profiler = profiler.start_profiler(cfg.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
         self.saver = Saver(cfg, folder, world, stop, self.say)
         if world.backend == "nccl" and world.size > 1:
-            self.saver.watch_for_silence(self.note)
+            self.saver.watch_for_silence(self.log_failure)
         self.pace = Pace()
         self.times: StepTimes | None = None
         """Time stamps of this rank's steps, where every rank trains the same model."""
@@ -123,7 +123,7 @@ class RunContext:
         loader = Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard)
         return AccumulationLoader(loader, count)
 
-    def example(self, samples: int) -> Tensor:
+    def load_example(self, samples: int) -> Tensor:
         """Return the first inputs [samples, ...] of the training set, on the device."""
         return self.train_set.load_inputs(slice(0, samples), self.device, self.dtype)
 
@@ -165,7 +165,7 @@ class RunContext:
         )
         self.saver.metrics = self.metrics
 
-    def look(self) -> None:
+    def poll_stop(self) -> None:
         """Between two batches of an evaluation, write the heartbeat, and stop if any rank has a stop request."""
         self.write_heartbeat(time.perf_counter())
         self.saver.stop_in_evaluation(self.step)
@@ -187,7 +187,7 @@ class RunContext:
         if level >= logging.getLevelName(self.cfg.log.level.upper()):
             self.screen.print_line(text)
 
-    def note(self, error: BaseException | str) -> None:
+    def log_failure(self, error: BaseException | str) -> None:
         """Write why this rank failed, and after which step, into its log."""
         plain = isinstance(error, str | UserError)
         words = str(error) if plain else f"{type(error).__name__}: {error}"

@@ -184,7 +184,7 @@ def find_distance(a: Any, b: Any) -> float:
 
 def select_outcome(folder: Folder) -> dict[str, Any]:
     """The part of a result that depends on the training alone, not on its speed."""
-    return result.parse_result(folder.result).repeated()
+    return result.parse_result(folder.result).select_repeatable()
 
 
 def compare_runs(old: Folder, new: Folder) -> bool:

@@ -59,7 +59,7 @@ class Compared:
 
     def final(self, name: str) -> float | None:
         """A number of the result; of an evaluation so far where there is none yet."""
-        value = self.result.number(name)
+        value = self.result.find_number(name)
         if value is None and name in self.curves.tests:
             value = results.to_number(self.curves.tests[name].value[-1])
         return value
@@ -80,8 +80,8 @@ class Compared:
             "test_accuracy": self.final("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,
             "efficiency": self.final("efficiency"),
-            "waiting": self.result.waiting(),
-            "memory_mb": self.result.memory_mb(),
+            "waiting": self.result.compute_waiting_share(),
+            "memory_mb": self.result.find_peak_mb(),
             "cut": format_cut(self.result),
         }
 

@@ -100,7 +100,7 @@ def read_status(folder: Folder) -> Status:
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
     counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
-    rate = results.parse_result(folder.result).number("samples_per_second")
+    rate = results.parse_result(folder.result).find_number("samples_per_second")
     rows = read_tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     signs = heartbeats.read_heartbeats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
@@ -148,7 +148,7 @@ def find_state(folder: Folder, patience: float) -> tuple[str, str]:
 
 def read_ending(result: dict[str, Any]) -> tuple[str, str]:
     """Read the state of a run from its result; one without a known state counts as failed."""
-    state, accuracy = str(result.get("state")).upper(), results.parse_result(result).number("test_accuracy")
+    state, accuracy = str(result.get("state")).upper(), results.parse_result(result).find_number("test_accuracy")
     unknown = results.describe_unknown_format(result)
     if state not in OVER:
         return "FAILED", unknown or "result.json does not say how it ended"

@@ -70,6 +70,14 @@ def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
     assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_commands(*PAGES))
 
 
+def test_every_module_of_common_has_its_sentence() -> None:
+    modules = {
+        f"{path.parent.name}/{path.stem}" for path in (ROOT / "common").glob("*/*.py") if path.stem != "__init__"
+    }
+    page = (ROOT / "common" / "README.md").read_text()
+    assert set(re.findall(r"^\| ([a-z]+/\w+) \| [A-Z].*\. \|$", page, re.MULTILINE)) == modules
+
+
 def test_ci_and_hooks_call_what_the_pages_name() -> None:
     assert "run: .ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
