@@ -50,9 +50,10 @@ def start(main: Main[T], schema: type[T]) -> None:
                     "RESUME and --resume; make sweep runs a grid on a cluster"
                 )
             sys.exit(sweep.run_sweep(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks())))
+        ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
+        _, status = run_experiment(main, cfg, ranks, given)
         if rank_info is None:
-            sys.exit(run_experiment(main, cfg, ForkedRanks(), given)[1])
-        _, status = run_experiment(main, cfg, LaunchedRank(rank_info, cfg), given)
+            sys.exit(status)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -78,9 +78,8 @@ def run_sweep(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folde
             if other["cell"] == row["cell"]:
                 copy_measured_settings(grid.measured, made, later)
         found = results.parse_result(made.result)
-        rows.append(
-            row | {"run": made.path.name, "exit_status": status} | found.collect_values() | found.list_columns()
-        )
+        values = found.collect_values() | found.list_columns()
+        rows.append(row | {"run": made.path.name, "exit_status": status} | values)
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         write_tables(folder, name, rows)
         if status in (EXIT_RESUMABLE, *(128 + number for number in STOP_SIGNALS)):
