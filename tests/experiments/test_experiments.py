@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import re
 import shlex
@@ -149,7 +150,9 @@ def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) 
 @every
 def test_every_script_begins_and_ends_alike(entry: Entry) -> None:
     """So what is asked of one script holds for all: common comes before torch, and start() is all that runs."""
-    script = ast.parse((ROOT / "experiments" / f"{entry.name}.py").read_text())
+    text = (ROOT / "experiments" / f"{entry.name}.py").read_text()
+    assert len(text.splitlines()) <= 180, "the method is what a script holds; the rest has its place in common"
+    script = ast.parse(text)
     opening, future, first = script.body[:3]
     assert isinstance(opening, ast.Expr) and isinstance(opening.value, ast.Constant)
     assert ast.unparse(future) == "from __future__ import annotations"
@@ -160,6 +163,12 @@ def test_every_script_begins_and_ends_alike(entry: Entry) -> None:
     assert re.fullmatch(r"start\(main, Config(, \S.*)?\)", "\n".join(map(ast.unparse, last.body)))
     passive = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     assert [node for node in script.body[1:-1] if not isinstance(node, passive)] == [], "nothing else happens"
+
+
+def test_the_two_short_scripts_differ_in_their_technique_only() -> None:
+    files = (ROOT / "experiments" / f"{name}.py" for name in ("mnist_pipeline", "ddp_multinode"))
+    first, second = (file.read_text().split('"""', 2)[2].splitlines() for file in files)
+    assert sum(line[0] in "+-" for line in difflib.ndiff(first, second)) <= 60
 
 
 def test_answers_need_no_torch() -> None:
