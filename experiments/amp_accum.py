@@ -78,14 +78,14 @@ def make_scaler(cfg: Config, device: torch.device) -> GradScaler:
 
 
 def lay_out(cfg: Config, x: Tensor) -> Tensor:
-    """Lay out images [N, C, H, W] pixel by pixel if set, not colour by colour; grey ones [N, H, W] have one."""
+    """Lay out colour images [N, C, H, W] pixel by pixel with channels_last=true; grey ones [N, H, W] stay."""
     return x.contiguous(memory_format=torch.channels_last) if cfg.channels_last and x.dim() == 4 else x
 
 
 def accumulate_gradients(
     cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: Footprint
 ) -> tuple[Tensor, int]:
-    """Add up the gradient of the mean loss over a step's microbatches; returns that loss [], and the all-reduces."""
+    """Add up the gradient of the mean loss over a step's microbatches; return that loss [] and how many all-reduces."""
     microbatches: list[tuple[Tensor, Tensor]] = step.batch
     total, reduced = torch.zeros((), device=microbatches[0][0].device), 0
     for number, (x, y) in enumerate(microbatches, start=1):
@@ -105,7 +105,7 @@ def accumulate_gradients(
 
 
 def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
-    """Take the optimizer's step; returns whether it was left out because a gradient is inf or NaN (fp16 only).
+    """Take the optimizer's step; return whether it was left out because a gradient is inf or NaN (fp16 only).
 
     After the all-reduce such a gradient is every rank's, so all leave the same step out.
     """
