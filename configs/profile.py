@@ -39,9 +39,9 @@ class Profile:
     gpu_type: str = ""
     """Kind of GPU, as in a100."""
     requeue: bool = True
-    """Whether SLURM may start the job again after preemption or a host's failure."""
+    """true: SLURM may start the job again after preemption or a host's failure."""
     signal_seconds: int = between(1, 3600, 240)
-    """How long before the time limit the job is told."""
+    """Seconds before the time limit at which the job gets a stop request."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run before the ranks start, as in [module load cuda]."""
     container: list[str] = field(default_factory=list)
@@ -57,6 +57,6 @@ class Profile:
         if self.signal_seconds >= 60 * self.time:
             what = f"signal_seconds={self.signal_seconds} is no shorter than time={self.time} minutes"
             remedy = "raise time or lower signal_seconds"
-            raise ValueError(f"{what}: the job would be told to stop as soon as it starts; {remedy}")
+            raise ValueError(f"{what}: the job would get a stop request as soon as it starts; {remedy}")
         if self.gpus and self.processes > self.gpus:
-            raise ValueError(f"processes={self.processes} on a host with gpus={self.gpus}; each process needs its own")
+            raise ValueError(f"processes={self.processes} on a host with gpus={self.gpus}; each rank needs its own")

@@ -1,6 +1,6 @@
 """The verb `rerun`: repeat a run from its own settings and source in a new run folder, and compare. Imports no torch.
 
-Before the start it prints what differs from the first time: settings, packages, machine, processes, data. At the end it
+Before the start it prints what differs from the first time: settings, packages, machine, ranks, data. At the end it
 prints whether losses and final numbers, except times and memory, are equal to the bit, or how far apart. Exit status:
 0 equal, 3 different, 2 refused; a repetition that does not finish has its own.
 """
@@ -43,7 +43,7 @@ Lines = Iterator[tuple[str, Any, Any]]
 
 
 def find_repeatable(run: str) -> Folder:
-    """The folder of a run that is over and can be repeated. Raises UserError."""
+    """Find the folder of a run that is over and can be repeated. Raises UserError."""
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if state not in status.OVER:
@@ -63,11 +63,11 @@ def find_repeatable(run: str) -> Folder:
 
 
 def resolve_settings(old: Folder, words: list[str]) -> str:
-    """The settings as YAML, read and checked by the run's own source: keys may have come and gone since."""
+    """Return the settings as YAML, checked by the run's own source: keys may have come and gone. Raises UserError."""
     arguments = ["--config", str(old.path / "config.yaml"), *words, "--print-config"]
     given = [f"--args={shlex.join(arguments)}", "--", old.experiment]
     command = [sys.executable, "-m", *find_entry_points(old).submit, *given]
-    done = subprocess.run(command, env=submit.source_environment(old), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=submit.make_source_environment(old), capture_output=True, text=True, check=False)
     if done.returncode:
         problem = done.stderr.strip().splitlines() or ["its own source cannot be imported"]
         raise UserError(problem[-1].removeprefix("error: "))
@@ -75,29 +75,26 @@ def resolve_settings(old: Folder, words: list[str]) -> str:
 
 
 def read_flat(text: str) -> dict[str, Any]:
-    """The settings of a YAML text, by dotted name, as text."""
+    """Read the settings of a YAML text, by dotted name, as text."""
     return config.flatten(yaml.load(text, Loader=config.LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
 
 
 def read_known_settings(name: str, text: str) -> Experiment:
-    """The settings whose keys today's source knows."""
+    """Read the settings whose keys today's source knows."""
     schema = config.import_schema(name)
     known = config_keys.list_keys(schema)
     return config.build_config(schema, [{key: value for key, value in read_flat(text).items() if key in known}])
 
 
 def create_folder(old: Folder, text: str, settings: Experiment, found: Prepared) -> Folder:
-    """A new run folder with the old run's source."""
+    """Make a new run folder with the old run's source."""
     new = Folder.create(Path(settings.runs), old.experiment, text)
-    try:
+    with submit.remove_on_error(new):
         with disk_errors(new.path):
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.facts())
         provenance.update_metadata(new, git=read_json(old.path / "meta.json").get("git"), repeats=old.path.name)
-    except BaseException:
-        shutil.rmtree(new.path, ignore_errors=True)
-        raise
     return new
 
 
@@ -114,13 +111,13 @@ def list_differences(
             yield key, then.get(key), now.get(key)
     for start in old.attempts():
         for key, (_, value) in read_json(start.attempt / "changed.json").items():
-            yield f"{key}, from its start {start.number} on", value, now.get(key)
+            yield f"{key}, from its attempt {start.number} on", value, now.get(key)
     meta = read_json(old.path / "meta.json")
     for package in provenance.PACKAGES:
         yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.read_package_version(package)
     yield "python", meta.get("python"), platform.python_version()
     world, machine = meta.get("world") or {}, meta.get("machine") or {}
-    yield "processes", world.get("processes"), settings.processes
+    yield "ranks", world.get("processes"), settings.processes
     if scheduler is None and world.get("launched_by") == "local":  # else nobody knows the hosts before
         yield "cpu", machine.get("cpu"), provenance.read_cpu_model()
         if settings.launch.threads == 0:
@@ -132,12 +129,12 @@ def list_differences(
         yield f"data {part} of {found.name} (sha256 of {file})", known[:16], prepare.hash_file(file)[:16]
 
 
-def print_differences(lines: Lines, then: str, now: str) -> int:
+def print_differences(lines: Lines) -> int:
     """Print the lines that differ; returns how many."""
     count = 0
     for name, before, after in lines:
         if before is not None and before != after:
-            print(f"differs     {name}: {then} {before}, {now} {after}", flush=True)
+            print(f"differs     {name}: then {before}, now {after}", flush=True)
             count += 1
     return count
 
@@ -148,10 +145,7 @@ def print_differences(lines: Lines, then: str, now: str) -> int:
 def run_locally(new: Folder, settings: Experiment) -> int:
     """Run on this machine to the end; returns the exit status."""
     submit.print_no_slurm(settings)
-    script = new.path / "code" / "experiments" / f"{new.experiment}.py"
-    with subprocess.Popen(
-        [sys.executable, str(script), "--resume", str(new.path)], env=submit.source_environment(new)
-    ) as run:
+    with subprocess.Popen(submit.make_resume_command(new), env=submit.make_source_environment(new)) as run:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it hears Ctrl-C itself, and saves
         signal.signal(signal.SIGTERM, lambda number, frame: run.send_signal(number))
         return run.wait()
@@ -159,11 +153,8 @@ def run_locally(new: Folder, settings: Experiment) -> int:
 
 def run_on_cluster(new: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
     """Run on a cluster, followed to the end; returns the exit status."""
-    try:
+    with submit.remove_on_error(new):
         job = submit.submit_folder(new, settings, text, profile, scheduler)
-    except BaseException:
-        shutil.rmtree(new.path, ignore_errors=True)
-        raise
     submit.print_job(new, settings, job, scheduler)
     return logs.follow_log(new, logs.find_rank_0_log(new))
 
@@ -172,23 +163,18 @@ def run_on_cluster(new: Folder, settings: Experiment, text: str, profile: Profil
 
 
 def read_losses(folder: Folder) -> dict[int, float | None]:
-    """The loss of each step; None for one that is no number."""
+    """Read the loss of each step; None for one that is no number."""
     return {row["global_step"]: row["loss"] for row in folder.rows() if "loss" in row}
 
 
 def find_distance(a: Any, b: Any) -> float:
-    """The distance of two numbers; infinite if only one of them is a number."""
+    """Find the distance of two numbers; infinite if only one of them is a number."""
     both = isinstance(a, int | float) and isinstance(b, int | float)
     return float(abs(a - b)) if both else 0.0 if a == b else math.inf
 
 
-def select_outcome(folder: Folder) -> dict[str, Any]:
-    """The part of a result that depends on the training alone, not on its speed."""
-    return result.parse_result(folder.result).select_repeatable()
-
-
 def compare_runs(old: Folder, new: Folder) -> bool:
-    """Print whether two runs are equal to the bit, or how far apart; returns whether they are equal."""
+    """Print that two runs are equal to the bit, or how far apart; returns True where they are equal."""
     then, now = read_losses(old), read_losses(new)
     both = [step for step in then if step in now]
     gaps = {step: find_distance(then[step], now[step]) for step in both}
@@ -206,7 +192,7 @@ def compare_runs(old: Folder, new: Folder) -> bool:
     if not finished:
         print(f"result      the run that was repeated did not finish ({old.result.get('state', 'no result')})")
         return bool(both) and not wrong and not missing
-    a, b = select_outcome(old), select_outcome(new)
+    a, b = (result.parse_result(folder.result).select_repeatable() for folder in (old, new))  # speed does not count
     odd = [key for key in a | b if a.get(key) != b.get(key)]
     for key in odd:
         gap = find_distance(a.get(key), b.get(key))
@@ -225,7 +211,7 @@ def list_world_differences(old: Folder, new: Folder) -> Lines:
 
 
 def find_profile(old: Folder, cluster: str, words: list[str]) -> Profile:
-    """The cluster's profile: the one that is named, else the run's own, else the default; `words` on top of it."""
+    """Find the cluster's profile: the one that is named, else the run's own, else the default; `words` on top of it."""
     job: Mapping[str, Any] = read_json(old.path / "meta.json").get("job") or {}
     known = {key: value for key, value in (job.get("profile") or {}).items() if key in vars(Profile())}
     if cluster or not known:
@@ -242,15 +228,14 @@ def main(given: argparse.Namespace) -> int:
     text = resolve_settings(old, [f"runs={old.path.parent}", *words])
     settings = read_known_settings(old.experiment, text)
     if scheduler is not None:  # the job starts in another folder
-        text = resolve_settings(
-            old, words + [f"{key}={Path(path).absolute()}" for key, path in settings.paths().items()]
-        )
+        absolute = [f"{key}={Path(path).absolute()}" for key, path in settings.paths().items()]
+        text = resolve_settings(old, words + absolute)
         settings = read_known_settings(old.experiment, text)
         submit.check_step_timeout(settings, profile)
         scheduler.check(settings.launch.nodes, profile.partition)
     found = prepare.prepare(settings.data, fallback=False)
     print(f"repeats     {old.path}", flush=True)
-    if not print_differences(list_differences(old, text, settings, found, scheduler), "then", "now"):
+    if not print_differences(list_differences(old, text, settings, found, scheduler)):
         print("differs     nothing that is known before it starts", flush=True)
     found.verify()
     new = create_folder(old, text, settings, found)
@@ -258,5 +243,5 @@ def main(given: argparse.Namespace) -> int:
     if new.result.get("state") != "finished":
         print(f"the repetition did not finish; see {new.path}", file=sys.stderr)
         return code or 1
-    print_differences(list_world_differences(old, new), "then", "now")
+    print_differences(list_world_differences(old, new))
     return 0 if compare_runs(old, new) else DIFFERENT

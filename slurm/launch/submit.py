@@ -7,21 +7,24 @@ from a network disk takes half a minute. Words of ARGS that begin with `cluster.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.checkpoint import extension
 from common.core import config
 from common.core.config import ROOT
 from common.core.errors import UserError
+from common.core.text import format_count
 from common.data import prepare
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account
-from common.runs.folder import Folder, write_atomic
+from common.runs.folder import Folder
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import parse_count, parse_experiment, parse_switch, split_arguments
@@ -31,9 +34,25 @@ from slurm.scheduling.entry_points import find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 
-def source_environment(folder: Folder) -> dict[str, str]:
-    """The environment in which only a run's own code/ is imported."""
+def make_source_environment(folder: Folder) -> dict[str, str]:
+    """Return the environment in which only a run's own code/ is imported."""
     return dict(os.environ) | {"PYTHONPATH": str(folder.path / "code"), "PYTHONSAFEPATH": "1"}
+
+
+def make_resume_command(folder: Folder) -> list[str]:
+    """Return the command that runs or resumes a run folder on this machine, with the run's own source."""
+    script = folder.path / "code" / "experiments" / f"{folder.experiment}.py"
+    return [sys.executable, str(script), "--resume", str(folder.path)]
+
+
+@contextlib.contextmanager
+def remove_on_error(folder: Folder) -> Iterator[None]:
+    """Remove a run folder if the block fails."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
 
 
 def print_no_slurm(settings: Experiment) -> None:
@@ -48,12 +67,12 @@ def exec_script(name: str, settings: Experiment, words: list[str], resumed: Fold
     if resumed and not script.is_file():
         raise UserError(f"{resumed.path} has no source in code/ any more, and cannot go on; start a new run")
     print_no_slurm(settings)
-    environ = source_environment(resumed) if resumed else dict(os.environ)
+    environ = make_source_environment(resumed) if resumed else dict(os.environ)
     os.execve(sys.executable, [sys.executable, str(script), *words], environ)
 
 
 def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
-    """A run folder with everything the job needs: data, settings, source, description."""
+    """Make a run folder with everything the job needs: data, settings, source, description."""
     found = prepare.prepare(settings.data, fallback=scheduler is None or scheduler.local is not None)
     if found.notice:
         print(found.notice, flush=True)
@@ -62,19 +81,15 @@ def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None)
         group, _, last = key.rpartition(".")
         setattr(getattr(settings, group) if group else settings, last, str(Path(path).absolute()))
     folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
-    try:
+    with remove_on_error(folder):
         provenance.copy_source(folder)
-        provenance.write_metadata(
-            folder, ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"], found.facts()
-        )
-    except BaseException:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        raise
+        command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
+        provenance.write_metadata(folder, command, found.facts())
     return folder
 
 
 def find_resumable(run: str, name: str) -> Folder:
-    """The folder of a run that can be resumed. Raises UserError."""
+    """Find the folder of a run that can be resumed. Raises UserError."""
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
@@ -88,15 +103,12 @@ def submit_run(
     name: str, settings: Experiment, profile: Profile, scheduler: Scheduler, resumed: Folder | None
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
-    folder = resumed or prepare_folder(name, settings, scheduler)
-    known = folder.path / "config.yaml"
-    text = config.to_known_yaml(settings, known) if resumed else config.to_yaml(settings)
-    try:
-        return folder, submit_folder(folder, settings, text, profile, scheduler)
-    except BaseException:
-        if not resumed:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise
+    if resumed:
+        text = config.to_known_yaml(settings, resumed.path / "config.yaml")
+        return resumed, submit_folder(resumed, settings, text, profile, scheduler)
+    folder = prepare_folder(name, settings, scheduler)
+    with remove_on_error(folder):
+        return folder, submit_folder(folder, settings, config.to_yaml(settings), profile, scheduler)
 
 
 def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
@@ -105,8 +117,7 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
     per_node, entry_points = settings.processes // nodes, find_entry_points(folder)
     asked = sbatch.make_parameters(profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points)
     made = sbatch.make_executor(folder, scheduler, asked)
-    write_atomic(made.room / "config.yaml", text)
-    folder.retire_result()
+    sbatch.renew_submission(folder, text)
     job = sbatch.submit_job(made)
     provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
@@ -114,12 +125,11 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
 
 def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
     """Print where a job's run is, and how to follow and end it."""
-    nodes, run = settings.launch.nodes, shlex.quote(folder.reference)
-    print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes} nodes, {settings.processes} processes")
-    print(
-        f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1\n  cancel      make cancel RUN={run}",
-        flush=True,
-    )
+    nodes, ranks = format_count(settings.launch.nodes, "node"), format_count(settings.processes, "rank")
+    run = shlex.quote(folder.reference)
+    print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes}, {ranks}")
+    print(f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1")
+    print(f"  cancel      make cancel RUN={run}", flush=True)
 
 
 def resolve_processes(settings: Experiment, profile: Profile) -> None:
@@ -151,7 +161,8 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(Path(scratch))
         asked = sbatch.make_parameters(profile, name, nodes, settings.processes // nodes, folder.path)
-        print(sbatch.make_executor(folder, None, asked).text().replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
+        text = sbatch.make_executor(folder, None, asked).make_text()
+    print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
     print(f"# {name}: settings\n{config.to_yaml(settings)}", end="")
 
 

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import UserError
+from common.core.text import format_count
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, read_json, write_json
 from configs.profile import Profile
@@ -47,27 +47,26 @@ class Sweep:
         known = selection.read_sweep(path / "sweep.json")
         for what, now in (("experiment", plan.experiment), ("settings", plan.settings)):
             if known.get(what, now) != now:
-                raise UserError(
-                    f"{path} was begun with other {what} ({known[what]}); give the file another name, or remove {path}"
-                )
+                remedy = f"give the file another name, or remove {path}"
+                raise UserError(f"{path} was started with other {what} ({known[what]}); {remedy}")
         self.cells = {
             sweep_file.make_key(cell["values"], cell.get("repeat", 0)): cell for cell in known.get("cells", [])
         }
 
-    def folder(self, point: Point) -> Folder | None:
-        """The run folder of a point; None where it has none, or one that was never started."""
+    def find_folder(self, point: Point) -> Folder | None:
+        """Find the run folder of a point; None where it has none, or one that was never started."""
         run = self.cells.get(point.key, {}).get("run")
         folder = Folder(self.runs / run) if run else None
         if folder is None or not (folder.path / "config.yaml").is_file():
             return None
-        begun = read_json(folder.path / "meta.json").get("job") or folder.attempts() or folder.result
-        return folder if begun else None
+        was_started = read_json(folder.path / "meta.json").get("job") or folder.attempts() or folder.result
+        return folder if was_started else None
 
-    def state(self, point: Point) -> str:
-        folder = self.folder(point)
+    def read_state(self, point: Point) -> str:
+        folder = self.find_folder(point)
         return "MISSING" if folder is None else status.read_state(folder)[0]
 
-    def put(self, point: Point, folder: Folder, state: str) -> None:
+    def record_run(self, point: Point, folder: Folder, state: str) -> None:
         """Note a point's run; the one that it replaces is kept as an earlier one."""
         known = self.cells.get(point.key, {})
         earlier = known.get("earlier", [])
@@ -76,7 +75,7 @@ class Sweep:
         cell = {"values": point.values, "repeat": point.repeat, "run": folder.path.name, "state": state.lower()}
         self.cells[point.key] = cell | ({"earlier": earlier} if earlier else {})
 
-    def forget(self, point: Point) -> None:
+    def forget_run(self, point: Point) -> None:
         """Forget a run that could not be submitted."""
         cell = self.cells.pop(point.key)
         if cell.get("earlier"):
@@ -88,9 +87,9 @@ class Sweep:
         facts = {"experiment": self.plan.experiment, "group": self.plan.name, "settings": self.plan.settings}
         write_json(self.path / "sweep.json", facts | {"cells": cells})
 
-    def states(self) -> dict[str, str]:
+    def read_states(self) -> dict[str, str]:
         """Read and note the state of every point."""
-        found = {point.key: self.state(point) for point in self.plan.points}
+        found = {point.key: self.read_state(point) for point in self.plan.points}
         for point in self.plan.points:
             if point.key in self.cells:
                 self.cells[point.key]["state"] = found[point.key].lower()
@@ -115,14 +114,14 @@ def lock_sweep(path: Path) -> Iterator[None]:
 
 
 def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tuple[Point, Folder | None]]:
-    """The points to start now, each with the run folder that it resumes, if any."""
+    """Choose the points to start now, each with the run folder that it resumes, if any."""
     found: list[tuple[Point, Folder | None]] = []
     for point in sweep.plan.points:
         state = states[point.key]
         if state == "FAILED" if failed else state == "MISSING":
             found.append((point, None))
         elif state in GO_ON and not failed:
-            found.append((point, sweep.folder(point)))
+            found.append((point, sweep.find_folder(point)))
     return found
 
 
@@ -130,7 +129,7 @@ def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tu
 
 
 def find_shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
-    """Hosts, ranks on each, and the module that is executed: equal for all tasks of an array."""
+    """Find hosts, ranks on each, and the module that is executed: equal for all tasks of an array."""
     nodes = point.settings.launch.nodes
     return nodes, point.settings.processes // nodes, (find_entry_points(folder) if folder else CURRENT).job
 
@@ -138,7 +137,7 @@ def find_shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
 def submit_points(
     sweep: Sweep, chosen: list[tuple[Point, Folder | None]], profile: Profile, scheduler: Scheduler
 ) -> None:
-    """Submit points as arrays of jobs, one for each number of hosts and processes."""
+    """Submit points as arrays of jobs, one for each number of hosts and ranks."""
     for point, _ in chosen:
         submit.resolve_processes(point.settings, profile)
         submit.check_step_timeout(point.settings, profile)
@@ -157,12 +156,12 @@ def submit_as_array(
     profile: Profile,
     scheduler: Scheduler,
 ) -> None:
-    """Submit points with equal hosts and processes as one array of jobs. Leaves no new folder if refused."""
+    """Submit points with equal hosts and ranks as one array of jobs. Leaves no new folder if refused."""
     folders: list[Folder] = []
     try:
         for point, given in chosen:
             folders.append(given or submit.prepare_folder(sweep.plan.experiment, point.settings, scheduler))
-            sweep.put(point, folders[-1], "pending")
+            sweep.record_run(point, folders[-1], "pending")
         sweep.save()
         made = sbatch.make_array_executor(sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel)
         jobs = sbatch.submit_array(made, folders)
@@ -170,15 +169,16 @@ def submit_as_array(
         for (point, given), folder in zip(chosen, folders, strict=False):
             if given is None:
                 shutil.rmtree(folder.path, ignore_errors=True)
-                sweep.forget(point)
+                sweep.forget_run(point)
         sweep.save()
         raise
     for folder, job in zip(folders, jobs, strict=True):
-        facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(made.room)}
+        facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(made.folder)}
         provenance.update_metadata(folder, job=facts)
     most = min(sweep.plan.parallel, len(folders))
-    print(f"  job {jobs[0].partition('_')[0]} on {scheduler.name}: an array of {len(folders)}, at most {most} at once, "
-          f"{nodes} nodes and {nodes * per_node} processes each", flush=True)  # fmt: skip
+    size = f"{format_count(nodes, 'node')} and {format_count(nodes * per_node, 'rank')} each"
+    job = jobs[0].partition("_")[0]
+    print(f"  job {job} on {scheduler.name}: an array of {len(folders)}, at most {most} at once, {size}", flush=True)
 
 
 def follow_sweep(sweep: Sweep) -> int:
@@ -186,7 +186,7 @@ def follow_sweep(sweep: Sweep) -> int:
     told: dict[str, str] = {}
     try:
         while True:
-            states = sweep.states()
+            states = sweep.read_states()
             for point in sweep.plan.points:
                 if told.get(point.key) != states[point.key]:
                     print(f"  {states[point.key]:<9}  {point.words}", flush=True)
@@ -204,12 +204,9 @@ def follow_sweep(sweep: Sweep) -> int:
 
 def start_point(point: Point, folder: Folder) -> subprocess.Popen[bytes]:
     """Start a point on this machine; its output goes into its folder."""
-    script = folder.path / "code" / "experiments" / f"{folder.experiment}.py"
+    command, environ = submit.make_resume_command(folder), submit.make_source_environment(folder)
     with disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
-        command = [sys.executable, str(script), "--resume", str(folder.path)]
-        return subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=submit.source_environment(folder)
-        )
+        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
 
 
 def run_points(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
@@ -232,11 +229,11 @@ def run_points(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
                 folder = given or submit.prepare_folder(sweep.plan.experiment, point.settings, None)
                 run = start_point(point, folder)
                 busy[run] = point
-                sweep.put(point, folder, "running")
+                sweep.record_run(point, folder, "running")
                 sweep.save()
             for run in [run for run in busy if run.poll() is not None]:
                 point = busy.pop(run)
-                state = sweep.state(point)
+                state = sweep.read_state(point)
                 sweep.cells[point.key]["state"] = state.lower()
                 sweep.save()
                 bad += run.returncode != 0
@@ -251,39 +248,36 @@ def run_points(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
 # ---- the command
 
 
-def print_points(sweep: Sweep, states: dict[str, str]) -> None:
+def print_points(sweep: Sweep) -> None:
     """Print the state, settings and run of each point."""
     for point in sweep.plan.points:
         run = sweep.cells.get(point.key, {}).get("run", "")
-        print(f"  {states[point.key]:<9}  {point.words}  {run}".rstrip())
+        print(f"  {sweep.read_state(point):<9}  {point.words}  {run}".rstrip())
 
 
 def main(given: argparse.Namespace) -> int:
     """Run the points of a sweep that have no run yet; returns the exit status."""
-    failed, wants, dry = (parse_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
+    failed, follow, dry = (parse_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
     words, for_profile = parse_settings(given.args)
     plan = sweep_file.read_sweep_file(given.grid, words)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose_scheduler(given.launch or "auto")
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
     if dry:
-        sweep = Sweep(path, plan)
-        print_points(sweep, {point.key: sweep.state(point) for point in plan.points})
+        print_points(Sweep(path, plan))
         return 0
     with lock_sweep(path):
         sweep = Sweep(path, plan)
-        states = sweep.states()
+        states = sweep.read_states()
         chosen = choose_points(sweep, states, failed)
         counts = ", ".join(f"{count} {state.lower()}" for state, count in Counter(states.values()).items())
-        print(f"sweep {plan.name}: {len(plan.points)} points of {plan.experiment} ({counts}); {len(chosen)} to run now")
+        size = format_count(len(plan.points), "point")
+        print(f"sweep {plan.name}: {size} of {plan.experiment} ({counts}); {len(chosen)} to run now")
         print(f"  folder   {path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
         if "FAILED" in states.values() and not failed:
             print("  failed ones begin anew with FAILED=1", flush=True)
         if chosen and scheduler is None:
             return run_points(sweep, chosen)
-        if chosen:
-            assert scheduler is not None
+        if chosen and scheduler is not None:
             submit_points(sweep, chosen, profile, scheduler)
-        if wants:
-            return follow_sweep(sweep)
-        return 0
+        return follow_sweep(sweep) if follow else 0

@@ -29,6 +29,7 @@ import yaml
 
 from common.core import config
 from common.core.errors import UserError
+from common.core.text import format_count
 from common.pipeline import schedules
 from common.runs import wandb_account
 from configs.shared import Experiment
@@ -163,7 +164,7 @@ def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
     cells = [dict(cell) for cell in product] if flat else []
     cells += [flatten_settings(one, "points") for one in listed]
     if not cells or len(cells) > MOST:
-        raise UserError(f"{len(cells)} points; name some in grid or points, at most {MOST}")
+        raise UserError(f"{format_count(len(cells), 'point')}; name some in grid or points, at most {MOST:,}")
     return cells
 
 

@@ -149,7 +149,7 @@ def run_inside(given: argparse.Namespace) -> None:
         print(f"on the controller of cluster {given.name}: sbatch, srun, squeue, sinfo; exit leaves", file=sys.stderr)
     if not argv:
         raise UserError(f"{given.verb}: a command is missing, such as: exec sinfo")
-    command = cluster.command(argv, node=number)
+    command = cluster.build_command(argv, node=number)
     os.execvp(command[0], command)
 
 

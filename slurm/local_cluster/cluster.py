@@ -31,7 +31,7 @@ class Cluster:
         """The variables that programs inside need besides the caller's environment: SLURM_CONF and PATH."""
         return self.plan.environment
 
-    def command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
+    def build_command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
         """`argv` prefixed so that it runs inside as the caller, on the controller or on a node, in `cwd`."""
         doors = ["--net", "--uts", "--mount", "--pid"]
         user = ["--user", "--preserve-credentials"] if self.plan.uid else []
@@ -45,7 +45,7 @@ class Cluster:
 
     def run(self, *argv: str, check: bool = True) -> str:
         """The output of a program on the controller; UserError with its complaint if it fails."""
-        done = subprocess.run(self.command(argv), capture_output=True, text=True, check=False)
+        done = subprocess.run(self.build_command(argv), capture_output=True, text=True, check=False)
         if check and done.returncode:
             raise UserError(f"{argv[0]}: {done.stderr.strip().rpartition('error: ')[2] or done.returncode}")
         return done.stdout.strip()

@@ -85,12 +85,7 @@ def make_srun_command(profile: Profile, nodes: int, name: str) -> list[str]:
     """The srun command that starts the processes on so many hosts."""
     words = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={profile.per_node}", f"--cpus-per-task={profile.cpus}"]
     words += ["--kill-on-bad-exit=1", "--time=10", f"--job-name={name}"]
-    for key in ("partition", "account", "qos", "constraint", "exclude"):
-        if getattr(profile, key):
-            words.append(f"--{key}={getattr(profile, key)}")
-    if profile.gpus:
-        words.append(f"--{profile.gpus_as}={'gpu:' if profile.gpus_as == 'gres' else ''}{profile.gpus}")
-    return words
+    return words + [f"--{key}={value}" for key, value in sbatch.list_resources(profile).items()]
 
 
 def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
@@ -172,7 +167,7 @@ def check_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, setti
     if wrong:
         return {"hosts": [], "wandb": {}, "problems": wrong}
     name = f"doctor-{secrets.token_hex(3)}"
-    return collect_facts(scheduler.command(*make_srun_command(profile, nodes, name), *command), scheduler, name)
+    return collect_facts(scheduler.build_command(*make_srun_command(profile, nodes, name), *command), scheduler, name)
 
 
 def print_facts(found: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def find_state(folder: Folder, patience: float) -> tuple[str, str]:
         scheduler = find_scheduler(meta)
         if scheduler is None:
             return "LOST", "the local cluster that it was given to is down"
-        state, word = scheduler.state(meta["job"]["id"], patience)
+        state, word = scheduler.read_job_state(meta["job"]["id"], patience)
         return state, word + (describe_disk(folder) if state == "FAILED" else "")
     start = (meta.get("history") or [{}])[-1]
     if not start:

@@ -1,6 +1,6 @@
 """The task of a job on a cluster's hosts: a small picklable object that carries only the run folder.
 
-Submitit pickles it by reference, so what it does is whatever this file says when the job starts. The
+Submitit pickles it by reference: the job executes this file as it is when the job starts. The
 job's script therefore puts the run folder's own `code/` first on the path: a job, and each of its
 later attempts, executes the source as it was submitted.
 """
@@ -31,7 +31,7 @@ class Job:
         folder = Folder(Path(self.folder))
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, exit_resumable)
-        remove_result()
+        JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # Submitit kept it of an earlier attempt
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
         from common.core import config
@@ -48,30 +48,21 @@ class Job:
             try:
                 rank = entry_point.LaunchedRank(rank_info, settings)
                 _, status = entry_point.run_experiment(main, settings, rank, folder, submitted=True)
-            except Unreachable as error:
-                if (
-                    os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-                ):  # a host failed, and another start may get another
+            except UserError as error:
+                is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+                if is_restart and isinstance(error, Unreachable):  # another attempt may get another host
                     print(f"error: {error}", file=sys.stderr)
                     sys.exit(1)
-                note_refusal(folder, rank_info.rank, str(error))
-                raise
-            except UserError as error:
                 note_refusal(folder, rank_info.rank, str(error))
                 raise
         if status:
             sys.exit(status)
 
     def checkpoint(self) -> DelayedSubmission:
-        """The same task, for Submitit's requeue; the progress is in the run folder."""
+        """Return the same task, for Submitit's requeue; the progress is in the run folder."""
         return DelayedSubmission(self)
 
 
 def exit_resumable(number: int, frame: object) -> None:
     """Exit as resumable: the stop request came before there was anything to save."""
     sys.exit(EXIT_RESUMABLE)
-
-
-def remove_result() -> None:
-    """Remove the result that Submitit kept of an earlier attempt of this task."""
-    JobEnvironment().paths.result_pickle.unlink(missing_ok=True)

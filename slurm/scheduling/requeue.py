@@ -2,9 +2,9 @@
 
     python -m slurm.scheduling.requeue RUN_FOLDER EXIT_STATUS
 
-It stands outside the step, so it is there whichever process died, rank 0 included. A run that was told to stop, or
-that crashed, is started again where it was saved. One that a person must look at is not: a wrong setting, a loss that
-is no number, or attempts in a row that reached no new checkpoint.
+It stands outside the step, so it is there whichever rank died, rank 0 included. A run that crashed, or stopped on
+request, is queued again and resumes. One that a person must look at is not: a wrong setting, a loss that is no number,
+or attempts in a row that reached no new checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.core.errors import EXIT_RESUMABLE, UserError, user_errors
 from common.runs import provenance
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
-from slurm.scheduling.scheduler import Scheduler
+from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 
 PATIENCE = 600.0  # seconds for a controller that does not answer: it may be starting again
 PAUSE = 5.0
@@ -32,13 +32,13 @@ def note_refusal(folder: Folder, rank: int, reason: str) -> None:
 
 
 def read_refusal(folder: Folder) -> str:
-    """The reason noted by the lowest rank; empty without one. Other ranks may only know that something is wrong."""
+    """Read the reason noted by the lowest rank; empty without one. Other ranks may only know that one failed."""
     notes = sorted((folder.path / "submit").glob(f"refused-{name_attempt()}-*.json"))
     return str(read_json(notes[0]).get("reason", "")) if notes else ""
 
 
 def name_attempt() -> str:
-    """The job and its number of restarts, as part of a file's name."""
+    """Join the job and its number of restarts, as part of a file's name."""
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
@@ -57,12 +57,12 @@ def count_failures(folder: Folder) -> int:
 
 
 def find_obstacle(folder: Folder, status: int) -> str:
-    """The reason not to requeue the job; empty where it is requeued."""
+    """Find the reason not to requeue the job; empty where it is requeued."""
     refused = read_refusal(folder)
     if refused:
         return refused
     if status == 2:
-        return "a process refused to start; see the log"
+        return "a rank refused to start; see the log"
     job = read_json(folder.path / "meta.json").get("job") or {}
     if not job.get("profile", {}).get("requeue", True):
         return "the profile says cluster.requeue=false"
@@ -75,28 +75,27 @@ def find_obstacle(folder: Folder, status: int) -> str:
 
 
 def is_current(scheduler: Scheduler, job: str) -> bool:
-    """Whether this is still the current attempt of the job, as far as SLURM knows.
+    """Check that this is still the current attempt of the job, as far as SLURM knows.
 
-    It does not if SLURM has started or queued it again: a host that was cut off has no say any more. A controller that
-    does not answer is waited for. Raises UserError if that lasts too long.
+    It is not if SLURM has started or queued the job again while this host was cut off. Waits for a controller that does
+    not answer; raises UserError if that lasts too long.
     """
     end = time.monotonic() + PATIENCE
     while True:
         try:
-            words = scheduler.call("scontrol", "-o", "show", "job", job).split()
+            known = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job))
             break
         except UserError:
             if time.monotonic() > end:
                 raise
             time.sleep(PAUSE)
-    known = dict(word.partition("=")[::2] for word in words)
     return known.get("JobState") == "RUNNING" and known.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
 
 
 def main(path: str, status: int) -> int:
     """Requeue a job whose tasks have ended, or note why not; returns the exit status of the job."""
     folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
-    if folder.result or status == 0:  # with 0 and no result, a newer start has overtaken this one
+    if folder.result or status == 0:  # with 0 and no result, a newer attempt has overtaken this one
         known = folder.result.get("exit_status")
         return known if isinstance(known, int) else status
     if not is_current(scheduler, job):
@@ -105,8 +104,8 @@ def main(path: str, status: int) -> int:
     status = 2 if read_refusal(folder) else status  # srun may tell of the signal by which it ended the others
     reason = find_obstacle(folder, status)
     if not reason:
-        word = "were told to stop" if status == EXIT_RESUMABLE else f"failed with exit status {status}"
-        print(f"the processes {word}; job {job} is queued again", flush=True)
+        how = "stopped on request" if status == EXIT_RESUMABLE else f"failed with exit status {status}"
+        print(f"the ranks {how}; job {job} is queued again", flush=True)
         try:
             scheduler.call("scontrol", "requeue", job)  # ends this script, too
             return EXIT_RESUMABLE

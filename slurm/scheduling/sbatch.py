@@ -29,7 +29,7 @@ PATH = re.compile(r"[\w.,:=@/+\- ]+")
 
 
 def load_profile(name: str, words: list[str]) -> Profile:
-    """The profile configs/cluster/<name>.yaml with `cluster.key=value` words on top. Raises UserError."""
+    """Load the profile configs/cluster/<name>.yaml with `cluster.key=value` words on top. Raises UserError."""
     known = sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml"))
     if name not in known:
         raise UserError(f"CLUSTER={name} is unknown; there are {', '.join(known)} in configs/cluster/")
@@ -37,7 +37,7 @@ def load_profile(name: str, words: list[str]) -> Profile:
 
 
 def make_profile(values: Mapping[str, Any], words: list[str]) -> Profile:
-    """A profile's values as text, with `cluster.key=value` words on top. Raises UserError."""
+    """Make a profile from its values as text, with `cluster.key=value` words on top. Raises UserError."""
     pairs = dict(word.removeprefix("cluster.").split("=", 1) for word in words)
     profile = config.build_config(Profile, [values, pairs])
     for key, value in vars(profile).items():
@@ -58,14 +58,14 @@ def make_parameters(
     tasks: Path | None = None,
     entry_points: EntryPoints = CURRENT,
 ) -> dict[str, Any]:
-    """Submitit's parameters; empty values are left out, so that the cluster's own defaults hold.
+    """Make Submitit's parameters; empty values are left out, so that the cluster's own defaults hold.
 
     `tasks` is a file with the run folders of an array's tasks, one a line; else all is about `folder`.
     """
-    here = shlex.quote(str(folder))
+    here, setup = shlex.quote(str(folder)), list[str]()
     if tasks:
         here = '"$RUN"'
-    which = [f'RUN="$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(tasks))})"'] if tasks else []
+        setup = [f'RUN="$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(tasks))})"']
     asked: dict[str, Any] = {
         "job_name": name,
         "nodes": nodes,
@@ -77,41 +77,42 @@ def make_parameters(
         "wckey": profile.wckey or None,
         # the job runs the source as it was submitted, and `python -m` must not look into the folder it is called in;
         # srun does not take over sbatch's processors by itself
-        "setup": [*which, f"export PYTHONPATH={here}/code PYTHONSAFEPATH=1", *profile.setup],
+        "setup": [*setup, f"export PYTHONPATH={here}/code PYTHONSAFEPATH=1", *profile.setup],
         # outside the step, where no rank's death reaches it
         "teardown": [f"{shlex.quote(sys.executable)} -m {entry_points.requeue} {here} $?"],
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={profile.cpus}", *profile.container],
         "additional_parameters": {"requeue" if profile.requeue else "no-requeue": True},
     }
-    for key in ("partition", "account", "qos", "constraint", "exclude"):
-        asked[key] = getattr(profile, key) or None
     if profile.memory_gb:
         asked["mem"] = f"{round(profile.memory_gb * 1024)}M"
+    return asked | {key.replace("-", "_"): value for key, value in list_resources(profile).items()}
+
+
+def list_resources(profile: Profile) -> dict[str, str]:
+    """List the options of sbatch and srun that choose hosts and GPUs, those that the profile sets."""
+    found = {key: getattr(profile, key) for key in ("partition", "account", "qos", "constraint", "exclude")}
     if profile.gpus:
         kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
-        if profile.gpus_as == "gres":
-            asked["gres"] = f"gpu:{kind}{profile.gpus}"
-        else:
-            asked["gpus_per_node"] = f"{kind}{profile.gpus}"
-    return {key: value for key, value in asked.items() if value is not None or key == "wckey"}
+        found[profile.gpus_as] = f"{'gpu:' if profile.gpus_as == 'gres' else ''}{kind}{profile.gpus}"
+    return {key: value for key, value in found.items() if value}
 
 
 class Executor(SlurmExecutor):
     """Submitit's executor, on a chosen SLURM, keeping the text of a job before it is submitted."""
 
     def __init__(self, folder: Folder, scheduler: Scheduler | None) -> None:
-        self.run_folder, self.scheduler, self.room = folder, scheduler, folder.path / "submit"
-        super().__init__(self.room)
+        self.run_folder, self.scheduler = folder, scheduler
+        super().__init__(folder.path / "submit")
 
     @classmethod
     def affinity(cls) -> int:
         return 2  # the local cluster has srun inside, not here
 
-    def text(self) -> str:
-        """The exact text for sbatch."""
+    def make_text(self) -> str:
+        """Return the exact text for sbatch."""
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
-    def as_array(self, jobs: list[Any]) -> list[str]:
+    def submit_tasks(self, jobs: list[Any]) -> list[str]:
         """Submit all jobs as one array; returns the ids of its tasks.
 
         Submitit's own way would leave this class behind, and so the chosen SLURM.
@@ -120,70 +121,70 @@ class Executor(SlurmExecutor):
         for job in jobs:
             delayed = utils.DelayedSubmission(job)
             delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
-            paths.append(self.room / f"{secrets.token_hex(16)}.pkl")
+            paths.append(self.folder / f"{secrets.token_hex(16)}.pkl")
             delayed.dump(paths[-1])
         self.parameters["map_count"] = len(jobs)
         first: Any = self._submit_command(self._submitit_command_str)
         ids = [f"{first.job_id}_{number}" for number in range(len(jobs))]
         for job_id, path in zip(ids, paths, strict=True):
-            utils.JobPaths(self.room, job_id).move_temporary_file(path, "submitted_pickle")
+            utils.JobPaths(self.folder, job_id).move_temporary_file(path, "submitted_pickle")
         return ids
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text: str = super()._make_submission_file_text(command, uid)
-        write_atomic(self.room / "job.sh", text)
+        write_atomic(self.folder / "job.sh", text)
         return text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         assert self.scheduler is not None
-        return self.scheduler.command("sbatch", str(submission_file_path))
+        return self.scheduler.build_command("sbatch", str(submission_file_path))
 
 
 def make_executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any]) -> Executor:
-    """An executor for one run folder."""
+    """Make an executor for one run folder. Raises UserError."""
     if not PATH.fullmatch(str(folder.path)):
         raise UserError(
             f"a job script cannot hold the path {str(folder.path)!r}; set runs=<path of letters and digits>"
         )
     made = Executor(folder, scheduler)
-    with disk_errors(made.room):
-        made.room.mkdir(parents=True, exist_ok=True)
+    with disk_errors(made.folder):
+        made.folder.mkdir(parents=True, exist_ok=True)
     made.update_parameters(**asked)
     return made
 
 
 def make_array_executor(
-    room: Path, folders: list[Folder], nodes: int, per_node: int, profile: Profile, scheduler: Scheduler, parallel: int
+    sweep: Path, folders: list[Folder], nodes: int, per_node: int, profile: Profile, scheduler: Scheduler, parallel: int
 ) -> Executor:
-    """An executor for an array of jobs, one a run folder, with equal entry points; `room` is the sweep's folder."""
+    """Make an executor for an array of jobs, one a run folder, with equal entry points; `sweep` is a sweep's folder."""
     for folder in folders:
-        renew_submission(folder)
+        renew_submission(folder, (folder.path / "config.yaml").read_text())
     name = folders[0].experiment
-    made = make_executor(Folder(room), scheduler, {})
-    tasks = made.room / f"tasks-{secrets.token_hex(4)}.txt"
+    made = make_executor(Folder(sweep), scheduler, {})
+    tasks = made.folder / f"tasks-{secrets.token_hex(4)}.txt"
     write_atomic(tasks, "".join(f"{folder.path}\n" for folder in folders))
-    asked = make_parameters(profile, name, nodes, per_node, room, tasks, find_entry_points(folders[0]))
+    asked = make_parameters(profile, name, nodes, per_node, sweep, tasks, find_entry_points(folders[0]))
     made.update_parameters(**asked, array_parallelism=parallel)
     return made
 
 
-def renew_submission(folder: Folder) -> None:
-    """Write the settings that a job reads, and retire the result of an earlier attempt."""
+def renew_submission(folder: Folder, text: str) -> None:
+    """Write the settings that a job reads, as YAML, and retire the result of an earlier attempt. Raises UserError."""
     with disk_errors(folder.path):
         (folder.path / "submit").mkdir(exist_ok=True)
-    write_atomic(folder.path / "submit" / "config.yaml", (folder.path / "config.yaml").read_text())
+    write_atomic(folder.path / "submit" / "config.yaml", text)
     folder.retire_result()
 
 
 def refer_to_job(folder: Folder) -> Any:
-    """The object that a task of the job unpickles and executes, from the run's own source."""
+    """Return the object that a task of the job unpickles and executes, from the run's own source."""
     return JobReference(find_entry_points(folder).job, str(folder.path))
 
 
 def submit_array(made: Executor, folders: list[Folder]) -> list[str]:
     """Submit an array; returns the job ids of its tasks. Raises UserError with sbatch's own words."""
     with sbatch_errors(made):
-        return made.as_array([refer_to_job(folder) for folder in folders])
+        return made.submit_tasks([refer_to_job(folder) for folder in folders])
 
 
 def submit_job(made: Executor) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.core.errors import UserError
+from common.core.text import format_count
 from slurm.local_cluster import cluster
 
 LOCAL = "the local cluster"
@@ -37,7 +38,7 @@ FAILED: dict[tuple[str, ...], tuple[float, str]] = {}  # when, and why
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that a job inherits: without an allocation's leftovers, with SLURM_CONF."""
+    """Return the environment that a job inherits: without an allocation's leftovers, with SLURM_CONF."""
     kept = {k: v for k, v in environ.items() if not k.startswith(LEFTOVERS) and k not in LAUNCHER}
     if "SLURM_CONF" in environ:
         kept["SLURM_CONF"] = environ["SLURM_CONF"]
@@ -51,19 +52,19 @@ class Scheduler:
     name: str
     local: cluster.Cluster | None = None
 
-    def command(self, *words: str) -> list[str]:
-        """The argv that runs a command of SLURM from here."""
-        return self.local.command(words) if self.local else list(words)
+    def build_command(self, *words: str) -> list[str]:
+        """Return the argv that runs a command of SLURM from here."""
+        return self.local.build_command(words) if self.local else list(words)
 
     def call(self, *words: str, patience: float | None = None, doubt: float | None = None) -> str:
-        """The output of a command. Raises UserError, with SLURM's own words, if it fails or hangs.
+        """Run a command; returns its output. Raises UserError, with SLURM's own words, if it fails or hangs.
 
         After `doubt` seconds the command is given up if the controller is down: SLURM's commands go on trying.
         """
         patience = patience or PATIENCE
         try:
             with subprocess.Popen(
-                self.command(*words),
+                self.build_command(*words),
                 env=clean_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -85,7 +86,7 @@ class Scheduler:
         return out
 
     def wait_for(self, process: subprocess.Popen[str], patience: float, doubt: float) -> tuple[str, str]:
-        """The output and the errors of a command. Raises TimeoutExpired, and UserError where the controller is down."""
+        """Wait for a command's output and errors. Raises TimeoutExpired, or UserError if the controller is down."""
         deadline = time.monotonic() + patience
         try:
             return process.communicate(timeout=doubt)
@@ -97,15 +98,15 @@ class Scheduler:
         return process.communicate(timeout=max(0.0, deadline - time.monotonic()))
 
     def is_down(self) -> bool:
-        """Whether the controller is known to be down; false where `scontrol ping` takes more than a second."""
+        """Check for a controller that is down; false where `scontrol ping` takes more than a second."""
         try:
             return "is DOWN" in self.call("scontrol", "ping", patience=1.0)
         except UserError as error:
             return "is DOWN" in str(error)
 
     def call_once(self, *words: str, patience: float = PATIENCE) -> str:
-        """The output of a command that is asked for many runs: one that failed late a moment ago fails at once."""
-        key = tuple(self.command(words[0]))
+        """Run a command that many runs need; returns its output. One that failed late a moment ago fails at once."""
+        key = tuple(self.build_command(words[0]))
         when, problem = FAILED.get(key, (0.0, ""))
         began = time.monotonic()
         if problem and began - when < AGAIN:
@@ -114,16 +115,15 @@ class Scheduler:
             doubt = DOUBTFUL if words[0] in CONTROLLER else None
             return self.call(*words, patience=min(patience, PATIENCE / 3), doubt=doubt)
         except UserError as error:
-            if time.monotonic() - began > min(LATE, 0.9 * patience) and "Invalid job id" not in str(
-                error
-            ):  # that is about this job alone
+            is_late = time.monotonic() - began > min(LATE, 0.9 * patience)
+            if is_late and "Invalid job id" not in str(error):  # that is about this job alone
                 for name in CONTROLLER if words[0] in CONTROLLER else words[:1]:
-                    FAILED[tuple(self.command(name))] = time.monotonic(), str(error)
+                    FAILED[tuple(self.build_command(name))] = time.monotonic(), str(error)
             raise
 
-    def queue(self, patience: float = PATIENCE) -> dict[str, str]:
-        """State and reason of our jobs in the queue by their ids, asked once for all runs."""
-        key = tuple(self.command("squeue"))
+    def read_queue(self, patience: float = PATIENCE) -> dict[str, str]:
+        """Read state and reason of our jobs in the queue by their ids, once for all runs."""
+        key = tuple(self.build_command("squeue"))
         when, found = QUEUES.get(key, (0.0, {}))
         if not when or time.monotonic() - when > FRESH:
             lines = self.call_once("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r", patience=patience).splitlines()
@@ -131,8 +131,8 @@ class Scheduler:
             QUEUES[key] = time.monotonic(), found
         return found
 
-    def state(self, job: str, patience: float = PATIENCE) -> tuple[str, str]:
-        """The state of a job and its reason, from squeue, scontrol or sacct; a job that none knows is LOST."""
+    def read_job_state(self, job: str, patience: float = PATIENCE) -> tuple[str, str]:
+        """Read the state of a job and its reason, from squeue, scontrol or sacct; a job that none knows is LOST."""
         asked = (
             ("squeue",),
             ("scontrol", "-o", "show", "job", job),
@@ -140,17 +140,18 @@ class Scheduler:
         )
         problems = list[str]()
         for words in asked:
+            left = (min(patience, LATER) if patience <= QUICK else patience / 3) if problems else patience
             try:
-                in_queue = words == ("squeue",)
-                left = (min(patience, LATER) if patience <= QUICK else patience / 3) if problems else patience
-                answer = self.queue(left).get(job, "") if in_queue else self.call_once(*words, patience=left)
-                answer = answer.strip()
+                if words == ("squeue",):
+                    answer = self.read_queue(left).get(job, "")
+                else:
+                    answer = self.call_once(*words, patience=left).strip()
             except UserError as error:
                 problems.append(str(error))
                 continue
             note = ""
             if words[0] == "scontrol":
-                fields = dict(word.partition("=")[::2] for word in answer.split())
+                fields = parse_job_fields(answer)
                 answer = fields.get("JobState", "")
                 if fields.get("Reason") == "JobLaunchFailure":
                     note = f": {fields.get('BatchHost', 'its host')} could not start it; can it write the run folder?"
@@ -187,11 +188,17 @@ class Scheduler:
             raise UserError(f"{self.name} has no partition {partition}; sinfo lists them")
         if nodes > hosts:
             where = f" in partition {partition}" if partition else ""
-            raise UserError(f"NODES={nodes}, but {self.name} has {hosts} hosts{where}; ask for at most {hosts}")
+            size = format_count(hosts, "host")
+            raise UserError(f"NODES={nodes}, but {self.name} has {size}{where}; ask for at most {hosts}")
+
+
+def parse_job_fields(text: str) -> dict[str, str]:
+    """Parse the fields that `scontrol -o show job` prints."""
+    return dict(word.partition("=")[::2] for word in text.split())
 
 
 def is_configured() -> bool:
-    """Whether sbatch has a cluster to talk to: Debian installs it without any."""
+    """Check that sbatch has a cluster to talk to: Debian installs it without any."""
     if shutil.which("sbatch") is None:
         return False
     named = os.environ.get("SLURM_CONF")
@@ -199,7 +206,7 @@ def is_configured() -> bool:
 
 
 def choose_scheduler(launch: str) -> Scheduler | None:
-    """The SLURM to use for LAUNCH=auto|local|slurm; None means processes on this machine.
+    """Choose the SLURM for LAUNCH=auto|local|slurm; None means processes on this machine. Raises UserError.
 
     auto takes the local cluster if it is up, else SLURM if it is configured. Once SLURM is chosen, one
     that does not answer is an error and never a silent local run.

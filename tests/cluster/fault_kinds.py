@@ -268,7 +268,8 @@ def fill_disk(running: Running, chance: random.Random) -> None:
 def start_wandb(lab: Lab) -> dict[str, str]:
     """A W&B host in the cluster's network, and what makes a run use it."""
     argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER]
-    lab.wandb = subprocess.Popen(lab.cluster.command(argv, cwd=ROOT), env=lab.env, stdout=subprocess.PIPE, text=True)
+    command = lab.cluster.build_command(argv, cwd=ROOT)
+    lab.wandb = subprocess.Popen(command, env=lab.env, stdout=subprocess.PIPE, text=True)
     assert lab.wandb.stdout
     return {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": lab.wandb.stdout.readline().strip()}
 

@@ -129,7 +129,7 @@ def redone(running: Running, old: Folder) -> int:
 def stopwatch(running: Running, row: Row, start: float) -> Iterator[None]:
     """Meanwhile a process of its own asks SLURM when the job is no longer shown as running."""
     script = f'until [ "$(squeue -h -j {running.job} -o %T)" != RUNNING ]; do sleep 0.2; done'
-    with subprocess.Popen(running.lab.cluster.command(["sh", "-c", script])) as process:
+    with subprocess.Popen(running.lab.cluster.build_command(["sh", "-c", script])) as process:
 
         def wait() -> None:
             process.wait()

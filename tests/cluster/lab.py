@@ -117,7 +117,7 @@ class Lab:
     def on_host(self, host: str, *words: str) -> None:
         """Run a program on a host."""
         number = int(host.removeprefix("node"))
-        subprocess.run(self.cluster.command(words, node=number), check=True, stdin=subprocess.DEVNULL)
+        subprocess.run(self.cluster.build_command(words, node=number), check=True, stdin=subprocess.DEVNULL)
 
     def daemon(self, name: str) -> str:
         """The pid of slurmctld, or of slurmd-HOST, as its own host counts."""

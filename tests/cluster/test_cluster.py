@@ -218,7 +218,7 @@ def test_programs_find_the_cluster_that_is_up(tool: Tool, monkeypatch: pytest.Mo
     monkeypatch.setenv("CLUSTER_DIR", str(tool.base))
     found = cluster.find_running()
     assert found and cluster.find_running("other") is None
-    argv = found.command(["sh", "-c", "hostname; echo $SLURM_CONF; pwd"], cwd="/usr")
+    argv = found.build_command(["sh", "-c", "hostname; echo $SLURM_CONF; pwd"], cwd="/usr")
     text = subprocess.check_output(argv, text=True, timeout=20)
     assert text.split() == ["ctl", found.environment["SLURM_CONF"], "/usr"]
 

@@ -78,7 +78,9 @@ def on_host(site: Site, number: int, begin: str, end: str) -> Iterator[None]:
     """A shell script as root on one host of the cluster, and one that undoes it."""
 
     def run(script: str) -> None:
-        subprocess.run(cluster(site).command(["sh", "-ec", script], node=number), check=True, stdin=subprocess.DEVNULL)
+        subprocess.run(
+            cluster(site).build_command(["sh", "-ec", script], node=number), check=True, stdin=subprocess.DEVNULL
+        )
 
     run(begin)
     try:
@@ -157,7 +159,7 @@ def test_the_doctor_names_a_wrong_data_file_on_one_host(site: Site) -> None:
 def test_the_doctor_names_a_slow_host(site: Site) -> None:
     flag = site.folder / "throttled"
     flag.touch()
-    command = cluster(site).command([sys.executable, "-c", QUOTA, str(flag)], node=2)
+    command = cluster(site).build_command([sys.executable, "-c", QUOTA, str(flag)], node=2)
     with subprocess.Popen(command) as throttle:
         try:
             only(doctor(site), "node2 (rank 1) is slow: matrix products at")
@@ -180,7 +182,7 @@ def test_the_doctor_names_the_rank_that_a_run_failed_of(site: Site, signal: str,
     folder = site.run_of(signal)
     until("steps", folder.metrics)
     find = f"pgrep -f '[s]ubmitit.core._submit {folder.path}'"
-    subprocess.run(cluster(site).command(["sh", "-c", f"kill -{signal} $({find})"], node=2), check=True)
+    subprocess.run(cluster(site).build_command(["sh", "-c", f"kill -{signal} $({find})"], node=2), check=True)
     assert "cluster.requeue=false" in site.wait(folder, "FAILED", 60 + PATIENCE)
     site.gone(folder)
     found = site.call("slurm", "doctor", f"--run={folder.path}", status=1).stdout

@@ -23,7 +23,7 @@ def test_a_job_on_two_hosts_has_the_numbers_of_a_local_run(site: Site, entry: En
     words = (*entry.smallest, "steps=30", "epochs=1")
     done = site.submit(entry.name, f"two-{entry.name}", *words, options=("--nodes=2", "--follow=1"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "on the local cluster, 2 nodes, 2 processes" in done.stdout and "test accuracy" in done.stdout
+    assert "on the local cluster, 2 nodes, 2 ranks" in done.stdout and "test accuracy" in done.stdout
     folder = site.run_of(f"two-{entry.name}")
     meta = json.loads((folder.path / "meta.json").read_text())
     assert meta["world"]["hosts"] == ["node1", "node2"] and meta["world"]["launched_by"] == "slurm"

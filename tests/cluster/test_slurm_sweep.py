@@ -62,15 +62,15 @@ def test_one_look_at_the_queue_tells_of_every_task(site: Site, monkeypatch: pyte
     assert slurm is not None
     words = ("sbatch", "--parsable", "--array=0-3%1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     job = site.inside(*words).stdout.strip()
-    until("the first task", lambda: slurm.state(f"{job}_0")[0] == "RUNNING")
-    found = slurm.queue()
+    until("the first task", lambda: slurm.read_job_state(f"{job}_0")[0] == "RUNNING")
+    found = slurm.read_queue()
     mine = {task: words for task, words in found.items() if task.startswith(f"{job}_")}
     assert {task.rpartition("_")[2]: words.partition("|")[0] for task, words in mine.items()} == {
         "0": "RUNNING", "1": "PENDING", "2": "PENDING", "3": "PENDING"
     }  # fmt: skip
-    assert "JobArrayTaskLimit" in slurm.state(f"{job}_2")[1]
+    assert "JobArrayTaskLimit" in slurm.read_job_state(f"{job}_2")[1]
     site.inside("scancel", job)
-    until("they are cancelled", lambda: slurm.state(f"{job}_2")[0] == "CANCELLED")
+    until("they are cancelled", lambda: slurm.read_job_state(f"{job}_2")[0] == "CANCELLED")
 
 
 def hosts(folder: Folder) -> list[str]:

@@ -80,7 +80,7 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
     folder = tmp_path / "runs" / "sweeps" / "rates"
     folder.mkdir(parents=True)
     (folder / "sweep.json").write_text(json.dumps({"experiment": "mnist_pipeline", "settings": {"steps": "7"}}))
-    assert "was begun with other settings" in refused(file)
+    assert "was started with other settings" in refused(file)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "a path", "a number"])

@@ -64,7 +64,7 @@ PYTHON -m slurm.scheduling.requeue /runs/x-1-2-3 $?"""
 
 def text_of(profile: Profile, folder: Path) -> str:
     asked = sbatch.make_parameters(profile, "mnist_pipeline", 2, profile.per_node, folder)
-    return sbatch.make_executor(Folder(folder), None, asked).text().replace(sys.executable, "PYTHON")
+    return sbatch.make_executor(Folder(folder), None, asked).make_text().replace(sys.executable, "PYTHON")
 
 
 def test_the_text_for_sbatch_is_this_one(tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_a_plain_profile_asks_for_nothing_special(tmp_path: Path) -> None:
     [
         (["cluster.partion=x"], "unknown key partion; did you mean partition?"),
         (["cluster.time=0"], "time=0: out of range"),
-        (["cluster.time=1"], "would be told to stop as soon as it starts"),
+        (["cluster.time=1"], "would get a stop request as soon as it starts"),
         (["cluster.partition=a\n#SBATCH --uid=0"], "line breaks are not allowed"),
         (["cluster.partition=a;b"], "only letters, digits"),
         (["cluster.qos=$(id)"], "only letters, digits"),
-        (["cluster.gpus=1", "cluster.processes=2"], "each process needs its own"),
+        (["cluster.gpus=1", "cluster.processes=2"], "each rank needs its own"),
     ],
 )
 def test_bad_profiles_are_refused(words: list[str], message: str) -> None:
@@ -147,7 +147,7 @@ def the_folder(fake: Fake) -> Folder:
 def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
     done = submit(fake, cache, "--nodes=2")
     assert done.returncode == 0, done.stderr
-    assert "job 4711 on SLURM, 2 nodes, 2 processes" in done.stdout
+    assert "job 4711 on SLURM, 2 nodes, 2 ranks" in done.stdout
     assert "make logs RUN=" in done.stdout and "make cancel RUN=" in done.stdout
     folder = the_folder(fake)
     assert (folder.path / "code" / "experiments" / "mnist_pipeline.py").exists()

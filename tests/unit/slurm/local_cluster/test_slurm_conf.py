@@ -230,9 +230,9 @@ def test_only_the_recorded_process_is_ended(tmp_path: Path) -> None:
 
 def test_commands_enter_as_the_caller() -> None:
     process = Process(4711, 1)
-    as_root = cluster.Cluster(replace(PLAN, uid=0, gid=0), process).command(["id"], cwd="/x")
+    as_root = cluster.Cluster(replace(PLAN, uid=0, gid=0), process).build_command(["id"], cwd="/x")
     assert as_root[:2] == ["nsenter", "--target=4711"] and "--user" not in as_root and as_root[-1] == "id"
-    as_user = cluster.Cluster(PLAN, process).command(["id"], cwd="/x")
+    as_user = cluster.Cluster(PLAN, process).build_command(["id"], cwd="/x")
     assert "--preserve-credentials" in as_user
     assert {"--map-user=1000", "--map-group=100", "--chdir=/x", "SLURM_CONF=/tmp/c/slurm.conf"} <= set(as_user)
 

@@ -48,7 +48,7 @@ def requeues(fake: Fake) -> int:
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), [(EXIT_RESUMABLE, "were told to stop"), (137, "failed with exit status 137")]
+    ("status", "words"), [(EXIT_RESUMABLE, "the ranks stopped on request"), (137, "failed with exit status 137")]
 )
 def test_a_run_goes_back_into_the_queue(fake: Fake, folder: Folder, status: int, words: str) -> None:
     done = end(fake, folder, status, OURS)
