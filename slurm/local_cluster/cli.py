@@ -134,7 +134,7 @@ def print_status(given: argparse.Namespace) -> None:
     plan = cluster.plan
     print(f"cluster {plan.name} is up: first process {cluster.process.pid}, files in {plan.folder}", flush=True)
     states = dict(line.split() for line in cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %T").splitlines())
-    cluster.as_root(lambda: daemons.print_hosts(plan, states))
+    cluster.run_as_root(lambda: daemons.print_hosts(plan, states))
 
 
 def run_inside(given: argparse.Namespace) -> None:
@@ -142,7 +142,7 @@ def run_inside(given: argparse.Namespace) -> None:
     cluster = require_running(given.name)
     number = parse_host(cluster, given.node) if given.verb == "node" else 0
     if number:
-        cluster.as_root(lambda: daemons.require_host(cluster.plan, number))
+        cluster.run_as_root(lambda: daemons.require_host(cluster.plan, number))
     argv = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.verb == "shell":
         argv = [os.environ.get("SHELL", "/bin/sh")]
@@ -159,10 +159,10 @@ def parse_host(cluster: Cluster, text: str) -> int:
 
 
 def cause_fault(given: argparse.Namespace) -> None:
-    """Cut, join, power-off or power-on."""
+    """Cut a host's cable or power, or bring them back."""
     cluster = require_running(given.name)
     number = parse_host(cluster, given.node)
-    cluster.as_root(lambda: daemons.VERBS[given.verb](cluster.plan, number))
+    cluster.run_as_root(lambda: daemons.VERBS[given.verb](cluster.plan, number))
     print(f"{given.verb}: {slurm_conf.format_host_name(number)}")
 
 

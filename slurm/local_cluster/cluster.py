@@ -26,31 +26,27 @@ class Cluster:
     process: Process
     """Its first process: every other one ends with it."""
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables that programs inside need besides the caller's environment: SLURM_CONF and PATH."""
-        return self.plan.environment
-
     def build_command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
-        """`argv` prefixed so that it runs inside as the caller, on the controller or on a node, in `cwd`."""
+        """Prefix `argv` so that it runs inside as the caller, on the controller or on a node, in `cwd`."""
         doors = ["--net", "--uts", "--mount", "--pid"]
         user = ["--user", "--preserve-credentials"] if self.plan.uid else []
         prefix = ["nsenter", f"--target={self.process.pid}", *user, *doors, "--"]
         if node:
             pid = daemons.find_record(self.plan, node).read_text().split()[0]
             prefix += ["nsenter", f"--target={pid}", *doors, "--"]
-        variables = [f"{key}={value}" for key, value in self.environment.items()]
+        variables = [f"{key}={value}" for key, value in self.plan.environment.items()]
         # env changes the folder last: a namespace's mounts are entered at their root
-        return [*prefix, *daemons.caller_prefix(self.plan), "env", f"--chdir={cwd or Path.cwd()}", *variables, *argv]
+        env = ["env", f"--chdir={cwd or Path.cwd()}", *variables]
+        return [*prefix, *daemons.make_caller_prefix(self.plan), *env, *argv]
 
     def run(self, *argv: str, check: bool = True) -> str:
-        """The output of a program on the controller; UserError with its complaint if it fails."""
+        """Run a program on the controller; returns its output. Raises UserError with its complaint."""
         done = subprocess.run(self.build_command(argv), capture_output=True, text=True, check=False)
         if check and done.returncode:
             raise UserError(f"{argv[0]}: {done.stderr.strip().rpartition('error: ')[2] or done.returncode}")
         return done.stdout.strip()
 
-    def as_root(self, function: Callable[[], object]) -> None:
+    def run_as_root(self, function: Callable[[], object]) -> None:
         """Run a function as root of the cluster's namespaces; exit with its status if it fails."""
         status = run_inside(self.process, function)
         if status:
@@ -58,20 +54,20 @@ class Cluster:
 
 
 def find_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of a cluster's state."""
+    """Find the folder of a cluster's state. Raises UserError."""
     base = environ.get("CLUSTER_DIR") or environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 (checked on use)
     return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.check_name(name)}"
 
 
 def find_running(name: str = DEFAULT) -> Cluster | None:
-    """The cluster of that name, if it is up. Inside a cluster the answer is None: sbatch works there as it is."""
+    """Find the cluster of that name, if it is up. Inside a cluster the answer is None: sbatch works there as it is."""
     folder = find_folder(name)
     process = Process.load(folder / "holder")
     return Cluster(Plan.load(folder), process) if process else None
 
 
 def require_running(name: str) -> Cluster:
-    """The cluster of that name; UserError if it is not up."""
+    """Find the cluster of that name. Raises UserError if it is not up."""
     cluster = find_running(name)
     if not cluster:
         named = "" if name == DEFAULT else f" NAME={name}"

@@ -1,6 +1,6 @@
 """The daemons of a cluster: start of the controller and the hosts, and their loss of cable or power.
 
-Every function here runs as root of the cluster's namespaces, except `create`, which makes them.
+Every function here runs as root of the cluster's namespaces, except `create_cluster`, which makes them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def create_cluster(plan: Plan) -> None:
     def ancestor() -> None:
         if plan.uid:
             namespaces.become_root(plan.uid, plan.gid)
-        namespaces.unshare("pid")
+        namespaces.unshare_namespaces("pid")
         pid = namespaces.fork_child(lambda: run_controller(plan))
         Process.of(pid).save(plan.folder / "holder")
 
@@ -36,9 +36,9 @@ def create_cluster(plan: Plan) -> None:
 
 
 def run_controller(plan: Plan) -> None:
-    """The first process of the cluster: the switch, the services, slurmctld, then the hosts."""
-    namespaces.detach(plan.folder / "log" / "ctl.log")
-    namespaces.unshare("net", "uts", "mnt")
+    """Be the first process of the cluster: start the switch, the services, slurmctld, then the hosts."""
+    namespaces.detach_process(plan.folder / "log" / "ctl.log")
+    namespaces.unshare_namespaces("net", "uts", "mnt")
     namespaces.make_mounts(plan.folder / "etc")
     socket.sethostname("ctl")
     up, addr = f"link set {BRIDGE} up", f"addr add {CONTROLLER}/24 dev {BRIDGE}"
@@ -53,17 +53,16 @@ def run_controller(plan: Plan) -> None:
         child = namespaces.fork_child(lambda number=number: start_host(plan, number))  # type: ignore[misc]
         if namespaces.wait_for_child(child):
             raise UserError(f"{format_host_name(number)} did not start")
-    namespaces.wait_while(
-        (plan.folder / "holder").exists
-    )  # a cluster whose folder was deleted could not be found any more
+    record = plan.folder / "holder"
+    namespaces.wait_while(record.exists)  # a cluster whose folder was deleted could not be found any more
 
 
 def start_host(plan: Plan, number: int) -> None:
-    """Plug a host in and switch it on. Called in a process to be thrown away."""
+    """Plug a host in and switch it on. The calling process ends afterwards."""
     name = format_host_name(number)
 
     def first(other_end: socket.socket) -> None:
-        namespaces.detach(plan.folder / "log" / f"{name}.log", keep=other_end)
+        namespaces.detach_process(plan.folder / "log" / f"{name}.log", keep=other_end)
         namespaces.make_mounts()
         other_end.send(b".")
         if not other_end.recv(1):  # nobody plugged us in
@@ -79,12 +78,12 @@ def start_host(plan: Plan, number: int) -> None:
 
 
 def find_record(plan: Plan, number: int) -> Path:
-    """The file that records a host's first process, by its number in the cluster's process table."""
+    """Return the file that records a host's first process, by its number in the cluster's process table."""
     return plan.folder / "hosts" / format_host_name(number)
 
 
-def caller_prefix(plan: Plan) -> list[str]:
-    """The command prefix that turns the root of an ordinary user's namespace back into that user.
+def make_caller_prefix(plan: Plan) -> list[str]:
+    """Return the command prefix that turns the root of an ordinary user's namespace back into that user.
 
     The daemons, told that they are root, would ask for rights that the namespace cannot give.
     """
@@ -93,22 +92,21 @@ def caller_prefix(plan: Plan) -> list[str]:
     return ["unshare", "--user", f"--map-user={plan.uid}", f"--map-group={plan.gid}", "--"]
 
 
-def daemon_environment(plan: Plan) -> dict[str, str]:
-    """A daemon's environment: none of the caller's secrets."""
+def make_daemon_environment(plan: Plan) -> dict[str, str]:
+    """Return a daemon's environment: none of the caller's secrets."""
     return {"HOME": "/", "LC_ALL": "C.UTF-8"} | plan.environment
 
 
 def start_daemon(plan: Plan, *argv: str) -> None:
-    """Start a program that goes to the background by itself."""
-    done = subprocess.run(
-        [*caller_prefix(plan), *argv], env=daemon_environment(plan), stdin=subprocess.DEVNULL, check=False
-    )
+    """Start a program that goes to the background by itself. Raises UserError."""
+    command, environ = [*make_caller_prefix(plan), *argv], make_daemon_environment(plan)
+    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise UserError(f"{argv[0]} ended with status {done.returncode}")
 
 
 def start_munge(plan: Plan) -> None:
-    """A private munged; its socket lies in the folder that all hosts share."""
+    """Start a private munged; its socket lies in the folder that all hosts share."""
     run = plan.folder / "run"
     key = run / "munge.key"
     key.write_bytes(os.urandom(128))
@@ -119,15 +117,15 @@ def start_munge(plan: Plan) -> None:
 
 
 def start_database(plan: Plan) -> None:
-    """A private MariaDB with slurmdbd on top: in memory, and without a password, as nobody else reaches it."""
-    namespaces.mount("none", str(plan.folder / "db"), "tmpfs", namespaces.NOSUID | namespaces.NODEV)
+    """Start a private MariaDB with slurmdbd on top: in memory, without a password, as nobody else reaches it."""
+    namespaces.mount_path("none", str(plan.folder / "db"), "tmpfs", namespaces.NOSUID | namespaces.NODEV)
     folder, log = plan.folder, (plan.folder / "log" / "db.log").open("a")
     common = ["--no-defaults", f"--datadir={folder}/db", f"--user={plan.user}"]
     speed = ["--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]
     address = ["--bind-address=127.0.0.1", "--port=13306", f"--socket={folder}/run/db.sock"]
     install = ["mariadb-install-db", *common, "--skip-test-db", "--auth-root-authentication-method=normal"]
     files = [f"--pid-file={folder}/run/db.pid", "--skip-grant-tables", "--skip-log-bin"]
-    as_user, env = caller_prefix(plan), daemon_environment(plan)
+    as_user, env = make_caller_prefix(plan), make_daemon_environment(plan)
     done = subprocess.run([*as_user, *install], env=env, stdout=log, stderr=log, check=False)
     if done.returncode:
         raise UserError(f"mariadb-install-db ended with status {done.returncode}")
@@ -153,7 +151,7 @@ def wait_for_port(name: str, address: str, port: int, seconds: float = 20) -> No
 
 
 def require_host(plan: Plan, number: int) -> Process:
-    """The first process of a host; UserError if the host is off."""
+    """Find the first process of a host. Raises UserError if the host is off."""
     process = Process.load(find_record(plan, number))
     if not process:
         raise UserError(f"{format_host_name(number)} is powered off; python -m slurm cluster power-on {number}")
@@ -179,15 +177,14 @@ def join_cable(plan: Plan, number: int) -> None:
 def power_off(plan: Plan, number: int) -> None:
     """End a host at once. Its cable goes first: dying processes would still say goodbye to their peers."""
     process = require_host(plan, number)
-    namespaces.run_ip(f"link set {format_host_name(number)} down")
-    namespaces.run_ip(
-        f"link del {format_host_name(number)}"
-    )  # before the host's end goes with its last process, and this one with it
+    name = format_host_name(number)
+    namespaces.run_ip(f"link set {name} down")
+    namespaces.run_ip(f"link del {name}")  # before the host's end goes with its last process, and this one with it
     process.kill()
 
 
 def power_on(plan: Plan, number: int) -> None:
-    """Start a host that is off."""
+    """Start a host that is off. Raises UserError."""
     if Process.load(find_record(plan, number)):
         raise UserError(f"{format_host_name(number)} is on")
     start_host(plan, number)

@@ -34,14 +34,14 @@ REFUSED_ROOT = "namespaces are refused to this root; in a container, start it wi
 
 
 def call_libc(name: str, *arguments: object) -> None:
-    """A system call; OSError with its name if it fails."""
+    """Make a system call. Raises OSError with its name."""
     if getattr(LIBC, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def unshare(*kinds: str) -> None:
-    """Leave the given namespaces for new ones. UserError if the system refuses."""
+def unshare_namespaces(*kinds: str) -> None:
+    """Leave the given namespaces for new ones. Raises UserError if the system refuses."""
     try:
         call_libc("unshare", sum(KINDS[kind] for kind in kinds))
     except OSError as error:
@@ -50,12 +50,12 @@ def unshare(*kinds: str) -> None:
 
 
 def is_single_user() -> bool:
-    """Whether uid 0 here is one ordinary user outside."""
+    """Check that uid 0 here is one ordinary user outside."""
     return Path("/proc/self/uid_map").read_text().split()[2] == "1"
 
 
 def check_user(uid: int) -> str:
-    """The name of the user that all daemons and jobs run as."""
+    """Return the name of the user that all daemons and jobs run as. Raises UserError."""
     if uid == 0 and is_single_user():
         raise UserError(
             "this root is one ordinary user of the system outside, which SLURM does not accept; be that user"
@@ -67,8 +67,8 @@ def check_user(uid: int) -> str:
 
 
 def become_root(uid: int, gid: int) -> None:
-    """Be root of a new user namespace that knows one user, the caller."""
-    unshare("user")
+    """Become root of a new user namespace that knows one user, the caller. Raises UserError."""
+    unshare_namespaces("user")
     try:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
@@ -111,12 +111,12 @@ def fork_child(function: Callable[[], object]) -> int:
 
 
 def wait_for_child(pid: int) -> int:
-    """Wait for a child; its exit status."""
+    """Wait for a child; returns its exit status."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def run_inside(holder: Process, function: Callable[[], object]) -> int:
-    """Run `function` as root of the cluster that `holder` is the first process of."""
+    """Run `function` as root of the cluster whose first process is `holder`; returns its exit status."""
 
     def step() -> None:
         enter_namespaces(holder.pid)
@@ -125,7 +125,7 @@ def run_inside(holder: Process, function: Callable[[], object]) -> int:
     return wait_for_child(fork_child(step))
 
 
-def detach(log: Path, keep: socket.socket | None = None) -> None:
+def detach_process(log: Path, keep: socket.socket | None = None) -> None:
     """Detach from the caller's terminal, folder and files, and write to `log`."""
     os.setsid()
     os.chdir("/")
@@ -149,7 +149,7 @@ def wait_while(wanted: Callable[[], bool]) -> None:
         time.sleep(2)
 
 
-def mount(source: str, target: str, kind: str | None, flags: int) -> None:
+def mount_path(source: str, target: str, kind: str | None, flags: int) -> None:
     """Mount a file system. Raises UserError."""
     try:
         call_libc("mount", source.encode(), target.encode(), kind.encode() if kind else None, flags, None)
@@ -158,40 +158,40 @@ def mount(source: str, target: str, kind: str | None, flags: int) -> None:
 
 
 def make_mounts(etc: Path | None = None) -> None:
-    """Own mounts: nothing reaches the machine's; /proc shows the own process table, /etc the own names."""
-    mount("none", "/", None, RECURSIVE | PRIVATE)
-    mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
+    """Make own mounts: nothing reaches the machine's; /proc shows the own process table, /etc the own names."""
+    mount_path("none", "/", None, RECURSIVE | PRIVATE)
+    mount_path("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     for file in sorted(etc.iterdir()) if etc else ():
         target = Path("/etc", file.name).resolve()
         if target.exists():
-            mount(str(file), str(target), None, BIND)
+            mount_path(str(file), str(target), None, BIND)
     if etc and Path("/run/nscd").is_dir():  # the machine's name cache would answer before our files
-        mount("none", "/run/nscd", "tmpfs", NOSUID | NODEV)
+        mount_path("none", "/run/nscd", "tmpfs", NOSUID | NODEV)
     if not etc and Path("/dev/shm").is_dir():  # noqa: S108
-        mount("none", "/dev/shm", "tmpfs", NOSUID | NODEV)  # noqa: S108 (hosts share no memory)
+        mount_path("none", "/dev/shm", "tmpfs", NOSUID | NODEV)  # noqa: S108 (hosts share no memory)
 
 
 def run_ip(*lines: str) -> None:
-    """Commands of ip(8), in one process."""
+    """Run commands of ip(8), in one process. Raises UserError."""
     done = subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"ip: {done.stderr.splitlines()[0]} ({'; '.join(lines)})")
 
 
 def list_cables() -> dict[str, bool]:
-    """Every cable at the switch, by host, and whether it is plugged in."""
+    """List every cable at the switch, by host: True where it is plugged in."""
     done = subprocess.run(["ip", "-json", "link"], capture_output=True, text=True, check=True)
     return {link["ifname"]: "UP" in link["flags"] for link in json.loads(done.stdout) if "link_netnsid" in link}
 
 
 def plug_host(name: str, bridge: str, record: Path, first: Callable[[socket.socket], None]) -> None:
-    """Start a host: a process running `first`, its cable, and its record. Called in a process to be thrown away."""
+    """Start a host: a process running `first`, its cable, and its record. The caller ends afterwards."""
     ours, theirs = socket.socketpair()
-    unshare("pid")
+    unshare_namespaces("pid")
 
     def begin() -> None:
         ours.close()
-        unshare("net", "uts", "mnt")
+        unshare_namespaces("net", "uts", "mnt")
         first(theirs)
 
     pid = fork_child(begin)

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with which a program finds this cluster and its tools."""
+        """The variables SLURM_CONF and PATH with which a program finds this cluster and its tools."""
         path = f"{self.folder / 'bin'}:{make_search_path()}"
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 

@@ -108,7 +108,7 @@ class Lab:
             os.environ["PATH"] = make_search_path()  # ip and tc are administrators' programs
             function()
 
-        self.cluster.as_root(run)
+        self.cluster.run_as_root(run)
 
     def slurm(self, *words: str) -> str:
         """A program on the controller; its output."""
@@ -230,8 +230,8 @@ def own_disk(place: Path) -> Iterator[None]:
 
     This process keeps mounts of its own, so that nothing stays mounted however it ends.
     """
-    namespaces.unshare("mnt")
-    namespaces.mount("none", "/", None, namespaces.RECURSIVE | namespaces.PRIVATE)
+    namespaces.unshare_namespaces("mnt")
+    namespaces.mount_path("none", "/", None, namespaces.RECURSIVE | namespaces.PRIVATE)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(place)], check=True)
     try:
         yield

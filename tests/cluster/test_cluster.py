@@ -220,7 +220,7 @@ def test_programs_find_the_cluster_that_is_up(tool: Tool, monkeypatch: pytest.Mo
     assert found and cluster.find_running("other") is None
     argv = found.build_command(["sh", "-c", "hostname; echo $SLURM_CONF; pwd"], cwd="/usr")
     text = subprocess.check_output(argv, text=True, timeout=20)
-    assert text.split() == ["ctl", found.environment["SLURM_CONF"], "/usr"]
+    assert text.split() == ["ctl", found.plan.environment["SLURM_CONF"], "/usr"]
 
 
 def test_batch_jobs_and_arrays_show_in_the_sacct_stand_in(tool: Tool) -> None:

@@ -183,9 +183,9 @@ def test_refused_namespaces_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(namespaces, "call_libc", denied)
     with pytest.raises(UserError, match=r"kernel.apparmor_restrict_unprivileged_userns=0, or run this as root"):
-        namespaces.unshare("user")
+        namespaces.unshare_namespaces("user")
     with pytest.raises(UserError, match=r"sysctl|--privileged"):
-        namespaces.mount("none", "/", None, 0)
+        namespaces.mount_path("none", "/", None, 0)
 
 
 @pytest.mark.parametrize(
