@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A verb: the module whose `main` carries it out, what it does, and its settings."""
+    """A verb: the module whose `main` carries it out, its help, and its settings."""
 
     module: str
     help: str
@@ -105,7 +105,7 @@ TARGETS: dict[str, tuple[Setting, ...]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs but `cluster`, which has one of its own."""
+    """Make the parser of all verbs but `cluster`, which has one of its own."""
     top = argparse.ArgumentParser(prog="python -m slurm", allow_abbrev=False)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb_name, verb in VERBS.items():
@@ -132,7 +132,7 @@ def check_variables(goals: list[str], environ: Mapping[str, str]) -> None:
 
 
 def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:
-    """The words of this command line for a target of make. Raises UserError for a variable that it does not have."""
+    """Translate a target of make into words of this command line. Raises UserError for an unknown variable."""
     check_variables(environ.get("MAKECMDGOALS", "").split() or [target], environ)
     given = environ.get("GIVEN", "").split()
     settings = [setting for setting in TARGETS.get(target, ()) if setting.variable in given]

@@ -43,5 +43,5 @@ def main(given: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "slurm", "compare", f"--runs={root}", f"--pick={shlex.join(made)}"]
         shown = subprocess.run(command, check=False).returncode
     if failed:
-        print(f"error: {', '.join(failed)} failed; what each said stands above", file=sys.stderr)
+        print(f"error: {', '.join(failed)} failed; their errors stand above", file=sys.stderr)
     return 1 if failed else shown

@@ -16,7 +16,7 @@ from slurm.reports.status import OVER, find_scheduler, is_alive, read_state
 
 
 def cancel_run(folder: Folder) -> str:
-    """End a run; returns what was done."""
+    """End a run; returns a line on it. Raises UserError."""
     state, _ = read_state(folder)
     if state in OVER:
         return f"{folder.path.name} is {state} already"
@@ -30,7 +30,7 @@ def cancel_run(folder: Folder) -> str:
     Result("cancelled", 130).write(folder)
     if not job:
         os.kill(start["pid"], signal.SIGTERM)
-        return f"cancelled process {start['pid']}; it saves, and leaves"
+        return f"cancelled process {start['pid']}; it saves and stops"
     scheduler = find_scheduler(meta)
     assert scheduler is not None, "it would be LOST"
     scheduler.call("scancel", job["id"])

@@ -1,6 +1,6 @@
 """The verb `doctor`: check every host before a long job, or a run that failed or hangs. Imports no torch itself.
 
-python -m slurm.reports.doctor NODES RUNS CACHE       one of its processes on the hosts
+python -m slurm.reports.doctor NODES RUNS CACHE       one of its ranks on the hosts
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ COLUMNS = (
     "rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "disk_mb_per_s", "gflop_per_s",
     "all_reduce_gb_per_s",
 )  # fmt: skip
-HERE, FOUND = "doctor-here ", "doctor-found "  # how the processes that look begin what they tell us
-SETUP = 60.0  # seconds until all have met
-PATIENCE = 180.0  # seconds until they have told all
+HERE, FOUND = "doctor-here ", "doctor-found "  # how the ranks on the hosts begin what they report
+SETUP = 120.0  # seconds until all have met: importing torch takes a minute on a busy host
+PATIENCE = 240.0  # seconds until they have reported
 UNABLE = re.compile(
     r"(?:on node |node failure on )(\S+?)(?: failed)?: (.+)|nodes? (\S+) (?:not responding|is down)", re.I
 )
 
 
 def format_table(facts: Sequence[dict[str, Any]]) -> str:
-    """The table of hosts as text: one line per rank."""
+    """Format the table of hosts as text: one line per rank."""
     rows = [list(COLUMNS), *[["-" if f.get(n) is None else str(f[n]) for n in COLUMNS] for f in facts]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -52,8 +52,8 @@ def format_table(facts: Sequence[dict[str, Any]]) -> str:
 # ---- on the hosts
 
 
-def examine_host(nodes: int, runs: Path, cache: Path) -> int:
-    """Examine the host of this process; returns the exit status."""
+def examine_this_host(nodes: int, runs: Path, cache: Path) -> int:
+    """Examine the host of this rank with the others; returns the exit status."""
     print(f"{HERE}{socket.gethostname()}", flush=True)
     from common.distributed import local_launcher, rendezvous
     from common.distributed.rank_info import RankInfo, read_rank_info
@@ -61,7 +61,7 @@ def examine_host(nodes: int, runs: Path, cache: Path) -> int:
     from common.training import host_checks
     from configs.shared import Launch
 
-    def body(rank_info: RankInfo) -> None:
+    def examine_rank(rank_info: RankInfo) -> None:
         with rendezvous.joined_world(rank_info, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:
             facts = world.gather(host_checks.collect_all_facts(world, runs, cache))
             if world.is_main:
@@ -73,8 +73,8 @@ def examine_host(nodes: int, runs: Path, cache: Path) -> int:
 
     rank_info = read_rank_info(os.environ)
     if rank_info is None:
-        return local_launcher.run_ranks(body, nodes, nodes, lambda: None)
-    body(rank_info)
+        return local_launcher.run_ranks(examine_rank, nodes, nodes, lambda: None)
+    examine_rank(rank_info)
     return 0
 
 
@@ -82,7 +82,7 @@ def examine_host(nodes: int, runs: Path, cache: Path) -> int:
 
 
 def make_srun_command(profile: Profile, nodes: int, name: str) -> list[str]:
-    """The srun command that starts the processes on so many hosts."""
+    """Make the srun command that starts ranks on so many hosts."""
     words = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={profile.per_node}", f"--cpus-per-task={profile.cpus}"]
     words += ["--kill-on-bad-exit=1", "--time=10", f"--job-name={name}"]
     return words + [f"--{key}={value}" for key, value in sbatch.list_resources(profile).items()]
@@ -99,32 +99,30 @@ def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[st
 
 
 def list_job_hosts(scheduler: Scheduler, name: str) -> list[str]:
-    """The hosts that a job was given."""
+    """List the hosts that a job was given."""
     with contextlib.suppress(UserError):
         names = scheduler.call("squeue", "-h", f"--name={name}", "-o", "%N").split()
         return scheduler.call("scontrol", "show", "hostnames", names[0]).split() if names else []
     return []
 
 
-def collect_facts(
-    command: list[str], scheduler: Scheduler | None, name: str, seconds: float = PATIENCE
-) -> dict[str, Any]:
-    """Run the processes on the hosts; returns their facts, or in `problems` why there are none."""
+def run_examination(command: list[str], scheduler: Scheduler | None, name: str) -> dict[str, Any]:
+    """Run the ranks on the hosts; returns their facts, or in `problems` why there are none."""
     env = clean_environment(os.environ) | {"PYTHONPATH": str(ROOT)}
     lines: list[str] = []
     hosts: list[str] = []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
 
-        def hear() -> None:
+        def read_lines() -> None:
             lines.extend(process.stdout or ())
 
-        reader = threading.Thread(target=hear, daemon=True)
+        reader = threading.Thread(target=read_lines, daemon=True)
         reader.start()
-        reader.join(min(5.0, seconds))
+        reader.join(5.0)
         if reader.is_alive() and scheduler is not None:
             hosts = list_job_hosts(scheduler, name)
-        reader.join(seconds)
+        reader.join(PATIENCE)
         late = reader.is_alive()
         if late and scheduler is not None:
             hosts = hosts or list_job_hosts(scheduler, name)
@@ -137,37 +135,37 @@ def collect_facts(
     found = next((line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)), None)
     if found:
         return dict(json.loads(found))
-    return {"hosts": [], "wandb": {}, "problems": explain_silence(lines, hosts, late, seconds)}
+    return {"hosts": [], "wandb": {}, "problems": explain_silence(lines, hosts, late)}
 
 
-def explain_silence(lines: list[str], hosts: list[str], late: bool, seconds: float) -> list[str]:
-    """List reasons for missing facts: hosts without a process, and the errors of the others."""
+def explain_silence(lines: list[str], hosts: list[str], late: bool) -> list[str]:
+    """List reasons for missing facts: hosts without a rank, and the errors of the others."""
     here = [line.removeprefix(HERE).strip() for line in lines if line.startswith(HERE)]
     named = [match for match in map(UNABLE.search, lines) if match]
     wrong = {str(m[1] or m[3]): (m[2] or "it does not answer").strip() for m in named}
-    wrong |= {
-        host: "it does not answer; is its cable in, its slurmd up?" for host in hosts if host not in here + list(wrong)
-    }
+    missing = [host for host in hosts if host not in here and host not in wrong]
+    wrong |= dict.fromkeys(missing, "it does not answer; is its cable in, its slurmd up?")
     if wrong:
         return [f"{host}: {why}" for host, why in wrong.items()]
     said = [line.strip().removeprefix("error: ") for line in lines if "error: " in line]
     if late and not here:
-        return [f"no host was free within {seconds:g} s; try later"]
-    return said[:3] or [line.strip() for line in lines[-3:]] or ["the processes that should look ended without a word"]
+        return [f"no host was free within {PATIENCE:g} s; try later"]
+    return said[:3] or [line.strip() for line in lines[-3:]] or ["the ranks there ended without an error message"]
 
 
-def check_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
-    """Check so many hosts of a cluster, or as many processes of this machine."""
+def examine_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
+    """Examine so many hosts of a cluster, or as many ranks on this machine. Raises UserError."""
     folders = [str(Path(path).absolute()) for path in (settings.runs, settings.data.cache)]
     command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes), *folders]
     if scheduler is None:
-        return collect_facts(command, None, "")
+        return run_examination(command, None, "")
     scheduler.check(nodes, profile.partition)
     wrong = list_down_hosts(scheduler, nodes, profile.partition)
     if wrong:
         return {"hosts": [], "wandb": {}, "problems": wrong}
     name = f"doctor-{secrets.token_hex(3)}"
-    return collect_facts(scheduler.build_command(*make_srun_command(profile, nodes, name), *command), scheduler, name)
+    srun = make_srun_command(profile, nodes, name)
+    return run_examination(scheduler.build_command(*srun, *command), scheduler, name)
 
 
 def print_facts(found: dict[str, Any]) -> None:
@@ -184,28 +182,28 @@ def print_facts(found: dict[str, Any]) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Check hosts, or examine a run; returns the exit status."""
-    machines = parse_switch("JSON", given.json)
+    as_json = parse_switch("JSON", given.json)
     if given.run:
         others = [name for name in ("nodes", "args", "launch", "cluster") if getattr(given, name)]
         if others:
             raise UserError(f"RUN examines a run, and {others[0].upper()} is for checking hosts; leave one of them out")
-        return diagnosis.print_diagnosis(selection.find_run(given.run, Path("runs")), machines)
+        return diagnosis.print_diagnosis(selection.find_run(given.run, Path("runs")), as_json)
     nodes = parse_count("NODES", given.nodes or "1")
     words, for_profile = parse_settings(given.args)
-    settings = config.build_config(Places, [config.parse_command_line(words).values])
+    settings = config.build_config(FolderSettings, [config.parse_command_line(words).values])
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose_scheduler(given.launch or "auto")
-    if scheduler is None and not machines:
+    if scheduler is None and not as_json:
         print(f"no SLURM is used: {format_count(nodes, 'rank')} on this machine", flush=True)
-    found = check_hosts(scheduler, nodes, profile, settings)
-    if machines:
+    found = examine_hosts(scheduler, nodes, profile, settings)
+    if as_json:
         print(json.dumps({"sound": not found["problems"]} | found, indent=2))
     else:
         print_facts(found)
     return 1 if found["problems"] else 0
 
 
-class Places(Experiment):
+class FolderSettings(Experiment):
     """The settings that every experiment has: folders of runs and data."""
 
     @property
@@ -213,6 +211,6 @@ class Places(Experiment):
         return 1
 
 
-if __name__ == "__main__":  # one of the processes that look, started by srun or by the doctor itself
+if __name__ == "__main__":  # a rank on a host, started by srun or by the doctor itself
     with user_errors():
-        sys.exit(examine_host(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))
+        sys.exit(examine_this_host(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))

@@ -39,13 +39,13 @@ def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
 
 
 def find_slow_rank(ranks: Sequence[Heartbeat]) -> Heartbeat | None:
-    """The rank that needs clearly longer than the others until backward begins."""
+    """Find the rank that needs clearly longer than the others until backward begins."""
     found = find_straggler([rank.before_backward for rank in ranks])
     return None if found is None else ranks[found]
 
 
 def describe_slow_rank(ranks: Sequence[Heartbeat]) -> str:
-    """A sentence on the straggler; empty where there is none."""
+    """Describe the straggler in a sentence; empty where there is none."""
     slow = find_slow_rank(ranks)
     if slow is None or slow.before_backward is None:
         return ""

@@ -1,4 +1,4 @@
-"""The verb `logs`: what rank 0 of a run wrote, once or as it grows. Imports no torch."""
+"""The verb `logs`: the output of rank 0 of a run, once or as it grows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def print_until_end(folder: Folder, log: Path) -> int:
 
 
 def find_exit_status(folder: Folder) -> int:
-    """The exit status of a run that is over: its own, else what SLURM saw, else 1."""
+    """Find the exit status of a run that is over: its own, else what SLURM saw, else 1."""
     meta, result = read_json(folder.path / "meta.json"), folder.result
     if isinstance(result.get("exit_status"), int):
         return int(result["exit_status"])
@@ -66,7 +66,7 @@ def find_exit_status(folder: Folder) -> int:
 
 
 def find_rank_0_log(folder: Folder) -> Path:
-    """The file with the output of rank 0: of its job, or of its newest attempt. Raises UserError."""
+    """Find the file with the output of rank 0: of its job, or of its newest attempt. Raises UserError."""
     job = read_json(folder.path / "meta.json").get("job")
     if job:
         return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
@@ -77,11 +77,11 @@ def find_rank_0_log(folder: Folder) -> Path:
 
 
 def read_rank_0_log(folder: Folder) -> str:
-    """The output of rank 0 in the newest attempt that has any. Raises UserError."""
+    """Read the output of rank 0 in the newest attempt that has any. Raises UserError."""
     logs = [find_rank_0_log(folder), *(attempt.log_file(0) for attempt in reversed(folder.attempts()))]
     texts = [log.read_text(errors="replace") for log in logs if log.exists()]
     if not any(texts):
-        raise UserError(f"{folder.path.name} has said nothing yet; try again, or FOLLOW=1")
+        raise UserError(f"{folder.path.name} has written nothing yet; try again, or FOLLOW=1")
     return next(filter(None, texts))
 
 

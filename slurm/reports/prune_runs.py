@@ -27,19 +27,19 @@ def list_superfluous(folder: Folder, named: bool) -> list[Path]:
     found = sorted(folder.path.glob("attempts/*/trace-*.json"))
     only = [] if named or (folder.path / MODEL).is_file() else [one.path for one in storage.list_candidates(folder)[:1]]
     for attempt in folder.attempts():
-        room = storage.checkpoints_dir(attempt)
+        saved = storage.checkpoints_dir(attempt)
         best = None if named else storage.read_pointer(attempt, "best")
-        stay = [path for path in only if path.parent == room]
-        stay += [room / best, room / "best"] if best is not None and (room / best).is_dir() else []
+        stay = [path for path in only if path.parent == saved]
+        stay += [saved / best, saved / "best"] if best is not None and (saved / best).is_dir() else []
         if stay:
-            found += [path for path in sorted(room.iterdir()) if path not in stay]
-        elif room.exists():
-            found.append(room)
+            found += [path for path in sorted(saved.iterdir()) if path not in stay]
+        elif saved.exists():
+            found.append(saved)
     return found + [path for path in wandb_sync.list_offline(folder) if wandb_sync.is_sent(path)]
 
 
 def measure_size(path: Path) -> int:
-    """Bytes on the disk; links are not followed."""
+    """Measure bytes on the disk; links are not followed."""
     below = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
     return sum(one.lstat().st_blocks * 512 for one in (path, *below))
 
@@ -75,11 +75,7 @@ def main(given: argparse.Namespace) -> int:
     parse_switch("DRY_RUN", given.dry_run)
     asked = Choice(given.pick, given.name, given.last, given.where)
     dry = given.dry_run != "0"
-    total = remove_superfluous(
-        selection.select_runs(asked, Path(given.runs or "runs"), newest=0), bool(given.pick), dry
-    )
-    if dry:
-        print(f"{total / 1e6:.1f} MB would be freed; make prune-runs DRY_RUN=0 does it")
-    else:
-        print(f"{total / 1e6:.1f} MB freed")
+    folders = selection.select_runs(asked, Path(given.runs or "runs"), newest=0)
+    total = remove_superfluous(folders, bool(given.pick), dry)
+    print(f"{total / 1e6:.1f} MB " + ("would be freed; make prune-runs DRY_RUN=0 does it" if dry else "freed"))
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.core import config, config_keys
 from common.core.errors import UserError
+from common.core.text import format_count
 from common.runs.folder import Folder, parse_json, read_json
 from slurm.arguments import parse_count, split_words, suggest_nearest
 
@@ -154,7 +155,7 @@ def filter_runs(folders: list[Folder], where: str) -> list[Folder]:
     pairs = zip(folders, settings, strict=True)
     found = [folder for folder, values in pairs if all(meets_condition(values, *one) for one in conditions)]
     if not found:
-        raise UserError(f"WHERE={where!r}: none of {len(folders)} runs has such settings")
+        raise UserError(f"WHERE={where!r}: none of {format_count(len(folders), 'run')} has such settings")
     return found
 
 

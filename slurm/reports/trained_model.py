@@ -55,8 +55,8 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
     device = torch.device(there if there == "cpu" or torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, facts["dtype"])
     predict = make_predictor(model.to(device), facts, device)
-    size, shares = settings.eval_batch, int(facts["shares"])
-    sums = [sum_scores(predict, test, device, batch=size, dtype=dtype, shard=(n, shares)) for n in range(shares)]
+    size, shards = settings.eval_batch, int(facts["shares"])
+    sums = [sum_scores(predict, test, device, batch=size, dtype=dtype, shard=(n, shards)) for n in range(shards)]
     scores = compute_scores(torch.stack(sums).sum(0))
     parameters = sum(value.numel() for value in model.parameters())
     print(f"model       {folder.path / MODEL}")
@@ -64,16 +64,13 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
     print(f"data        {found.name}, {scores['test_samples']} test samples from {found.path}")
     if device.type != there:
         print(f"device      {device}; the run was measured on {there}, which rounds otherwise")
-    same = has_same_samples(folder, own, settings, found) and scores["test_samples"] == facts["scores"].get(
-        "test_samples"
-    )
-    return compare_scores(
-        scores, facts["scores"] if same else {}, APART[facts["dtype"]] if device.type == there else math.inf
-    )
+    is_same = has_same_samples(folder, own, settings, found)
+    then = facts["scores"] if is_same and scores["test_samples"] == facts["scores"].get("test_samples") else {}
+    return compare_scores(scores, then, APART[facts["dtype"]] if device.type == there else math.inf)
 
 
 def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Callable[[Tensor | None, int], Tensor]:
-    """The function from a batch to its logits, in the precision and layout of the training."""
+    """Make the function from a batch to its logits, in the precision and layout of the training."""
     import torch
 
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -93,13 +90,13 @@ def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Call
 
 
 def find_device(folder: Folder) -> str:
-    """The kind of device of a run whose model.json does not name it."""
+    """Find the kind of device of a run whose model.json does not name it."""
     names = [read_json(attempt.attempt / "world.json").get("device") for attempt in folder.attempts()[-1:]]
     return "cpu" if names == ["cpu"] else "cuda"
 
 
 def has_same_samples(folder: Folder, own: dict[str, str], settings: Any, found: prepare.Prepared) -> bool:
-    """Whether the test samples are those that the run was measured with."""
+    """Check that the test samples are those that the run was measured with."""
     known = (read_json(folder.path / "meta.json").get("data") or {}).get("sha256") or {}
     limit = own.get("data.test_limit")
     parts = ("test_images", "test_labels")
@@ -144,8 +141,11 @@ def export_model(folder: Folder, form: str) -> int:
     try:
         with torch.no_grad():
             expected = model(x)
-        with disk_errors(path):
-            answer = write_exported(exporting.WRITERS[form], model, x, draft)
+        try:
+            with disk_errors(path):
+                answer = exporting.WRITERS[form](model, x, draft)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"this model cannot be exported so: {first_line(error)}; use FORMAT=safetensors") from None
         far = float((answer - expected).abs().max() / expected.abs().max())
         if not far <= NEAR[form]:
             raise UserError(f"{path.name} would give outputs that differ by {far:.2g} of the largest; nothing is kept")
@@ -155,16 +155,6 @@ def export_model(folder: Folder, form: str) -> int:
             left.unlink()
     print(f"{path}\nrun in a process without this project, its outputs differ by {far:.2g} of the largest")
     return 0
-
-
-def write_exported(
-    write: Callable[[nn.Module, Tensor, Path], Tensor], model: nn.Module, x: Tensor, path: Path
-) -> Tensor:
-    """The outputs that a written model gives elsewhere. Raises UserError where this model cannot be written so."""
-    try:
-        return write(model, x, path)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"this model cannot be exported so: {first_line(error)}; use FORMAT=safetensors") from None
 
 
 def main(given: argparse.Namespace) -> int:

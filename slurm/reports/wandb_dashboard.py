@@ -18,7 +18,7 @@ TITLE = "Runs compared"
 
 
 def parse_project(text: str) -> tuple[str, str]:
-    """Entity and project of PROJECT; the entity is empty where it is not named. Raises UserError."""
+    """Parse entity and project of PROJECT; the entity is empty where it is not named. Raises UserError."""
     entity, _, project = text.rpartition("/")
     wandb = Wandb(project=project or Wandb.project, entity=entity)
     try:
@@ -31,7 +31,7 @@ def parse_project(text: str) -> tuple[str, str]:
 
 
 def make_workspace(entity: str, project: str) -> Any:
-    """The workspace, checked by W&B's own library."""
+    """Make the workspace, checked by W&B's own library. Raises UserError."""
     try:
         from wandb_workspaces import workspaces as ws
         from wandb_workspaces.reports import v2 as wr
@@ -45,11 +45,11 @@ def make_workspace(entity: str, project: str) -> Any:
     size = wr.Config("world_size")
     speed: list[Any] = [
         wr.BarPlot(title="samples a second", metrics=["samples_per_second"]),
-        wr.ScatterPlot(title="throughput by processes", x=size, y=wr.SummaryMetric("samples_per_second")),
-        wr.ScatterPlot(title="scaling efficiency by processes", x=size, y=wr.SummaryMetric("efficiency")),
-        wr.BarPlot(title="share of the time waited for other processes", metrics=["waiting"]),
+        wr.ScatterPlot(title="throughput by ranks", x=size, y=wr.SummaryMetric("samples_per_second")),
+        wr.ScatterPlot(title="scaling efficiency by ranks", x=size, y=wr.SummaryMetric("efficiency")),
+        wr.BarPlot(title="share of the time waited for other ranks", metrics=["waiting"]),
     ]
-    care: list[Any] = [wr.BarPlot(title="restarts", metrics=["restarts"]), wr.RunComparer(diff_only=True)]
+    restarts: list[Any] = [wr.BarPlot(title="restarts", metrics=["restarts"]), wr.RunComparer(diff_only=True)]
     return ws.Workspace(
         entity=entity,
         project=project,
@@ -57,7 +57,7 @@ def make_workspace(entity: str, project: str) -> Any:
         sections=[
             ws.Section(name="Learning", panels=by_samples, is_open=True),
             ws.Section(name="Speed", panels=speed, is_open=True),
-            ws.Section(name="Restarts and settings", panels=care, is_open=True),
+            ws.Section(name="Restarts and settings", panels=restarts, is_open=True),
         ],
         settings=ws.WorkspaceSettings(max_runs=50),
         runset_settings=ws.RunsetSettings(groupby=[ws.Config("experiment"), ws.Config("world_size")]),

@@ -1,6 +1,6 @@
 """The verbs `sync` and `leet`: runs that were tracked offline, sent to W&B or shown in its viewer. Imports no torch.
 
-A run that was started several times without a network has a folder for each start, all under one W&B id. W&B's
+A run of several attempts without a network has a folder for each, all under one W&B id. W&B's
 client sends them in their order, asks the host how much it has of the run already, and notes beside each what was sent.
 """
 
@@ -28,12 +28,12 @@ def list_offline(folder: Folder) -> list[Path]:
 
 
 def is_sent(path: Path) -> bool:
-    """Whether W&B's client noted that all of it was sent."""
+    """Check for the note of W&B's client that all of it was sent."""
     return any(path.glob("*.wandb.synced"))
 
 
 def send_runs(folders: list[Folder], dry: bool) -> int:
-    """Send what was not sent yet; returns the exit status."""
+    """Send what was not sent yet; returns the exit status. Raises UserError."""
     waiting: list[Path] = []
     for folder in folders:
         new = [path for path in list_offline(folder) if not is_sent(path)]
@@ -55,17 +55,17 @@ def send_runs(folders: list[Folder], dry: bool) -> int:
 
 
 def open_viewer(folders: list[Folder]) -> int:
-    """Open W&B's terminal viewer on the runs; returns its exit status."""
-    starts = [path.parent for folder in folders for path in sorted(folder.path.glob("wandb/*run-*/*.wandb"))]
-    starts = [path for path in starts if not path.is_symlink()]
-    if not starts:
+    """Open W&B's terminal viewer on the runs; returns its exit status. Raises UserError."""
+    tracked = [path.parent for folder in folders for path in sorted(folder.path.glob("wandb/*run-*/*.wandb"))]
+    tracked = [path for path in tracked if not path.is_symlink()]
+    if not tracked:
         raise UserError(
             "none of these runs was tracked by W&B: they ran with WANDB_MODE=disabled; make compare shows them"
         )
-    with tempfile.TemporaryDirectory() as room:  # the viewer wants all runs in one folder
-        for path in starts:
-            (Path(room) / path.name).symlink_to(path)
-        return subprocess.run([WANDB, "leet", room], check=False).returncode
+    with tempfile.TemporaryDirectory() as merged:  # the viewer wants all runs in one folder
+        for path in tracked:
+            (Path(merged) / path.name).symlink_to(path)
+        return subprocess.run([WANDB, "leet", merged], check=False).returncode
 
 
 def main(given: argparse.Namespace) -> int:

@@ -30,10 +30,10 @@ def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
     assert drawn["training loss by samples"]["xAxis"] == "samples"
     assert drawn["test accuracy by samples"]["metrics"] == ["test_accuracy"]
     assert (
-        drawn["scaling efficiency by processes"] | {"xAxis": "config:world_size.value", "yAxis": "summary:efficiency"}
-        == (drawn["scaling efficiency by processes"])
+        drawn["scaling efficiency by ranks"] | {"xAxis": "config:world_size.value", "yAxis": "summary:efficiency"}
+        == (drawn["scaling efficiency by ranks"])
     )
-    assert {"samples a second", "share of the time waited for other processes", "restarts"} <= drawn.keys()
+    assert {"samples a second", "share of the time waited for other ranks", "restarts"} <= drawn.keys()
     (runset,) = view["spec"]["section"]["runSets"]
     assert [key["name"] for key in runset["grouping"]] == ["experiment.value", "world_size.value"]
 

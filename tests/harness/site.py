@@ -42,7 +42,7 @@ class Site:
             env=self.env | env,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=300,
             check=False,
         )
         assert status is None or done.returncode == status, done.stdout + done.stderr
