@@ -73,7 +73,7 @@ VERBS = {
         FOLLOW, DRY_RUN)),
     "doctor": Verb("slurm.reports.doctor", "check every host before a long job, or find why a run failed or hangs", (
         NODES, ARGS, LAUNCH, CLUSTER, Setting("RUN", "--run", "run to examine, instead of hosts"), JSON)),
-    "status": Verb("slurm.reports.status", "list the state of all runs, or of one", (
+    "status": Verb("slurm.reports.status", "list the state of the newest runs, or of one", (
         RUN, Setting("WAIT", "--wait", "seconds to wait for the end of the run"),
         Setting("ALL", "--all", "1: list all runs, not only the newest 20"), JSON, RUNS_FOLDER)),
     "logs": Verb("slurm.reports.logs", "print the log of rank 0 of a run", (RUN, FOLLOW, RUNS_FOLDER)),
