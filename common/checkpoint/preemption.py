@@ -86,9 +86,11 @@ class StopRequest:
             time.sleep(0.02)
         return bool(self.number)
 
-    def watch(self, seconds: float) -> None:
-        """Write the stacks of all threads to the log unless this is called again within `seconds`."""
-        if not self.number:
+    def watch(self, seconds: float | None) -> None:
+        """Write the stacks of all threads to the log unless this is called again within `seconds`; None: no longer."""
+        if not self.number and seconds is None:
+            faulthandler.cancel_dump_traceback_later()
+        elif not self.number and seconds is not None:
             faulthandler.dump_traceback_later(seconds, file=self.log)
         if self.number:  # received just now
             faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)

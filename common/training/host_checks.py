@@ -29,7 +29,7 @@ from common.runs.folder import disk_errors, read_json
 
 SPACE_GB = 1.0  # less than this free is a problem
 SIZE = 4 << 20  # elements of the all-reduce whose bandwidth is measured: 16 MiB
-ROUNDS = 3
+ROUNDS, MOST_ROUNDS = 3, 12  # of a rate; the larger number where a host seems slow, which other programs may cause
 SIDE = {"cpu": 384, "cuda": 4096}  # of the matrices whose product is measured
 PRODUCT_SECONDS = 0.5  # of each round of products
 SLOW = 0.5  # of the median rate of the others: a slow host
@@ -100,10 +100,11 @@ def check_all_reduce(world: World) -> dict[str, Any]:
     return {"all_reduce_right": right, "all_reduce_gb_per_s": round(SIZE * 4 / best / 1e9, 2)}
 
 
-def check_matrix_product(world: World) -> dict[str, Any]:
-    """Check that a matrix product is finite and the same each time, and measure its GFLOP/s, the best of a few rounds.
+def check_matrix_product(world: World, seconds: float = 0.5) -> dict[str, Any]:
+    """Check that a matrix product is finite and the same each time, and measure its rate: the best of a few rounds.
 
-    A round is long enough for a host whose processor is taken away now and then to show it. All ranks call it.
+    A round is long enough for a host whose processor is taken away now and then to show it. Where a host seems slow,
+    there are more rounds: one that is slow stays so. All ranks call it.
     """
     draw, side = torch.Generator().manual_seed(0), SIDE[world.device.type]
     left, right = (torch.randn(side, side, generator=draw).to(world.device) for _ in range(2))
@@ -116,10 +117,14 @@ def check_matrix_product(world: World) -> dict[str, Any]:
             last = left @ right
         same = same and bool(torch.equal(first, last))
 
-    for _ in range(ROUNDS):
+    for number in range(MOST_ROUNDS):
         dist.barrier()
         times = time_calls(multiply_eight_times, world.device, sys.maxsize, warm_up=0, budget=PRODUCT_SECONDS)
         best = max(best, 8 * len(times) / sum(times))
+        rates = world.gather(best)
+        is_any_slow = world.broadcast(any(is_slow(rate, rates[:i] + rates[i + 1 :]) for i, rate in enumerate(rates)))
+        if number + 1 >= ROUNDS and not is_any_slow:
+            break
     return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * side**3 / 1e9, 1)}
 
 
@@ -242,12 +247,17 @@ def find_host_problems(f: dict[str, Any], hosts: int) -> list[str]:
     return found
 
 
+def is_slow(rate: float, others: Sequence[float]) -> bool:
+    """Compare a host's rate with those of the others."""
+    return bool(others) and rate < SLOW * median(others)
+
+
 def find_slow_hosts(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the hosts that compute much slower than the others."""
-    found, measured = [], [f for f in facts if "gflop_per_s" in f]
-    for f in measured:
-        others = [g["gflop_per_s"] for g in measured if g is not f]
-        if others and f["gflop_per_s"] < SLOW * median(others):
+    """Hosts that compute much slower than the others."""
+    found = []
+    for f in facts:
+        others = [g["gflop_per_s"] for g in facts if g is not f and g.get("gflop_per_s")]
+        if f.get("gflop_per_s") is not None and is_slow(f["gflop_per_s"], others):
             found.append(
                 f"{name_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {median(others)}; "
                 "look for other programs and for thermal throttling there"

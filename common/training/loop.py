@@ -163,4 +163,6 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.interrupt()
     saver.stop.all_saved = last
+    if last:  # reports and the model file may take longer than a step
+        saver.stop.watch(None)
     return scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,3 +60,17 @@ def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> No
         if found.asked():
             heard.append(call)
     assert heard and 40 <= heard[0] <= 50
+
+
+def test_no_stacks_are_written_once_the_watch_has_ended(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w+") as log:
+        request = StopRequest(60, log)
+        request.watch(0.05)
+        time.sleep(0.2)
+        assert "Timeout" in (tmp_path / "log").read_text()
+        request.watch(0.05)
+        request.watch(None)
+        log.truncate(0)
+        time.sleep(0.2)
+        assert not (tmp_path / "log").read_text()
+        request.close()
