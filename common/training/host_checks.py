@@ -100,8 +100,8 @@ def check_all_reduce(world: World) -> dict[str, Any]:
     return {"all_reduce_right": right, "all_reduce_gb_per_s": round(SIZE * 4 / best / 1e9, 2)}
 
 
-def check_matrix_product(world: World, seconds: float = 0.5) -> dict[str, Any]:
-    """Check that a matrix product is finite and the same each time, and measure its rate: the best of a few rounds.
+def check_matrix_product(world: World) -> dict[str, Any]:
+    """Check that a matrix product is finite and the same each time, and measure its GFLOP/s, the best of a few rounds.
 
     A round is long enough for a host whose processor is taken away now and then to show it. Where a host seems slow,
     there are more rounds: one that is slow stays so. All ranks call it.
@@ -253,11 +253,11 @@ def is_slow(rate: float, others: Sequence[float]) -> bool:
 
 
 def find_slow_hosts(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Hosts that compute much slower than the others."""
-    found = []
-    for f in facts:
-        others = [g["gflop_per_s"] for g in facts if g is not f and g.get("gflop_per_s")]
-        if f.get("gflop_per_s") is not None and is_slow(f["gflop_per_s"], others):
+    """Return the hosts that compute much slower than the others."""
+    found, measured = [], [f for f in facts if "gflop_per_s" in f]
+    for f in measured:
+        others = [g["gflop_per_s"] for g in measured if g is not f]
+        if is_slow(f["gflop_per_s"], others):
             found.append(
                 f"{name_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {median(others)}; "
                 "look for other programs and for thermal throttling there"
