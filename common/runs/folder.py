@@ -249,13 +249,13 @@ class Folder:
 
         A line cut off by a crash is left out.
         """
-        return list(self.rows())
+        return list(self.read_rows())
 
     def find_last_step(self) -> int:
         """Return the last step that has a row of metrics; 0 where none has."""
-        return max((row["global_step"] for row in self.rows()), default=0)
+        return max((row["global_step"] for row in self.read_rows()), default=0)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def read_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `metrics` one by one, so that a long run need not fit into memory."""
         chain = self.chain()
         for i, (attempt, bound) in reversed(list(enumerate(chain))):
@@ -264,7 +264,7 @@ class Folder:
             rows = itertools.islice(attempt.read_lines(), count if isinstance(count, int) and count >= 0 else None)
             yield from (row for row in rows if row and (bound is None or row["global_step"] <= bound))
 
-    def own_rows(self) -> Iterator[dict[str, Any]]:
+    def read_own_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the complete rows of this attempt only."""
         return (row for row in self.read_lines() if row)
 

@@ -185,7 +185,7 @@ def read_forwarded_rows(folder: Folder) -> set[tuple[Any, ...]]:
     for attempt in folder.attempts():
         count = read_json(attempt.attempt / FORWARDED).get("rows")
         if attempt.number < folder.number and isinstance(count, int):
-            known |= {make_row_key(row) for row in itertools.islice(attempt.own_rows(), count)}
+            known |= {make_row_key(row) for row in itertools.islice(attempt.read_own_rows(), count)}
     return known
 
 

@@ -60,7 +60,7 @@ class Attempt:
         self.prepared.verify()
 
     @contextlib.contextmanager
-    def discarded_on(self, *errors: type[BaseException]) -> Iterator[None]:
+    def discard_on(self, *errors: type[BaseException]) -> Iterator[None]:
         """Delete the folder of a new run if one of `errors` ends the block: nothing half-made is left."""
         try:
             yield
@@ -84,7 +84,7 @@ class Attempt:
                 if ended.last_step:
                     print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 if storage.list_candidates(self.folder):
-                    print(f"go on with: {how_to_resume(self.folder, cfg, reason)}", file=sys.stderr)
+                    print(f"go on with: {format_resume_command(self.folder, cfg, reason)}", file=sys.stderr)
             state = self.folder.result.get("state", ended.state)
             world = read_json(self.folder.attempt / "world.json") or None
             if not self.folder.is_superseded:  # else the newest entry of the history is another attempt's
@@ -170,7 +170,7 @@ def lock_run(folder: Folder) -> IO[str]:
     return file
 
 
-def how_to_resume(folder: Folder, cfg: Experiment, reason: str) -> str:
+def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:
     """Return the command that resumes a run, changed where the same settings would fail again for the same reason."""
     again = f"make exp RESUME={shlex.quote(str(folder.path))}"
     if re.search(DIVERGENCE, reason):

@@ -140,7 +140,7 @@ class ForkedRanks:
             attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
 
         reasons = list[str]()
-        with attempt.discarded_on(UserError):  # damaged data or a full disk, found by `document`
+        with attempt.discard_on(UserError):  # damaged data or a full disk, found by `document`
             ranks, nodes = cfg.processes, cfg.launch.nodes
             status = local_launcher.run_ranks(train_forked, ranks, nodes, document, reasons.append)
         return Ending(status, "".join(reasons))
@@ -191,7 +191,7 @@ class LaunchedRank:
     def _try_open(self, cfg: Experiment, given: Folder | None) -> Attempt | UserError:
         try:
             attempt = Attempt.open(cfg, given, fallback=self.world.nodes == 1)
-            with attempt.discarded_on(UserError, StopRequested):
+            with attempt.discard_on(UserError, StopRequested):
                 attempt.document()
         except UserError as error:
             return error

@@ -164,7 +164,7 @@ def run_on_cluster(new: Folder, settings: Experiment, text: str, profile: Profil
 
 def read_losses(folder: Folder) -> dict[int, float | None]:
     """Read the loss of each step; None for one that is no number."""
-    return {row["global_step"]: row["loss"] for row in folder.rows() if "loss" in row}
+    return {row["global_step"]: row["loss"] for row in folder.read_rows() if "loss" in row}
 
 
 def find_distance(a: Any, b: Any) -> float:

@@ -49,7 +49,7 @@ class Compared:
         world = next((read_json(a.attempt / "world.json") for a, _ in folder.chain()[:1]), {})
         own = selection.read_settings(folder)
         bounds = {bound for _, bound in folder.chain() if bound is not None}
-        drawn = metric_curves.read_curves(folder.rows(), bounds)
+        drawn = metric_curves.read_curves(folder.read_rows(), bounds)
         return cls(folder, status.read_status(folder), own, results.parse_result(folder.result), world, drawn)
 
     @property

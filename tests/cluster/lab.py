@@ -221,7 +221,7 @@ class Running:
 
 
 def last_step(attempt: Folder) -> int:
-    return max((row["global_step"] for row in attempt.own_rows()), default=0)
+    return max((row["global_step"] for row in attempt.read_own_rows()), default=0)
 
 
 @contextlib.contextmanager

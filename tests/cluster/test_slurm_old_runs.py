@@ -20,6 +20,6 @@ def test_an_old_run_goes_on_as_a_job(site: Site, version: str) -> None:
     done = site.call("slurm", "exp", *options, status=None)
     assert done.returncode == 0, done.stdout + done.stderr
     assert stopped.result["state"] == "finished" and stopped.result["test_samples"] == 200
-    steps = [row["global_step"] for row in stopped.rows() if "loss" in row]
-    assert steps == [row["global_step"] for row in finished.rows() if "loss" in row]
+    steps = [row["global_step"] for row in stopped.read_rows() if "loss" in row]
+    assert steps == [row["global_step"] for row in finished.read_rows() if "loss" in row]
     assert [attempt.number for attempt in stopped.attempts()] == [1, 2]

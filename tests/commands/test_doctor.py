@@ -163,7 +163,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
 def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_path: Path) -> None:
     folder = Made(state="failed", result={"reason": why}).write(tmp_path)
     cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
-    assert advice.replace("{}", str(folder.path)) in attempt.how_to_resume(folder, cfg, why)
+    assert advice.replace("{}", str(folder.path)) in attempt.format_resume_command(folder, cfg, why)
     told = doctor(f"--run={folder.path}", status=1)
     assert ("after removing" in told) == ("can be used" in why), told
 

@@ -164,7 +164,7 @@ def test_steps_that_were_done_again_are_logged_once_and_media_too(offline: Offli
     media.write_histogram(second, 29, "weights", torch.arange(5.0))
     with open(second.attempt / media.LIST, "a") as file:
         file.write('{"damaged\n{"cut o')
-    redone = list(source.attempts()[1].own_rows())
+    redone = list(source.attempts()[1].read_own_rows())
     assert [row["global_step"] for row in redone[:2]] == [21, 22], "the first start had got to step 25"
     folder, _ = track(source, tmp_path / "place", number=2)
     rows = history(records(folder))

@@ -100,7 +100,7 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "sent 2 of 2" in done.stdout
     history = host.history()
-    first, redone = (list(attempt.own_rows()) for attempt in twice.attempts())
+    first, redone = (list(attempt.read_own_rows()) for attempt in twice.attempts())
     known = {(row["global_step"], "loss" in row) for row in first}
     second = [row for row in redone if (row["global_step"], "loss" in row) not in known]
     assert len(second) < len(redone), "some steps were done again"

@@ -47,7 +47,7 @@ class Made:
             attempt.set_parent(number - 1 if number > 1 else None, begin, rows)
             self.train(attempt, begin, bound, settings.batch, settings.processes)
             begin = max(0, bound - 5)  # the next start goes on from a checkpoint of five steps ago
-            rows = sum(row["global_step"] <= begin for row in attempt.own_rows())
+            rows = sum(row["global_step"] <= begin for row in attempt.read_own_rows())
         history = {"attempt": self.attempts, "host": os.uname().nodename, "pid": os.getpid(), "pid_started": 0}
         if self.state == "running":
             history["pid_started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

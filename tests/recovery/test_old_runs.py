@@ -24,7 +24,7 @@ def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def losses(folder: Folder) -> dict[int, float]:
-    return {row["global_step"]: row["loss"] for row in folder.rows() if "loss" in row}
+    return {row["global_step"]: row["loss"] for row in folder.read_rows() if "loss" in row}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -37,7 +37,7 @@ def started(*words: str, without: str = "") -> Iterator[Command]:
 
 def rows(runs: Path) -> int:
     """What the first start has written down."""
-    return sum(len(list(Folder(path, 1).own_rows())) for path in runs.glob("*"))
+    return sum(len(list(Folder(path, 1).read_own_rows())) for path in runs.glob("*"))
 
 
 def losses(folder: Folder) -> list[tuple[int, float]]:

@@ -69,6 +69,6 @@ def test_nothing_is_drawn_of_nothing() -> None:
 
 
 def test_each_step_of_a_restarted_run_is_drawn_once(tmp_path: Path) -> None:
-    drawn = metric_curves.read_curves(Made(steps=100, attempts=4).write(tmp_path).rows())
+    drawn = metric_curves.read_curves(Made(steps=100, attempts=4).write(tmp_path).read_rows())
     assert drawn.loss.at[:, 0].tolist() == list(range(1, 101))
     assert drawn.tests["test_loss"].at[:, 0].tolist() == [20, 40, 60, 80, 100]

@@ -24,13 +24,13 @@ def attempt(tmp_path: Path) -> Folder:
 def test_a_damaged_line_of_metrics_is_left_out_and_numbered(attempt: Folder, line: str) -> None:
     good = [json.dumps(GOOD | {"global_step": step}) for step in range(1, 5)]
     attempt.metrics_file.write_text("\n".join([*good[:2], line, *good[2:]]) + "\n")
-    assert [row["global_step"] for row in attempt.own_rows()] == [1, 2, 3, 4]
+    assert [row["global_step"] for row in attempt.read_own_rows()] == [1, 2, 3, 4]
     assert attempt.find_damaged_lines() == [3]
 
 
 def test_a_last_line_that_was_cut_off_is_no_damage(attempt: Folder) -> None:
     attempt.metrics_file.write_text(json.dumps(GOOD) + "\n" + '{"global_step": 2, "lo')
-    assert attempt.find_damaged_lines() == [] and len(list(attempt.own_rows())) == 1
+    assert attempt.find_damaged_lines() == [] and len(list(attempt.read_own_rows())) == 1
 
 
 def test_rows_up_to_a_checkpoint_are_counted_by_lines(attempt: Folder) -> None:
@@ -40,7 +40,7 @@ def test_rows_up_to_a_checkpoint_are_counted_by_lines(attempt: Folder) -> None:
     attempt.set_parent(None, 0)
     following = Folder(attempt.path).claim()
     following.set_parent(1, 2, rows=3)
-    assert [row["global_step"] for row in Folder(attempt.path).rows()] == [1, 2]
+    assert [row["global_step"] for row in Folder(attempt.path).read_rows()] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [None, "x", [], {}])

@@ -34,7 +34,7 @@ def test_values_that_only_some_steps_have_are_all_written(mode: str, tmp_path: P
     done = warm.execute([sys.executable, "-m", "tests.harness.logging_ranks", str(tmp_path), mode], env=environment())
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.iterdir()
-    rows = list(Folder(path).attempts()[0].own_rows())
+    rows = list(Folder(path).attempts()[0].read_own_rows())
     assert [row["global_step"] for row in rows] == list(range(1, STEPS + 1))
     first = {"averaged": 0.5, "0": 0.0, "1": 1.0}[mode]
     assert [row["loss"] for row in rows] == [step + first for step in range(1, STEPS + 1)]
@@ -50,7 +50,7 @@ def test_an_evaluation_stands_behind_the_steps_that_it_is_about(run: Run, group:
     for step in (1, 2, 3):
         log.add(step, 0.0, {"loss": torch.tensor(float(step))})
     log.write(3, {"test_loss": 0.5})
-    rows = list(run.folder.attempts()[0].own_rows())
+    rows = list(run.folder.attempts()[0].read_own_rows())
     assert [(row["global_step"], "test_loss" in row) for row in rows] == [(1, False), (2, False), (3, False), (3, True)]
 
 
