@@ -42,7 +42,7 @@ EXPERIMENTS = [
         spread=lambda count: (f"processes_per_node={count}",),
         others=(
             ("strategy=fsdp", "optim.name=adam", "clip=1"),
-            ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "steps=6"),
+            ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "steps=6", "batch=8", "data.test_limit=20"),
             ("communication=powersgd", "optim.lr=0.01"),  # which begins to compress at the tenth step
         ),
     ),
@@ -106,14 +106,24 @@ EXPERIMENTS = [
         ),
         others=(
             ("schedule=rigl", "every=4", "optim.name=sgd", "processes_per_node=2", "export=false", "int8=false"),
-            ("model=convnet", "scope=n:m", "sparsity=0.5", "schedule=iterative", "criterion=gradient", "export=false"),
+            (
+                "model=convnet",
+                "scope=n:m",
+                "sparsity=0.5",
+                "schedule=iterative",
+                "criterion=gradient",
+                "export=false",
+                "int8=false",
+            ),
             (
                 "model=resnet18",
                 "scope=structured",
                 "l1=0.01",
                 "criterion=random",
                 "steps=6",
-                "eval_batch=10",
+                "batch=8",
+                "data.test_limit=20",
+                "eval_batch=4",
                 "epochs=1",
                 "export=false",
                 "int8=false",
