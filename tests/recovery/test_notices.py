@@ -17,7 +17,7 @@ from common.core.errors import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
 from tests.harness.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until
-from tests.harness.registry import EXPERIMENTS, REPLICATED, STAGED, Entry
+from tests.harness.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, Entry
 from tests.harness.resuming import check_notice_in_evaluation, resume
 from tests.harness.warm import Command
 
@@ -32,7 +32,7 @@ def test_a_run_that_gets_a_notice_saves_and_leaves(
     check_notice(entry, number, quick, tmp_path)
 
 
-@pytest.mark.parametrize("entry", [e for e in EXPERIMENTS if e != STAGED], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [REPLICATED, BY_NAME["resnet_modelparallel"]], ids=lambda entry: entry.name)
 def test_a_rank_that_hangs_is_named(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(entry, quick, tmp_path)
 
@@ -113,8 +113,7 @@ def test_a_notice_while_the_model_is_exported_loses_nothing(tmp_path: Path, quic
         out, err = process.communicate(PATIENCE)
     assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err, out + err
     before = folder.metrics()[-1]
-    (entry,) = (entry for entry in EXPERIMENTS if entry.name == "sparse_prune")
-    done = resume(entry, folder, "export=false", "int8=false")
+    done = resume(BY_NAME["sparse_prune"], folder, "export=false", "int8=false")
     assert done.returncode == 0, done.stderr
     assert folder.result["state"] == "finished" and folder.result["scores"]["test_loss"] == before["test_loss"]
     assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 31))
