@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -201,22 +201,21 @@ def find_differences(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Return the differences in versions, data and devices."""
     found = []
     for package in facts[0]["versions"]:
-        for where, own, usual in find_unusual(facts, lambda f: f["versions"].get(package)):  # noqa: B023 (called at once)
+        for where, own, usual in find_unusual(facts, [f["versions"].get(package) for f in facts]):
             found.append(f"{where} has {package} {own}, the others {usual}; use one .venv")
     looked = [f for f in facts if "data" in f]
     for prepared in sorted({key for f in looked for key in f["data"]}):
-        for where, _, _ in find_unusual(looked, lambda f: f["data"].get(prepared)):  # noqa: B023
+        for where, _, _ in find_unusual(looked, [f["data"].get(prepared) for f in looked]):
             found.append(
                 f"{where} has other data in {prepared} than the others, or none; "
                 "data.cache must be one folder that all hosts share"
             )
-    devices = find_unusual(facts, lambda f: f["device"])
+    devices = find_unusual(facts, [f["device"] for f in facts])
     return found + [f"{where} has {own}, the others {usual}" for where, own, usual in devices]
 
 
-def find_unusual(facts: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], Any]) -> list[tuple[str, Any, Any]]:
+def find_unusual(facts: Sequence[dict[str, Any]], values: Sequence[Any]) -> list[tuple[str, Any, Any]]:
     """Return the name of each host whose value is not the most frequent one, its value, and that one."""
-    values = [read(f) for f in facts]
     usual, _ = Counter(values).most_common(1)[0]
     return [(name_host(f), own, usual) for f, own in zip(facts, values, strict=True) if own != usual]
 
