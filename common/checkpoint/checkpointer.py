@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from common.checkpoint import storage
-from common.checkpoint.rank_file import decode_rank_file, write_rank_file
+from common.checkpoint.rank_file import read_rank_file, write_rank_file
 from common.checkpoint.state_dicts import to_plain
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
 from common.core.errors import NO_VALID_CHECKPOINT, UserError, first_line
@@ -25,7 +25,7 @@ from common.runs.folder import Folder, fsync_path, write_atomic
 from configs.shared import Checkpoint
 
 PAUSE = 0.5  # seconds before another attempt to write
-FACTS = str | int | float | bool
+FACT = str | int | float | bool | None  # type of a common value that the manifest repeats
 
 
 @dataclass
@@ -33,14 +33,14 @@ class CheckpointState:
     """Content of a checkpoint from one rank: tensors, primitives, and dicts, lists and tuples of them."""
 
     model: dict[str, Tensor]
-    """Parameters and buffers by fully qualified name. The dicts of all ranks are merged: what several hold alike, only
-    rank 0 gives."""
+    """Parameters and buffers by fully qualified name. The dicts of all ranks are merged: a tensor that several hold,
+    only the first of them gives."""
     optimizer: dict[str, dict[str, Any]]
     """Optimizer state of each parameter by fully qualified name; merged likewise."""
     common: dict[str, Any]
-    """What is equal on all ranks: epoch, data position, ... Rank 0's is saved."""
+    """Values that are equal on all ranks: epoch, data position, ... Rank 0's are saved."""
     local: dict[str, Any] = field(default_factory=dict)
-    """What each rank has of its own: random states, BatchNorm's statistics, ..."""
+    """Values of this rank alone: random states, BatchNorm's statistics, ..."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ class LoadedCheckpoint:
     """This rank's own part; None if another number of ranks saved it."""
 
     @property
-    def exact(self) -> bool:
-        """Whether resumed training equals uninterrupted training to the bit."""
+    def is_exact(self) -> bool:
+        """True if resumed training equals uninterrupted training to the bit."""
         return self.local is not None
 
 
@@ -73,7 +73,9 @@ class Checkpointer:
     def __init__(self, folder: Folder, world: World, settings: Checkpoint, say: Callable[[str], None]) -> None:
         self.folder, self.world, self.settings, self.say = folder, world, settings, say
         self.saved: int | None = None
+        """Step of the newest checkpoint of this attempt."""
         self.best: int | None = None
+        """Step of the best one."""
         self.sweeper: threading.Thread | None = None
 
     # ---- saving
@@ -82,9 +84,10 @@ class Checkpointer:
         """Save the state after `step` steps; with `best` it is kept until a better one is saved.
 
         Rows of metrics up to this step must have been written. Returns False if the disk refuses: that is reported, and
-        training can go on. Raises TypeError for what cannot be loaded again, ValueError if two ranks give one name.
+        training can go on. Raises TypeError for a value that could not be loaded again, ValueError if two ranks give
+        one name.
         """
-        content = self._content(step, state)
+        content = self._collect(step, state)
         problem: str | None = None
         for left in range(self.settings.retries, -1, -1):
             problem = None if step == self.saved else self._write(step, state, content)
@@ -93,28 +96,26 @@ class Checkpointer:
             if left:
                 time.sleep(PAUSE)
         if problem is not None:
-            older = "there is no older one of this start" if self.saved is None else f"the last is of step {self.saved}"
+            older = "this attempt has no older one" if self.saved is None else f"the last is of step {self.saved}"
             self.say(f"WARNING: no checkpoint of step {step}: {problem}; training goes on, {older}")
             return False
         self.saved, self.best = step, step if best else self.best
-        problem = self._on_main(self._tidy)
+        problem = self._on_main(self._remove_old)
         if problem is not None:
             self.say(f"WARNING: old checkpoints could not be removed: {problem}")
         return True
 
-    def _content(self, step: int, state: CheckpointState) -> dict[str, Any]:
+    def _collect(self, step: int, state: CheckpointState) -> dict[str, Any]:
         """Return the content of this rank's file."""
-        place = {"step": step, "attempt": self.folder.number}
-        place |= {"rank": self.world.rank, "processes": self.world.size}
-        parts = {"model": state.model, "optimizer": state.optimizer, "local": state.local}
-        parts["common"] = state.common if self.world.is_main else {}
-        return place | {name: to_plain(value, name) for name, value in parts.items()}
+        origin = {"step": step, "attempt": self.folder.number, "rank": self.world.rank, "processes": self.world.size}
+        parts = vars(state) | ({} if self.world.is_main else {"common": {}})
+        return origin | {name: to_plain(value, name) for name, value in parts.items()}
 
     def _write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
         """Try once on all ranks; return the problem, the same on all, or None."""
         self.close()
         staging = StagingDir(self.folder, step)
-        problem = self._on_main(staging.begin)
+        problem = self._on_main(staging.create)
         if problem is not None:
             return problem
         written: ManifestEntry | str
@@ -125,12 +126,12 @@ class Checkpointer:
         answers = self.world.gather((written, list(state.model)))
         names = [name for _, given in answers for name in given]
         twice = self.world.broadcast(len(names) - len(set(names)))
-        problem = self._on_main(lambda: self._commit(staging, [answer for answer, _ in answers], state, bool(twice)))
+        problem = self._on_main(lambda: self._publish(staging, [answer for answer, _ in answers], state, bool(twice)))
         if twice:
             raise ValueError(f"ranks give {twice} names of the model more than once; only rank 0 gives what all hold")
         return problem
 
-    def _commit(
+    def _publish(
         self, staging: StagingDir, entries: list[ManifestEntry | str], state: CheckpointState, void: bool
     ) -> None:
         """Publish the written files as a checkpoint, or delete them; rank 0 calls it."""
@@ -143,20 +144,20 @@ class Checkpointer:
             files = {
                 storage.rank_file_name(i): entry for i, entry in enumerate(entries) if isinstance(entry, ManifestEntry)
             }
-            facts = {name: value for name, value in state.common.items() if isinstance(value, FACTS | None)}
-            staging.commit(Manifest(staging.target.step, self.folder.number, self.world.size, files, facts))
+            facts = {name: value for name, value in state.common.items() if isinstance(value, FACT)}
+            staging.publish(Manifest(staging.target.step, self.folder.number, self.world.size, files, facts))
         except OSError:
             staging.discard()
             raise
 
-    def _tidy(self) -> None:
+    def _remove_old(self) -> None:
         """Update the pointers and delete old checkpoints; rank 0 calls it."""
         assert self.saved is not None
         try:
             for name, step in (("latest", self.saved), ("best", self.best)):
                 if step is not None:
-                    place = CheckpointPath(self.folder, step)
-                    write_atomic(place.path.with_name(name), place.name + "\n")
+                    checkpoint = CheckpointPath(self.folder, step)
+                    write_atomic(checkpoint.path.with_name(name), f"{checkpoint.name}\n")
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
@@ -187,41 +188,42 @@ class Checkpointer:
 
         Raises UserError if there are checkpoints and none of them is valid.
         """
-        found = iter(storage.list_candidates(self.folder) if self.world.is_main else ())
-        rejected = 0
-        while True:
-            choice, complaints = self.world.broadcast(choose_manifest(found) if self.world.is_main else None)
-            for complaint in complaints:
-                self.say(complaint)
-            rejected += len(complaints)
-            if choice is None:
-                self._none(rejected)
-                return None
-            loaded, problem = self._try(choice)
-            # before any process uses it, each must have it
-            problem = self.world.broadcast(merge_problems(self.world.gather(problem), self.world))
+        candidates = self.world.broadcast(storage.list_candidates(self.folder) if self.world.is_main else None)
+        for checkpoint in candidates:
+            loaded, problem = self._read(checkpoint)
             if problem is None:
                 break
-            rejected += 1
-            self.say(f"{CheckpointPath(Folder(self.folder.path, choice.attempt), choice.step)} is not used: {problem}")
+            self.say(f"{checkpoint} is not used: {problem}")
+        else:
+            self._start_at_zero(len(candidates))
+            return None
         assert loaded is not None
-        if not loaded.exact:
+        if not loaded.is_exact:
             self.say(
                 f"saved by {format_count(loaded.processes, 'rank')}, resumed by {self.world.size}: model, optimizer "
                 "and data position are restored; random states are not, and results match only to rounding"
             )
         return loaded
 
-    def _try(self, manifest: Manifest) -> tuple[LoadedCheckpoint | None, str | None]:
-        """Return the checkpoint as this rank reads it, or why it cannot."""
-        place = CheckpointPath(Folder(self.folder.path, manifest.attempt), manifest.step)
+    def _read(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
+        """Return a checkpoint as this rank reads it, and why it is invalid, the same on all ranks, or None."""
+        manifest, loaded, problem = None, None, None
         try:
-            return read_checkpoint(place, manifest, self.world), None
+            manifest = storage.read_manifest(checkpoint) if self.world.is_main else None
         except InvalidCheckpoint as reason:
-            return None, str(reason)
+            problem = str(reason)
+        manifest, problem = self.world.broadcast((manifest, problem))
+        if manifest is None:
+            return None, problem
+        try:
+            loaded = read_checkpoint(checkpoint, manifest, self.world)
+        except InvalidCheckpoint as reason:
+            problem = str(reason)
+        # before any rank uses it, each must have it
+        return loaded, self.world.broadcast(merge_problems(self.world.gather(problem), self.world))
 
-    def _none(self, rejected: int) -> None:
-        """Raise UserError if all checkpoints were rejected; without any, training starts at step 0."""
+    def _start_at_zero(self, rejected: int) -> None:
+        """Report half-written checkpoints where there is no complete one. Raises UserError if all were rejected."""
         if rejected:
             raise UserError(
                 f"none of the {rejected} checkpoints of {self.folder.path} {NO_VALID_CHECKPOINT}; repair one, or "
@@ -232,22 +234,11 @@ class Checkpointer:
             self.say(f"not used: {format_count(left, 'half-written checkpoint')}; there is no complete one")
 
 
-def choose_manifest(found: Iterator[CheckpointPath]) -> tuple[Manifest | None, list[str]]:
-    """Return the next checkpoint with a valid manifest, and what is wrong with those before it."""
-    complaints: list[str] = []
-    for snapshot in found:
-        try:
-            return storage.read_manifest(snapshot), complaints
-        except InvalidCheckpoint as reason:
-            complaints.append(f"{snapshot} is not used: {reason}")
-    return None, complaints
-
-
-def read_checkpoint(place: CheckpointPath, manifest: Manifest, world: World) -> LoadedCheckpoint:
+def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World) -> LoadedCheckpoint:
     """Read and merge the files of all ranks. Raises InvalidCheckpoint."""
     loaded = LoadedCheckpoint(manifest.step, manifest.attempt, manifest.processes, {}, {}, {}, None)
     for rank in range(manifest.processes):
-        part = decode_rank_file(storage.read_verified(place, manifest, rank), storage.rank_file_name(rank))
+        part = read_rank_file(checkpoint, manifest, rank)
         where = [part.get(name) for name in ("step", "attempt", "rank", "processes")]
         if where != [manifest.step, manifest.attempt, rank, manifest.processes]:
             raise InvalidCheckpoint(
@@ -261,11 +252,11 @@ def read_checkpoint(place: CheckpointPath, manifest: Manifest, world: World) -> 
     return loaded
 
 
-def read_full_model(place: CheckpointPath) -> dict[str, Tensor]:
+def read_full_model(checkpoint: CheckpointPath) -> dict[str, Tensor]:
     """Return the full model in a checkpoint, by name: all stages, shards and replicas. Raises InvalidCheckpoint."""
-    manifest, model = storage.read_manifest(place), dict[str, Tensor]()
+    manifest, model = storage.read_manifest(checkpoint), dict[str, Tensor]()
     for rank in range(manifest.processes):
-        model |= decode_rank_file(storage.read_verified(place, manifest, rank), storage.rank_file_name(rank))["model"]
+        model |= read_rank_file(checkpoint, manifest, rank)["model"]
     return model
 
 

@@ -1,4 +1,4 @@
-"""The file of one rank in a checkpoint: written with its checksum, decoded without executing anything."""
+"""The file of one rank in a checkpoint: written with its checksum, read without executing anything."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import IO, Any, cast
 
 import torch
 
+from common.checkpoint import storage
 from common.checkpoint.hashing_writer import HashingWriter
-from common.checkpoint.storage import InvalidCheckpoint, ManifestEntry
+from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry
 from common.core.errors import first_line
 
 PARTS = ("model", "optimizer", "common", "local")
@@ -28,8 +29,9 @@ def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
     return ManifestEntry(hashed.size, hashed.digest.hexdigest())
 
 
-def decode_rank_file(content: bytes, name: str) -> dict[str, Any]:
-    """Return the tensors and primitives in a file's bytes. Raises InvalidCheckpoint."""
+def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """Return the tensors and primitives in a rank's file, which agrees with the manifest. Raises InvalidCheckpoint."""
+    name, content = storage.rank_file_name(rank), storage.read_verified(checkpoint, manifest, rank)
     try:
         part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:  # torch then advises to read what could execute anything

@@ -19,7 +19,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,11 @@ class Manifest:
     files: dict[str, ManifestEntry]
     """The files of the ranks, in their order."""
     facts: dict[str, Any]
-    """Facts for people that need no reading of the files, such as the W&B id."""
+    """Common values of the state, such as epoch and W&B id, for a reader without torch."""
 
     def text(self) -> str:
         """Return the manifest as JSON, with its own checksum."""
-        content: dict[str, Any] = {"format": FORMAT, "step": self.step, "attempt": self.attempt}
-        content |= {"processes": self.processes, "facts": self.facts}
-        content["files"] = {name: {"bytes": e.bytes, "sha256": e.sha256} for name, e in self.files.items()}
+        content = {"format": FORMAT} | asdict(self)
         return json.dumps(content | {"sha256": hash_manifest(content)}, indent=1) + "\n"
 
 
@@ -104,19 +102,19 @@ def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
     names = [path.name for path in checkpoints_dir(attempt).glob("step-*")]
     steps = {int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{8,15}", name)}
     found = [CheckpointPath(attempt, step) for step in sorted(steps)]
-    return [snapshot for snapshot in found if snapshot.name in names]
+    return [checkpoint for checkpoint in found if checkpoint.name in names]
 
 
 def list_candidates(folder: Folder) -> list[CheckpointPath]:
     """Return all checkpoints that a new attempt may resume, the best choice first."""
     found: list[CheckpointPath] = []
     for attempt, bound in folder.chain():
-        found += [s for s in reversed(list_checkpoints(attempt)) if bound is None or s.step <= bound]
+        found += [c for c in reversed(list_checkpoints(attempt)) if bound is None or c.step <= bound]
     return found
 
 
 def list_unfinished(folder: Folder) -> list[Path]:
-    """Return the half-written checkpoints that killed ranks left."""
+    """Return the staging folders that killed ranks left."""
     return [path for attempt, _ in folder.chain() for path in sorted(checkpoints_dir(attempt).glob(".step-*.new"))]
 
 
@@ -142,10 +140,10 @@ def open_owned(name: str | Path, flags: int, what: str, within: int | None = Non
         os.close(handle)
 
 
-def read_file(snapshot: CheckpointPath, name: str, size: int | None = None) -> bytes:
+def read_file(checkpoint: CheckpointPath, name: str, size: int | None = None) -> bytes:
     """Return the bytes of a checkpoint's file, read once: they are what is checked. Raises InvalidCheckpoint."""
     with (
-        open_owned(snapshot.path, os.O_DIRECTORY, "the folder") as folder,
+        open_owned(checkpoint.path, os.O_DIRECTORY, "the folder") as folder,
         open_owned(name, 0, name, folder) as handle,
     ):
         status = os.fstat(handle)
@@ -162,19 +160,19 @@ def read_file(snapshot: CheckpointPath, name: str, size: int | None = None) -> b
             raise InvalidCheckpoint(f"{name}: {error.strerror}") from None
 
 
-def read_verified(snapshot: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
+def read_verified(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
     """Return the bytes of a rank's file, compared with the manifest. Raises InvalidCheckpoint."""
     name = rank_file_name(rank)
     entry = manifest.files[name]
-    content = read_file(snapshot, name, entry.bytes)
+    content = read_file(checkpoint, name, entry.bytes)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise InvalidCheckpoint(f"{name} has another checksum")
     return content
 
 
-def read_manifest(snapshot: CheckpointPath) -> Manifest:
+def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     """Read and check the manifest of a checkpoint. Raises InvalidCheckpoint."""
-    raw = read_file(snapshot, MANIFEST)
+    raw = read_file(checkpoint, MANIFEST)
     try:
         content = json.loads(raw)
         version = content["format"]
@@ -192,7 +190,7 @@ def read_manifest(snapshot: CheckpointPath) -> Manifest:
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
     if list(files) != [rank_file_name(rank) for rank in range(len(files))] or len(files) != manifest.processes:
         raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} ranks")
-    if (manifest.step, manifest.attempt) != (snapshot.step, snapshot.attempt.number):
+    if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt.number):
         raise InvalidCheckpoint(f"it is that of step {manifest.step} of attempt {manifest.attempt}")
     return manifest
 
@@ -205,19 +203,19 @@ class StagingDir:
 
     def __init__(self, attempt: Folder, step: int) -> None:
         self.target = CheckpointPath(attempt, step)
-        self.room = checkpoints_dir(attempt)
-        self.path = self.room / f".{self.target.name}.new"
+        self.parent = checkpoints_dir(attempt)
+        self.path = self.parent / f".{self.target.name}.new"
 
-    def begin(self) -> None:
-        """Make the folder, and delete what earlier failures left."""
-        if not self.room.exists():
-            self.room.mkdir()
-            fsync_path(self.room.parent)
-        for left in self.room.glob(".step-*"):
+    def create(self) -> None:
+        """Make the folder, and delete the staging folders of earlier failures."""
+        if not self.parent.exists():
+            self.parent.mkdir()
+            fsync_path(self.parent.parent)
+        for left in self.parent.glob(".step-*"):
             shutil.rmtree(left)
         self.path.mkdir()
 
-    def commit(self, manifest: Manifest) -> None:
+    def publish(self, manifest: Manifest) -> None:
         """Write the manifest once all files are on the disk, and publish the checkpoint by one rename."""
         for name, entry in manifest.files.items():
             if (self.path / name).stat().st_size != entry.bytes:
@@ -230,16 +228,16 @@ class StagingDir:
         if self.target.path.exists():  # renamed before, but then the disk failed
             shutil.rmtree(rename_to_tombstone(self.target))
         self.path.rename(self.target.path)
-        fsync_path(self.room)
+        fsync_path(self.parent)
 
     def discard(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def rename_to_tombstone(snapshot: CheckpointPath) -> Path:
+def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
     """Rename a checkpoint to a tombstone, which is never read: a half-deleted one cannot be loaded. Raises OSError."""
-    return snapshot.path.rename(snapshot.path.with_name(f".{snapshot.name}.old"))
+    return checkpoint.path.rename(checkpoint.path.with_name(f".{checkpoint.name}.old"))
 
 
 def prune_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:

@@ -182,10 +182,10 @@ def read_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
     """
     try:
         path = path.absolute()
-        snapshot = CheckpointPath(
+        checkpoint = CheckpointPath(
             Folder(path.parents[3], int(path.parents[1].name)), int(path.name.removeprefix("step-"))
         )
-        return checkpointer.read_full_model(snapshot)
+        return checkpointer.read_full_model(checkpoint)
     except (ValueError, IndexError):
         raise UserError(f"weights={text}: neither a run folder nor a checkpoint folder of one") from None
     except InvalidCheckpoint as reason:

@@ -102,7 +102,7 @@ def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool
 
     Raises UserError where more steps are asked for and the last checkpoint is gone.
     """
-    if folder is None or folder.result.get("state") != "finished" or extension.asks_for_more_steps(folder, cfg):
+    if folder is None or folder.result.get("state") != "finished" or extension.has_more_steps(folder, cfg):
         return False
     if report:
         print(extension.describe_finished(folder, cfg), flush=True)
@@ -140,7 +140,8 @@ def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
         write_json(folder.attempt / config.CHANGED, changed)
         print(f"resumed with other settings than in config.yaml: {config.describe_changes(changed)}", flush=True)
     if extended:
-        done, total = extension.count_steps(given, cfg)
+        done, epoch_steps = extension.read_progress(given)
+        total = cfg.total_steps(epoch_steps)
         print(f"trains on after step {done}; learning rates are now those of a run of {total} steps", flush=True)
     folder.retire_result()
     return folder, prepared

@@ -188,7 +188,7 @@ def main(given: argparse.Namespace) -> int:
     if dry:
         print_dry_run(name, settings, profile)
         return 0
-    if resumed and resumed.result.get("state") == "finished" and not extension.asks_for_more_steps(resumed, settings):
+    if resumed and resumed.result.get("state") == "finished" and not extension.has_more_steps(resumed, settings):
         print(extension.describe_finished(resumed, settings))
         return 0
     alone = getattr(settings, "sweep", False)

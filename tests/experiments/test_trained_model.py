@@ -200,8 +200,8 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     again = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
     assert again.status == 2 and "it was resumed with steps 40 -> 50, and no single run repeats that" in again.err
     assert not (tmp_path / "again").exists()
-    for snapshot in storage.list_candidates(folder):
-        shutil.rmtree(snapshot.path)
+    for checkpoint in storage.list_candidates(folder):
+        shutil.rmtree(checkpoint.path)
     done = resume(REPLICATED, folder, "steps=60")
     assert done.returncode == 2 and "no checkpoint of its last step, 50, any more" in done.stderr
     done = resume(REPLICATED, folder)

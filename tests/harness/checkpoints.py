@@ -87,7 +87,7 @@ def round_trip(case: Case) -> Any:
     saved = case.save(100, 200)
     loaded = case.checkpoints.load()
     assert loaded is not None
-    return {"saved": saved, "step": loaded.step, "right": right(loaded, case.world.rank), "exact": loaded.exact}
+    return {"saved": saved, "step": loaded.step, "right": right(loaded, case.world.rank), "exact": loaded.is_exact}
 
 
 def one_rank_cannot_write(case: Case) -> Any:
@@ -113,10 +113,10 @@ def one_rank_sees_less(case: Case) -> Any:
     case.save(1, 2)
     read = storage.read_verified
 
-    def blind(snapshot: storage.CheckpointPath, manifest: storage.Manifest, rank: int) -> bytes:
-        if snapshot.step == 2 and case.world.rank == 1:
+    def blind(checkpoint: storage.CheckpointPath, manifest: storage.Manifest, rank: int) -> bytes:
+        if checkpoint.step == 2 and case.world.rank == 1:
             raise storage.InvalidCheckpoint("rank-0.pt is missing")
-        return read(snapshot, manifest, rank)
+        return read(checkpoint, manifest, rank)
 
     class Alone(World):
         """Every rank takes its own word for everybody's."""
@@ -194,7 +194,7 @@ def two(out: Path) -> int:
                 found[work.__name__] = {"found": work(case), "said": case.said}
             of_one = Checkpointer(Folder(out / "of_one", 2), world, SETTINGS, (said := list[str]()).append).load()
             assert of_one is not None
-            whole = right(of_one, None) and of_one.local is None and not of_one.exact
+            whole = right(of_one, None) and of_one.local is None and not of_one.is_exact
             found["of_one"] = {"found": {"step": of_one.step, "whole": whole}, "said": said}
             (out / f"rank-{world.rank}.json").write_text(json.dumps(found))
 
@@ -247,7 +247,7 @@ def has_lines(file: Path, count: int) -> bool:
 
 
 def newest_of(folder: Folder) -> int:
-    return max((snapshot.step for snapshot in storage.list_candidates(folder)), default=0)
+    return max((checkpoint.step for checkpoint in storage.list_candidates(folder)), default=0)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         assert process.returncode == (128 + number if number == signal.SIGINT else EXIT_RESUMABLE), out + err
         assert "Traceback" not in err and "go on with: make exp RESUME=" in err, err
         folder = only_folder(runs)
-        (snapshot,) = storage.list_candidates(folder)
-        assert snapshot.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
+        (checkpoint,) = storage.list_candidates(folder)
+        assert checkpoint.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
         assert folder.result["state"] == ("cancelled" if number == signal.SIGINT else "preempted"), folder.result
         assert not processes_of(str(runs))
 

@@ -43,9 +43,9 @@ def cut_off(folder: Folder, step: int, place: Path) -> Folder:
     (copy.path / "result.json").unlink()
     attempt = copy.attempts()[-1]
     begun = attempt.origin[1] if attempt.origin else 0
-    for snapshot in storage.list_checkpoints(attempt):
-        if snapshot.step > step:
-            shutil.rmtree(snapshot.path)
+    for checkpoint in storage.list_checkpoints(attempt):
+        if checkpoint.step > step:
+            shutil.rmtree(checkpoint.path)
     rows = attempt.metrics_file.read_text().splitlines(keepends=True)
     attempt.metrics_file.write_text("".join(rows[: step - begun + 2]) + '{"global_step": 99, "lo')
     return copy

@@ -61,13 +61,13 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         attempt.set_parent(number - 1 or None, 2 if number > 1 else 0)
         for step in steps:
             draft, entries = StagingDir(attempt, step), {}
-            draft.begin()
+            draft.create()
             for rank in range(RANKS):
                 seat = dataclasses.replace(world, rank=rank, size=RANKS)
-                content = Checkpointer(attempt, seat, Checkpoint(), print)._content(step, part_of(number, step, rank))
+                content = Checkpointer(attempt, seat, Checkpoint(), print)._collect(step, part_of(number, step, rank))
                 name = storage.rank_file_name(rank)
                 entries[name] = rank_file.write_rank_file(draft.path / name, content)
-            draft.commit(Manifest(step, number, RANKS, entries, {}))
+            draft.publish(Manifest(step, number, RANKS, entries, {}))
     return folder.path
 
 

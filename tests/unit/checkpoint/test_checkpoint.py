@@ -115,7 +115,7 @@ def test_everything_comes_back(disk: Disk) -> None:
         5, CheckpointState(model, {"view": {"step": 3, "m": base[:4]}}, common, {"mine": base[:2]})
     )
     loaded = disk.checkpoints.load()
-    assert loaded is not None and (loaded.step, loaded.attempt, loaded.processes, loaded.exact) == (5, 1, 1, True)
+    assert loaded is not None and (loaded.step, loaded.attempt, loaded.processes, loaded.is_exact) == (5, 1, 1, True)
     for name, value in model.items():
         back = loaded.model[name]
         assert back.dtype == value.dtype and back.shape == value.shape
@@ -435,8 +435,8 @@ def test_without_what_a_file_says_of_itself_wrong_weights_are_loaded(
     damage_manifest(disk, files=json.loads(disk.at(1, "manifest.json").read_text())["files"])
     assert disk.load() == 1
     assert "rank-0.pt is that of step 1, attempt 1, rank 0 of 1" in disk.said[0]
-    unpack = rank_file.decode_rank_file
-    monkeypatch.setattr(checkpointer, "decode_rank_file", lambda content, name: unpack(content, name) | {"step": 2})
+    read = rank_file.read_rank_file
+    monkeypatch.setattr(checkpointer, "read_rank_file", lambda *where: read(*where) | {"step": 2})
     loaded = disk.checkpoints.load()
     assert loaded is not None and loaded.step == 2 and not right(loaded, 0)
 
@@ -578,7 +578,7 @@ def test_one_process_takes_what_two_have_saved(two: Any, world: World) -> None:
     said: list[str] = []
     loaded = Checkpointer(Folder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
     assert loaded is not None and right(loaded, None)
-    assert (loaded.step, loaded.processes, loaded.local, loaded.exact) == (200, 2, None, False)
+    assert (loaded.step, loaded.processes, loaded.local, loaded.is_exact) == (200, 2, None, False)
     assert said[0].startswith("saved by 2 ranks, resumed by 1") and "random states are not" in said[0]
 
 
