@@ -23,14 +23,14 @@ from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
-POLL_SECONDS = 0.5  # seconds between two votes: an all-reduce each
-ANSWER_SECONDS = 5.0  # seconds for an answer of the rendezvous store
+POLL_SECONDS = 0.5  # between two votes: an all-reduce each
+ANSWER_SECONDS = 5.0  # for an answer of the rendezvous store
 
 
 class StopRequested(SystemExit):
     """Exit with status 75 after saving: the next attempt resumes the run.
 
-    `together`: all ranks agreed on it. Else each stops where it is, and others may wait for its messages.
+    With `together` all ranks have voted for it. Otherwise each stops where it is, and others may wait for its messages.
     """
 
     def __init__(self, together: bool = True) -> None:
@@ -47,9 +47,10 @@ class StopRequest:
     def __init__(self, grace: float, log: IO[str]) -> None:
         self.grace, self.log = grace, log
         self.number = 0
-        self.heard = 0.0
+        self.received = 0.0
+        """Time of the first request, by time.monotonic()."""
         self.all_saved = False
-        """Whether nothing would be lost: the main thread then stops at the next request, wherever it is."""
+        """True while nothing would be lost: the main thread then stops at the next request, wherever it is."""
 
     def listen(self) -> None:
         """Let signals only set the flag from now on. An ignored SIGINT stays ignored: the launcher forwards it."""
@@ -69,25 +70,25 @@ class StopRequest:
     def _listen(self, reader: int) -> None:
         while byte := os.read(reader, 1):
             if byte[0] in STOP_SIGNALS:
-                self._hear(byte[0])
+                self._receive(byte[0])
 
-    def _hear(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         now = time.monotonic()
         if not self.number:
-            self.number, self.heard = number, now
+            self.number, self.received = number, now
             faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
-        elif number == signal.SIGINT or now - self.heard > REPEAT_SECONDS:
+        elif number == signal.SIGINT or now - self.received > REPEAT_SECONDS:
             os._exit(128 + number)
 
-    def comes(self, seconds: float = 1.0) -> bool:
-        """Wait up to `seconds` for a stop request; return whether one has come: other ranks may receive it earlier."""
-        deadline = time.monotonic() + seconds
+    def wait_for_request(self) -> bool:
+        """Wait up to a second for a stop request, which other ranks may receive earlier; return True if one came."""
+        deadline = time.monotonic() + 1.0
         while not self.number and time.monotonic() < deadline:
             time.sleep(0.02)
         return bool(self.number)
 
-    def watch(self, seconds: float | None) -> None:
-        """Write the stacks of all threads to the log unless this is called again within `seconds`; None: no longer."""
+    def dump_stacks_after(self, seconds: float | None) -> None:
+        """Write the stacks of all threads to the log unless this is called again within `seconds`; stop that with None."""
         if not self.number and seconds is None:
             faulthandler.cancel_dump_traceback_later()
         elif not self.number and seconds is not None:
@@ -96,12 +97,12 @@ class StopRequest:
             faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
 
     def close(self) -> None:
-        """Cancel the stacks that would be written later."""
+        """Cancel the dump of stacks."""
         faulthandler.cancel_dump_traceback_later()
 
 
-def leave_together() -> None:
-    """Let every rank end with its own exit status; all ranks call it.
+def synchronize_exit() -> None:
+    """Wait for all ranks before they exit, so that each ends with its own exit status; all ranks call it.
 
     srun and torchrun end the others as soon as one has ended, and then report a signal.
     """
@@ -110,9 +111,9 @@ def leave_together() -> None:
 
 
 class Decision(NamedTuple):
-    """What all ranks do after a step."""
+    """Result of a vote after a step, the same on all ranks."""
 
-    leave: bool
+    stop: bool
     save: bool
     diverged: bool
 
@@ -120,62 +121,64 @@ class Decision(NamedTuple):
 class StopAgreement:
     """Vote of all ranks between steps: whether to save a checkpoint, and whether to stop.
 
-    It costs an all-reduce, so ranks vote only at steps named by the config, and about every POLL_SECONDS.
+    It costs an all-reduce, so ranks vote only at steps named by the config, and about every POLL_SECONDS by rank 0's
+    clock.
     """
 
-    def __init__(self, world: World, settings: Checkpoint, notice: StopRequest) -> None:
-        self.world, self.settings, self.notice = world, settings, notice
-        self.next = self.last = 0
-        self.looked = self.saved = time.perf_counter()
+    def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
+        self.world, self.settings, self.stop_request = world, settings, stop_request
         self.calls, self.next_call = 0, 1
+        self.start(0)
 
-    def begin(self, step: int) -> None:
-        self.next = self.last = step
-        self.looked = self.saved = time.perf_counter()
+    def start(self, step: int) -> None:
+        """Vote from the next step on; the time until the next save begins now."""
+        self.next_step = self.last_step = step
+        self.voted = self.saved = time.perf_counter()
 
-    def reached(self, step: int) -> bool:
-        """Return whether to vote after this step; the same on all ranks."""
-        return step >= self.next or self._by_steps(step)
+    def is_due(self, step: int) -> bool:
+        """Check whether the ranks vote after this step; the same on all ranks."""
+        return step >= self.next_step or self._is_named(step)
 
-    def _by_steps(self, step: int) -> bool:
+    def _is_named(self, step: int) -> bool:
         return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
 
-    def asked(self) -> bool:
-        """Return whether any rank has a stop request, in work without steps. All ranks call it equally often.
-
-        They vote about every POLL_SECONDS, by rank 0's clock.
-        """
+    def is_stop_requested(self) -> bool:
+        """Check whether any rank has a stop request, in work without steps. All ranks call it equally often."""
         self.calls += 1
         if self.calls < self.next_call:
             return False
-        now = time.perf_counter()
-        count = min(max(1, int(self.calls * POLL_SECONDS / max(now - self.looked, 1e-6))), 4 * self.calls)
-        self.calls, self.looked = 0, now
-        leave, self.next_call = self._most(bool(self.notice.number), self.world.is_main * count)
-        return bool(leave)
+        count = self._choose_interval(self.calls, time.perf_counter())
+        self.calls = 0
+        stop, self.next_call = self._reduce_max(bool(self.stop_request.number), self.world.is_main * count)
+        return bool(stop)
 
-    def _most(self, *values: int) -> list[int]:
+    def _choose_interval(self, done: int, now: float) -> int:
+        """Return the steps or calls until the next vote: POLL_SECONDS of them, at most four times those just done."""
+        count = int(done * POLL_SECONDS / max(now - self.voted, 1e-6))
+        self.voted = now
+        return min(max(1, count), 4 * done)
+
+    def _reduce_max(self, *values: int) -> list[int]:
         """Return the maximum of each value over all ranks."""
         table = torch.tensor(values, dtype=torch.int64, device=self.world.device)
         if self.world.size > 1:
             dist.all_reduce(table, dist.ReduceOp.MAX)
         return table.tolist()
 
-    def agree(self, step: int, diverged: bool) -> Decision:
+    def vote(self, step: int, diverged: bool) -> Decision:
         """Vote; all ranks call it at the same step. Rank 0's clock and its knowledge of the loss count."""
-        now, done = time.perf_counter(), max(1, step - self.last)
-        count = int(done * POLL_SECONDS / max(now - self.looked, 1e-6))
-        following = step + min(max(1, count), 4 * done)
+        now = time.perf_counter()
+        following = step + self._choose_interval(max(1, step - self.last_step), now)
         late = 0 < self.settings.every_seconds <= now - self.saved
         main = self.world.is_main
-        asked = bool(self.notice.number), main and late, main and diverged, main * following
-        *answers, self.next = self._most(*asked)
-        leave, by_time, stop = (bool(answer) for answer in answers)
-        self.looked, self.last = now, step
-        save = leave or by_time or self._by_steps(step)
+        votes = bool(self.stop_request.number), main and late, main and diverged, main * following
+        *answers, self.next_step = self._reduce_max(*votes)
+        stop, by_time, diverged = (bool(answer) for answer in answers)
+        self.last_step = step
+        save = stop or by_time or self._is_named(step)
         if save:
             self.saved = now
-        return Decision(leave, save, stop)
+        return Decision(stop, save, diverged)
 
 
 class SilenceWatch:

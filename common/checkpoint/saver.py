@@ -19,7 +19,7 @@ from configs.shared import Experiment
 
 
 class Saver:
-    """Saves the state of a run, and ends it after a checkpoint when any rank was asked to stop.
+    """Saves the state of a run, and ends it after a checkpoint when any rank has a stop request.
 
     Every method is called by all ranks, after the same step.
     """
@@ -29,68 +29,68 @@ class Saver:
     ) -> None:
         self.cfg, self.folder, self.world, self.say = cfg, folder, world, say
         self.stop = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
-        self.points = StopAgreement(world, cfg.checkpoint, self.stop)
-        self.checkpoints = Checkpointer(folder, world, cfg.checkpoint, say)
+        self.agreement = StopAgreement(world, cfg.checkpoint, self.stop)
+        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, say)
         self.silence: SilenceWatch | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
         self.began = time.perf_counter()
-        """When the run began, less what earlier attempts took, by time.perf_counter()."""
+        """Start of the run by time.perf_counter(), earlier by the seconds that former attempts took."""
         self.best: float | None = None
-        """What `checkpoint.best` names, in the best evaluation so far."""
+        """The score that `checkpoint.best` names, in the best evaluation so far."""
         self.unevaluated = False
-        """Whether the evaluation after the newest step is still to be done."""
+        """True until the evaluation after the newest step is done."""
 
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
         """Load the newest checkpoint of the run into `state`, if there is one."""
         self.state = state
-        loaded = self.checkpoints.load()
+        loaded = self.checkpointer.load()
         if loaded is not None:
             state.load(loaded)
             self.began -= loaded.common["seconds"]
             self.best = loaded.common["best"]
             self.unevaluated = loaded.common.get("unevaluated", False)
-        self.points.begin(loaded.step if loaded else 0)
-        self.restart_watch()
+        self.agreement.start(loaded.step if loaded else 0)
+        self.restart_watchdogs()
         return loaded
 
-    def watch_for_silence(self, tell: Callable[[str], None]) -> None:
+    def start_silence_watch(self, tell: Callable[[str], None]) -> None:
         """Name the ranks that do not answer before NCCL's time-out ends this process."""
         allowed = self.cfg.launch.step_timeout
         self.silence = SilenceWatch(self.world, 0.7 * allowed, 0.1 * allowed, tell)
 
-    def restart_watch(self) -> None:
-        """Count anew the time after which a step leaves its stacks in the log."""
-        self.stop.watch(0.9 * self.cfg.launch.step_timeout)
+    def restart_watchdogs(self) -> None:
+        """Restart the time after which a step's stacks are written to the log and silent ranks are named."""
+        self.stop.dump_stacks_after(0.9 * self.cfg.launch.step_timeout)
         if self.silence is not None:
             self.silence.restart()
 
     def checkpoint_or_stop(self, step: int, *, now: bool = False) -> bool:
-        """Save if it is time; if any rank was asked to stop, save and stop. Returns whether the ranks have talked.
+        """Save if it is time; if any rank has a stop request, save and stop. Return True if the ranks have voted.
 
-        Raises StopRequested after saving, and UserError when the loss is no finite number any more or nothing could
-        be saved.
+        Raises StopRequested after saving, and UserError when the loss is no finite number any more or the checkpoint
+        of a stop request could not be written.
         """
-        if not now and not self.points.reached(step):
+        if not now and not self.agreement.is_due(step):
             return False
         assert self.metrics is not None
         self.metrics.flush()
-        wanted = self.points.agree(step, bool(self.metrics.diverged))
-        self.restart_watch()
-        if wanted.diverged:
+        decision = self.agreement.vote(step, bool(self.metrics.diverged))
+        self.restart_watchdogs()
+        if decision.diverged:
             self.end_if_diverged()
-        saved = wanted.save and self.save(step)
-        if wanted.leave:
+        saved = decision.save and self.save(step)
+        if decision.stop:
             self._stop(step, saved)
         return True
 
     def stop_in_evaluation(self, step: int) -> None:
-        """Between two batches of an evaluation: if any rank was asked to stop, save the state before it and stop.
+        """Between two batches of an evaluation: if any rank has a stop request, save the state before it and stop.
 
-        Raises StopRequested after saving, and UserError if nothing could be saved.
+        Raises StopRequested after saving, and UserError if the checkpoint could not be written.
         """
-        self.restart_watch()
-        if self.points.asked():
+        self.restart_watchdogs()
+        if self.agreement.is_stop_requested():
             self._stop(step, self.save(step))
 
     def end_if_diverged(self) -> None:
@@ -102,12 +102,12 @@ class Saver:
 
     def _stop(self, step: int, saved: bool) -> NoReturn:
         if not saved:
-            raise UserError(f"told to stop after step {step}, and it could not be saved, as told above")
-        self.say(f"told to stop: saved after step {step}, to be continued")
+            raise UserError(f"stop request after step {step}, which could not be saved; the reason is above")
+        self.say(f"stop request: saved after step {step}, to be continued")
         raise StopRequested
 
     def save(self, step: int, *, best: bool = False) -> bool:
-        """Write a checkpoint; returns whether it could be. Raises UserError where a parameter is NaN or infinite."""
+        """Write a checkpoint; return False if the disk refuses. Raises UserError if a parameter is NaN or infinite."""
         assert self.state is not None and self.metrics is not None
         writer = self.metrics.writer
         if self.world.broadcast(bool(writer.waiting)):  # the next attempt would miss these rows
@@ -121,7 +121,7 @@ class Saver:
         wandb = read_json(self.folder.path / "wandb" / "id.json").get("id")
         state.common |= {"rows": writer.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
         state.common |= {"best": self.best, "unevaluated": self.unevaluated}
-        return self.checkpoints.save(step, state, best=best)
+        return self.checkpointer.save(step, state, best=best)
 
     def save_best(self, step: int, scores: dict[str, float]) -> None:
         """Keep the state of an evaluation that is the best so far."""
@@ -137,7 +137,7 @@ class Saver:
         """Save the trained model. Raises UserError, with the same words on all ranks, where that fails."""
         if self.save(step):
             return
-        why = f"the model after step {step}, the last one, cannot be kept, as told above; free space"
+        why = f"the model after step {step}, the last one, could not be saved; the reason is above; free space"
         if self.world.is_main:
             assert self.metrics is not None
             try:
@@ -147,7 +147,8 @@ class Saver:
         raise UserError(self.world.broadcast(why))
 
     def close(self) -> None:
+        """End the watchdogs, and wait until old checkpoints are deleted."""
         self.stop.close()
         if self.silence is not None:
             self.silence.close()
-        self.checkpoints.close()
+        self.checkpointer.close()

@@ -1,7 +1,8 @@
-"""What a process is made of, as plain tensors under full names, and back: parameters, optimizer, random states.
+"""State of a rank as plain tensors by fully qualified name, and back: parameters, optimizer, random states.
 
-Names are those of the whole model, so that a state saved by a pipeline's stages, by sharded processes or by one
-process can be loaded by any of the others. Of sharded tensors the whole is kept: their functions are collectives.
+Names are those of the full model, so that a state saved by the stages of a pipeline, by sharded ranks or by one rank
+can be loaded by any of the others. Of sharded parameters (FSDP, arXiv 2304.11277) the full tensors are saved, which
+collectives of all ranks gather.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ PRIMITIVES = (str, int, float, bool, bytes, type(None))
 
 
 def to_plain(value: Any, where: str) -> Any:
-    """The value as it can be written and read again: tensors without history, dicts, lists, tuples and primitives.
+    """Return a value as it can be written and read again: detached tensors, dicts, lists, tuples and primitives.
 
-    Raises TypeError naming the place of anything else: it would be written, but never be read.
+    Raises TypeError naming the position of anything else: it would be written, but never be read.
     """
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint holds whole tensors")
+            raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint holds full tensors")
         value = value.detach()
-        whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        return value if whole else value.clone()  # of a view, everything behind it would be written
+        is_view = value.untyped_storage().nbytes() != value.numel() * value.element_size()
+        return value.clone() if is_view else value  # with a view its whole storage would be written
     if isinstance(value, Mapping):
         return {to_plain(key, where): to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -45,18 +46,18 @@ def to_plain(value: Any, where: str) -> Any:
 
 
 def full_tensor(value: Any) -> Any:
-    """A tensor that is sharded over processes, put together on each of them; anything else as it is."""
+    """Return the full tensor of a sharded one, on each rank; anything else unchanged. All ranks call it."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def shard_like(value: Tensor, target: Tensor) -> Tensor:
-    """This process's part of a whole tensor, cut as `target` is."""
+    """Return this rank's shard of a full tensor, sharded like `target`; the full tensor if that is not sharded."""
     if not hasattr(target, "full_tensor"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor  # two seconds to import
 
     assert isinstance(target, DTensor)
-    # all processes have read the same: nothing needs to be sent
+    # all ranks have read the same: nothing needs to be sent
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
@@ -64,22 +65,22 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def collect_tensors(named: Named, keep: bool = True) -> dict[str, Tensor]:
-    """Parameters and buffers by name. With `keep` false the process only helps to put sharded ones together."""
+    """Return full parameters or buffers by name; {} without `keep`, where this rank only joins the collectives."""
     found = {name: full_tensor(tensor.detach()) for name, tensor in named}
     return found if keep else {}
 
 
 def strip_wrapper_prefix(saved: Mapping[str, T]) -> dict[str, T]:
-    """The same under the model's own names, if a wrapper such as DataParallel has put `module.` before them all."""
+    """Remove `module.`, which a wrapper such as DataParallel puts before all names."""
     wrapped = bool(saved) and all(name.startswith(WRAPPER) for name in saved)
     return {name.removeprefix(WRAPPER) if wrapped else name: value for name, value in saved.items()}
 
 
 @torch.no_grad()
 def load_tensors(named: Named, saved: Mapping[str, Tensor]) -> None:
-    """Copy saved values into this process's parameters and buffers. Raises UserError where they do not fit.
+    """Copy saved full tensors into this rank's parameters or buffers, which may be sharded.
 
-    They may have been saved by a wrapper, whose `module.` stands before every name.
+    A wrapper's `module.` may precede all names. Raises UserError for a missing name or another shape.
     """
     saved = strip_wrapper_prefix(saved)
     for name, tensor in named:
@@ -97,7 +98,7 @@ def load_tensors(named: Named, saved: Mapping[str, Tensor]) -> None:
 
 
 def collect_optimizer_state(optimizer: Optimizer, named: Named, keep: bool = True) -> dict[str, dict[str, Any]]:
-    """What an optimizer remembers of each parameter, by the parameter's name; `keep` as for `collect_tensors`."""
+    """Return the optimizer's state of each parameter by the parameter's name; `keep` as in `collect_tensors`."""
     found = {
         name: {key: full_tensor(value) for key, value in optimizer.state[parameter].items()}
         for name, parameter in named
@@ -107,7 +108,7 @@ def collect_optimizer_state(optimizer: Optimizer, named: Named, keep: bool = Tru
 
 
 def load_optimizer_state(optimizer: Optimizer, named: Named, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give an optimizer its memory back; its settings, such as the learning rate, stay as they are."""
+    """Restore an optimizer's state; its settings, such as the learning rate, stay as they are."""
     names, saved = {parameter: name for name, parameter in named}, strip_wrapper_prefix(saved)
     content = optimizer.state_dict()
     ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -120,7 +121,7 @@ def load_optimizer_state(optimizer: Optimizer, named: Named, saved: Mapping[str,
 
 
 def clone_sharded(value: Any, parameter: Tensor) -> Any:
-    """A copy of a remembered value, cut like the parameter if it is shaped like it."""
+    """Copy a value of the optimizer's state, sharded like the parameter if it has its shape."""
     if not isinstance(value, Tensor):
         return value
     return shard_like(value, parameter).clone() if value.shape == parameter.shape else value.clone()
@@ -137,7 +138,7 @@ def seed_global_rngs(seed: int) -> None:
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Where the global random streams of this process stand: torch, CUDA if it is used, numpy, python."""
+    """Return the states of this rank's global random generators: torch, CUDA if it is used, numpy, python."""
     version, numbers, following = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -148,7 +149,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Go on where `capture_rng_state` was taken."""
+    """Restore the states that `capture_rng_state` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

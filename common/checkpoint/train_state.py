@@ -1,4 +1,4 @@
-"""What a training consists of in one process, as a checkpoint keeps it: its parts of the model, optimizer, place."""
+"""State of a training on one rank, as a checkpoint keeps it: parts of the model, optimizer, position in the data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -15,17 +14,17 @@ from torch.optim import Optimizer
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.data.loader import AccumulationLoader, Loader
-from common.distributed import ddp
+from common.distributed import ddp, sync_batchnorm
 from common.distributed.rendezvous import World
 
 
 class TrainState:
-    """`parts` are this process's parts of the model; their parameters have the names of the whole model.
+    """State of this rank's `parts` of the model, whose parameters have the names of the full model.
 
-    With `replicated` every process holds the whole model, as in data parallelism: rank 0's is kept. BatchNorm's
-    statistics differ between such processes, so each keeps its own, too. Where only some hold the same parts, as the
-    replicas of a stage do, these are the `peers`. A `scaler` of the loss is alike in all processes; the memory of a
-    `compression` of gradients is each process's own.
+    With `replicated` every rank holds the full model, as in data parallelism: rank 0's is kept. BatchNorm's statistics
+    differ between such ranks, so each keeps its own, too. Where only some ranks hold the same parts, as the replicas of
+    a stage do, these are the `peers`. The `scaler` of the loss has the same state on all ranks; the state of
+    `compression` (PowerSGD) is each rank's own.
     """
 
     def __init__(
@@ -52,20 +51,23 @@ class TrainState:
 
     @torch.no_grad()
     def hold_buffers(self) -> None:
-        """Let `state` give the buffers as they are now: an evaluation replaces those of several processes by means."""
+        """Let `state` return the buffers as they are now: an evaluation replaces those of several ranks by means."""
         self.held = [value.clone() for _, value in self.buffers]
 
     def release_buffers(self) -> None:
-        """Let `state` give the buffers as they are when it is called."""
+        """Let `state` return the buffers as they are when it is called."""
         self.held = None
 
     def state(self) -> CheckpointState:
-        """All processes call it."""
+        """Return the state to save. All ranks call it."""
         keep = self.peers is None or self.peers.is_main
         model = state_dicts.collect_tensors(self.parameters, keep)
         values = [value for _, value in self.buffers] if self.held is None else self.held
         buffers = {name: value for (name, _), value in zip(self.buffers, values, strict=True)}
-        means = {name: self._mean(value) for name, value in buffers.items()}
+        means = {name: value.clone() for name, value in buffers.items()}
+        if self.peers is not None:
+            floating = [mean for mean in means.values() if mean.is_floating_point()]
+            sync_batchnorm.average_tensors(floating, self.peers.group)
         return CheckpointState(
             model=model | means if keep else {},
             optimizer=state_dicts.collect_optimizer_state(self.optimizer, self.parameters, keep),
@@ -74,25 +76,17 @@ class TrainState:
             | ({"compression": ddp.read_powersgd_state(self.compression)} if self.compression else {}),
         )
 
-    def _mean(self, buffer: Tensor) -> Tensor:
-        """The mean over all processes that hold the same buffer; counters are equal."""
-        if self.peers is None or self.peers.size == 1 or not buffer.is_floating_point():
-            return buffer
-        total = buffer.clone()
-        dist.all_reduce(total, group=self.peers.group)
-        return total / self.peers.size
-
-    def _own(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:
-        """The buffers that this process saved, if it held the same parts among others then; else the means count."""
+    def _select_own_buffers(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:
+        """Return the buffers that this rank saved, if it shared the same parts then; {} where the means count."""
         shared = self.peers is not None and self.peers.size > 1
         saved: dict[str, Tensor] = loaded.local["buffers"] if loaded.local and shared else {}
         return saved if saved.keys() == {name for name, _ in self.buffers} else {}
 
     @torch.no_grad()
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Raises UserError where the checkpoint is of another model."""
+        """Load a checkpoint. Raises UserError if it is of another model."""
         state_dicts.load_tensors(self.parameters, loaded.model)
-        state_dicts.load_tensors(self.buffers, loaded.model | self._own(loaded))
+        state_dicts.load_tensors(self.buffers, loaded.model | self._select_own_buffers(loaded))
         state_dicts.load_optimizer_state(self.optimizer, self.parameters, loaded.optimizer)
         self.loader.load_state_dict({name: loaded.common[name] for name in self.loader.state_dict()})
         if self.scaler is not None and self.scaler.is_enabled() and loaded.common.get("scaler"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from common.checkpoint import state_dicts, storage
-from common.checkpoint.preemption import StopRequest, StopRequested, leave_together, name_silent_ranks
+from common.checkpoint.preemption import StopRequest, StopRequested, name_silent_ranks, synchronize_exit
 from common.core import config, host_memory, seeds
 from common.core.errors import EXIT_RESUMABLE, UserError, is_timeout, user_errors
 from common.core.text import format_count
@@ -80,7 +80,7 @@ def run_experiment(
             if ranks.is_main:
                 attempt.conclude(ending.status, cfg, submitted=submitted, reason=ending.reason)
         if ending.together:
-            leave_together()
+            synchronize_exit()
         elif attempt.folder.result.get("state") == "finished":  # a stop request that came too late changes nothing
             return attempt.folder, 0
         return attempt.folder, ending.status
@@ -181,7 +181,7 @@ class LaunchedRank:
             raise
         self.stop.all_saved = False
         if isinstance(answer, UserError):
-            leave_together()
+            synchronize_exit()
             if self.is_main:
                 raise answer
             return 2
@@ -222,7 +222,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         if world.is_main and not run.finished:
             raise RuntimeError("main() returned without run.report(...): call it on all ranks when training is over")
     except (RuntimeError, TimeoutError) as error:
-        if stop.all_saved and stop.comes():  # other ranks have stopped before
+        if stop.all_saved and stop.wait_for_request():  # other ranks have stopped before
             raise StopRequested(together=False) from error
         silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
         run.log_failure(silent or error)

@@ -84,7 +84,7 @@ def save_trained_model(run: RunContext) -> None:
     Raises UserError where the disk does not take it.
     """
     state, cfg = run.state, run.cfg
-    if state is None or run.saver.checkpoints.saved != run.step:
+    if state is None or run.saver.checkpointer.saved != run.step:
         run.say("WARNING: no model is kept: its last step was not saved", logging.WARNING)
         return
     mean, std = STATISTICS[run.prepared.name]

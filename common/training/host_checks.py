@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.checkpoint.preemption import leave_together
+from common.checkpoint.preemption import synchronize_exit
 from common.core import network
 from common.core.errors import UserError
 from common.data import prepare
@@ -60,7 +60,7 @@ def check_hosts(world: World, folder: Path) -> None:
     facts = world.gather(collect_basic_facts(world, folder))
     wrong = world.broadcast(find_problems(facts, len(set(world.hosts))) if world.is_main else None)
     if wrong:
-        leave_together()
+        synchronize_exit()
         raise UserError("; ".join(wrong) if world.is_main else "another host has a problem; rank 0 names it")
 
 

@@ -134,7 +134,7 @@ def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
         return
     steady = run.pace.is_steady_next(run.total - number)
     ends = number == run.total or number % state.loader.steps == 0
-    if steady or ends or run.saver.points.reached(number):
+    if steady or ends or run.saver.agreement.is_due(number):
         for gpu in state.gpus:
             torch.cuda.synchronize(gpu)
 
@@ -164,5 +164,5 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     run.pace.interrupt()
     saver.stop.all_saved = last
     if last:  # reports and the model file may take longer than a step
-        saver.stop.watch(None)
+        saver.stop.dump_stacks_after(None)
     return scores

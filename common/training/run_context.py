@@ -43,7 +43,7 @@ class RunContext:
         self.profiler = profiler.start_profiler(cfg.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
         self.saver = Saver(cfg, folder, world, stop, self.say)
         if world.backend == "nccl" and world.size > 1:
-            self.saver.watch_for_silence(self.log_failure)
+            self.saver.start_silence_watch(self.log_failure)
         self.pace = Pace()
         self.times: StepTimes | None = None
         """Time stamps of this rank's steps, where every rank trains the same model."""

@@ -114,7 +114,7 @@ def training(world: World) -> dict[str, Side]:
     model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.BUFFERS_STAY)
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
-    points = StopAgreement(world, Checkpoint(), StopRequest(60, sys.stderr))
+    agreement = StopAgreement(world, Checkpoint(), StopRequest(60, sys.stderr))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -133,7 +133,7 @@ def training(world: World) -> dict[str, Side]:
 
     works = {
         "step": (step, 2),
-        "look": (lambda: points.agree(1, False), 50),
+        "look": (lambda: agreement.vote(1, False), 50),
         "warm up": (lambda: ddp.warm_up_buckets(model, x), 1),
     }
     return {name: timed(work, times) for name, (work, times) in works.items()}

@@ -72,8 +72,8 @@ MISTAKES = [
     Mistake(
         "buffers-averaged-over-all",  # not over the replicas of a stage alone
         "common/checkpoint/train_state.py",
-        "dist.all_reduce(total, group=self.peers.group)",
-        "dist.all_reduce(total)",
+        "average_tensors(floating, self.peers.group)",
+        "average_tensors(floating)",
     ),
     Mistake(
         "loss-divided-by-stages",
@@ -121,7 +121,7 @@ MISTAKES = [
         "saves-by-last-look",  # the clock of saving begins anew at every look
         "common/checkpoint/preemption.py",
         "<= now - self.saved",
-        "<= now - self.looked",
+        "<= now - self.voted",
     ),
     Mistake(
         "killed-rank-ignored",  # only exit statuses count, not signals

@@ -31,12 +31,12 @@ def drop_attempts() -> None:
 def drop_agreement() -> None:
     """Each rank leaves when it is told, without asking the others."""
 
-    def decide_alone(points: StopAgreement, step: int, diverged: bool) -> Decision:
-        points.next = step + 1
-        told = bool(points.notice.number)
+    def decide_alone(agreement: StopAgreement, step: int, diverged: bool) -> Decision:
+        agreement.next_step = step + 1
+        told = bool(agreement.stop_request.number)
         return Decision(told, told, diverged)
 
-    StopAgreement.agree = decide_alone  # type: ignore[method-assign,assignment]
+    StopAgreement.vote = decide_alone  # type: ignore[method-assign,assignment]
 
 
 DROPS = {"": lambda: None, "settling": drop_settling, "attempts": drop_attempts, "agreement": drop_agreement}

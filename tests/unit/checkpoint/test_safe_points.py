@@ -29,23 +29,23 @@ def points(settings: Checkpoint) -> StopAgreement:
 
 def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(clock: list[float]) -> None:
     found = points(Checkpoint(every_seconds=10))
-    found.begin(0)
+    found.start(0)
     saved = []
     for step in range(1, 13):
         clock[0] += 4
-        if found.agree(step, False).save:
+        if found.vote(step, False).save:
             saved.append(step)
     assert saved == [3, 6, 9, 12]
 
 
 def test_looks_are_as_seldom_as_half_a_second_and_at_most_four_times_further_apart(clock: list[float]) -> None:
     found = points(Checkpoint(every_seconds=0))
-    found.begin(0)
+    found.start(0)
     looked = []
     for step in range(1, 101):
         clock[0] += 0.05
-        if found.reached(step):
-            found.agree(step, False)
+        if found.is_due(step):
+            found.vote(step, False)
             looked.append(step)
     assert looked[:3] == [1, 5, 15] and all(b - a == 10 for a, b in itertools.pairwise(looked[2:]))
 
@@ -56,8 +56,8 @@ def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> No
     for call in range(1, 101):
         clock[0] += 0.05
         if call == 40:
-            found.notice.number = 12
-        if found.asked():
+            found.stop_request.number = 12
+        if found.is_stop_requested():
             heard.append(call)
     assert heard and 40 <= heard[0] <= 50
 
