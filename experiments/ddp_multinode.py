@@ -61,7 +61,7 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
     ddp.warm_up_buckets(model, run.load_example(cfg.plan.shard))
-    inner, memory = ddp.unwrap(model), ddp.get_powersgd_state(model)
+    inner, memory = ddp.unwrap_ddp(model), ddp.get_powersgd_state(model)
     state = TrainState([inner], optimizer, batches, run.world, replicated=True, compression=memory)
 
     def evaluate() -> dict[str, float]:

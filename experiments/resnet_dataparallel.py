@@ -67,7 +67,7 @@ def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
     """Return the forward: the wrapped model, or with functional=true DataParallel as a function of the bare one."""
     # a run of data_parallel compares itself with other strategies; without GPUs the function is an error
     if cfg.strategy == "data_parallel" and cfg.functional and list_gpus(world):
-        return partial(nn.parallel.data_parallel, ddp.unwrap(model), device_ids=list_gpus(world))
+        return partial(nn.parallel.data_parallel, ddp.unwrap_ddp(model), device_ids=list_gpus(world))
     return model
 
 
@@ -97,10 +97,10 @@ def main(cfg: Config, run: Run) -> None:
     if cfg.strategy == "data_parallel" and devices == 1:
         run.say(ONE_DEVICE.format(gpus))
     ddp.warm_up_buckets(model, run.load_example(cfg.batch // world.size))
-    state = TrainState([ddp.unwrap(model)], optimizer, batches, world, replicated=True)
+    state = TrainState([ddp.unwrap_ddp(model)], optimizer, batches, world, replicated=True)
 
     def evaluate() -> dict[str, float]:
-        return classify_replicated(ddp.unwrap(model), run)
+        return classify_replicated(ddp.unwrap_ddp(model), run)
 
     run.resume(state)
     running = torch.zeros(2, device=run.device, dtype=torch.float64)  # the sum of losses, and of how many

@@ -42,7 +42,7 @@ from common.api import (
     start,
     sync_batchnorm,
 )
-from common.distributed.mesh import split_world
+from common.distributed.mesh import create_mesh_groups
 from common.distributed.rendezvous import World
 from common.measure.memory import limit_memory, read_peak
 from common.models.model_file import load_initial_weights
@@ -85,7 +85,7 @@ def build_stages(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
 
 
 def main(cfg: Config, run: Run) -> None:
-    pp, dp = split_world(run.world, cfg.replicas)  # this rank's pipeline, and the replicas of its stages
+    pp, dp = create_mesh_groups(run.world, cfg.replicas)  # this rank's pipeline, and the replicas of its stages
     shard = dp.rank, dp.size
     names = model_split.check_devices(cfg.devices) if cfg.in_one_process else []
     devices = [torch.device(name) for name in names] or [run.device]

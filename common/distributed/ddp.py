@@ -18,28 +18,33 @@ from torch.nn.parallel import DistributedDataParallel
 from common.core.seeds import pack_rng_state, unpack_rng_state
 
 BYTES = {"fp16": 2, "bf16": 2}  # of one number on the way
-WHOLE = 1 << 20  # MB: more than any model, so that there is one bucket
-# training does not read buffers, and before an evaluation they are averaged; torch before 2.15 knows only the
-# second name, and later ones warn of it
-ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
-BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in ARGUMENTS else "broadcast_buffers"
-BUFFERS_STAY: dict[str, Any] = {BUFFERS: False}
+ONE_BUCKET_MB = 1 << 20  # more than any model has
+
+
+def keep_buffers_local() -> dict[str, Any]:
+    """Return the argument of DDP that leaves each rank its own buffers.
+
+    It saves a broadcast per step: training does not read buffers, and before an evaluation they are averaged. torch
+    before 2.15 knows only the second name, and later ones warn of it, hence the look at the signature.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
     """Wrap a model so that its backward averages gradients over all ranks; `options` are torch's own."""
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, **(BUFFERS_STAY | options))
+    return DistributedDataParallel(model, device_ids=ids, **(keep_buffers_local() | options))
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap_ddp(model: nn.Module) -> nn.Module:
     """Return the model without its wrapper, which would put `module.` before every name."""
     return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
 
 
 def choose_bucket_mb(communication: str, asked: float, backend: str) -> float:
     """Return the bucket size to use, in MB: PowerSGD with several buckets aborts the process on gloo."""
-    return WHOLE if communication == "powersgd" and backend == "gloo" else asked
+    return ONE_BUCKET_MB if communication == "powersgd" and backend == "gloo" else asked
 
 
 def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
@@ -60,18 +65,18 @@ def get_powersgd_state(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
     return getattr(model, COMPRESSION, None)
 
 
-COMPRESSION = "compression"  # the attribute of a wrapped model that holds PowerSGD's memory
+COMPRESSION = "compression"  # the attribute of a wrapped model that holds PowerSGD's state
 MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, tensors by the number of a bucket
 
 
 def read_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
-    """Return what PowerSGD carries from step to step on this rank: residual errors, factors P and Q, random state."""
+    """Return PowerSGD's state on this rank: residual errors, factors P and Q, step, random state."""
     found: dict[str, Any] = {name: dict(getattr(state, name)) for name in MEMORY}
     return found | {"iter": int(state.iter), "rng": pack_rng_state(state.rng.get_state())}
 
 
 def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what `read_powersgd_state` returned, onto a device."""
+    """Restore the state that `read_powersgd_state` returned, on a device."""
     for name in MEMORY:
         setattr(state, name, {bucket: value.to(device) for bucket, value in saved[name].items()})
     state.iter = saved["iter"]

@@ -27,7 +27,7 @@ from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import disk_errors
 
-NEW = 60.0  # seconds in which a folder may not have its lock yet
+UNLOCKED_SECONDS = 60.0  # in which a new folder may not have its lock yet
 
 
 @dataclasses.dataclass
@@ -36,16 +36,8 @@ class ChildRank:
 
     rank: int
     pid: int
-    status: int | None = None
-    """The wait status once the process has ended."""
-
-    @property
-    def exit_status(self) -> int | None:
-        return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
-
-    @property
-    def signal(self) -> int | None:
-        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else None
+    exit_code: int | None = None
+    """Exit status, or minus the number of the signal that killed it; None while it runs."""
 
 
 def run_ranks(
@@ -58,19 +50,19 @@ def run_ranks(
     """Run `body` in `size` forked ranks; return the exit status of the run.
 
     `meanwhile` runs in this process while they start. The first rank that fails ends all others: its message or
-    traceback is printed once, those of its peers are only in their logs; `why` receives the reason in one line.
+    traceback is printed once, those of the others are only in their logs; `why` receives the reason in one line.
     """
     private, lock = create_rendezvous_dir()
     children: list[ChildRank] = []
-    asked, kills = StopForwarder(children), host_memory.count_oom_kills()
+    stop, kills = StopForwarder(children), host_memory.count_oom_kills()
     try:
         for rank in range(size):
-            place = RankInfo(rank, size, rank, size, rank // (size // nodes), nodes, "local", str(private / "store"))
-            children.append(ChildRank(rank, fork_rank(body, place, private)))
-        if asked.number:
-            asked.tell()  # those that were not there yet
+            info = RankInfo(rank, size, rank, size, rank // (size // nodes), nodes, "local", str(private / "store"))
+            children.append(ChildRank(rank, fork_rank(body, info, private)))
+        if stop.number:
+            stop.signal_ranks()  # those that were not there yet
         meanwhile()
-        return wait_for_ranks(children, private, asked, why, kills)
+        return wait_for_ranks(children, private, stop, why, kills)
     except StoppedAtOnce as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
@@ -97,24 +89,26 @@ class StopForwarder:
     """Handler of stop signals: the first is forwarded to all ranks (checkpoint and exit), a second one ends the run."""
 
     def __init__(self, children: list[ChildRank]) -> None:
-        self.children, self.number, self.heard = children, 0, 0.0
+        self.children, self.number, self.received = children, 0, 0.0
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.hear)
+                signal.signal(number, self.handle)
 
-    def hear(self, number: int, frame: object) -> None:
-        if self.number and (number == signal.SIGINT or time.monotonic() - self.heard > REPEAT_SECONDS):
+    def handle(self, number: int, frame: object) -> None:
+        """Forward the first signal; raise StoppedAtOnce at the second."""
+        if self.number and (number == signal.SIGINT or time.monotonic() - self.received > REPEAT_SECONDS):
             raise StoppedAtOnce(number)
         if self.number:
             return
-        self.number, self.heard = number, time.monotonic()
+        self.number, self.received = number, time.monotonic()
         if number == signal.SIGINT:
             print("\nsaving after the next step; Ctrl-C once more ends at once", file=sys.stderr)
-        self.tell()
+        self.signal_ranks()
 
-    def tell(self) -> None:
+    def signal_ranks(self) -> None:
+        """Send the stop request to all ranks that run."""
         for child in self.children:
-            if child.status is None:
+            if child.exit_code is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGUSR2)
 
@@ -130,7 +124,7 @@ def create_rendezvous_dir() -> tuple[Path, int]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 found = os.fstat(handle)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > NEW:
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > UNLOCKED_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(handle)
@@ -141,7 +135,7 @@ def create_rendezvous_dir() -> tuple[Path, int]:
     return private, lock
 
 
-def fork_rank(body: Callable[[RankInfo], None], place: RankInfo, private: Path) -> int:
+def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, private: Path) -> int:
     """Fork one rank; return its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -150,30 +144,30 @@ def fork_rank(body: Callable[[RankInfo], None], place: RankInfo, private: Path) 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     pid = os.fork()
     if pid == 0:
-        run_child(body, place, private, parent)
+        run_child(body, info, private, parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return pid
 
 
-def run_child(body: Callable[[RankInfo], None], place: RankInfo, private: Path, parent: int) -> None:
+def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, parent: int) -> None:
     """Run `body` in a forked rank, and write why it failed for the parent; never returns."""
     status = 1
     try:
         die_with_parent()
         if os.getppid() != parent:
             os._exit(1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, and it tells us
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which forwards it
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        body(place)
+        body(info)
         status = 0
-    except BaseException as error:  # noqa: BLE001 (every end is told to the parent)
+    except BaseException as error:  # noqa: BLE001 (the parent reports every end)
         status = EXIT_RESUMABLE if is_stop_request(error) else 2 if isinstance(error, UserError) else 1
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         note = {"user": isinstance(error, UserError), "text": text}
         with contextlib.suppress(OSError):
-            (private / f"error-{place.rank}.json").write_text(json.dumps(note))
+            (private / f"error-{info.rank}.json").write_text(json.dumps(note))
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -197,25 +191,25 @@ def is_stop_request(error: BaseException) -> bool:
 
 
 def wait_for_ranks(
-    children: list[ChildRank], private: Path, asked: StopForwarder, why: Callable[[str], None], kills: int
+    children: list[ChildRank], private: Path, stop: StopForwarder, why: Callable[[str], None], kills: int
 ) -> int:
     """Wait until all ranks have succeeded or one has failed, and report it; return the exit status of the run.
 
     `kills` is what `host_memory.count_oom_kills` returned before they started.
     """
-    while any(child.status is None for child in children):
-        ended = [child for child in children if child.status is None and reap_child(child)]
-        failed = [child for child in ended if child.status and child.exit_status != EXIT_RESUMABLE]
-        if failed and asked.number and all(child.signal == signal.SIGUSR2 for child in failed):
-            raise StoppedAtOnce(asked.number)  # it had not begun to listen
+    while any(child.exit_code is None for child in children):
+        ended = [child for child in children if child.exit_code is None and reap_child(child)]
+        failed = [child for child in ended if child.exit_code not in (0, EXIT_RESUMABLE)]
+        if failed and stop.number and all(child.exit_code == -signal.SIGUSR2 for child in failed):
+            raise StoppedAtOnce(stop.number)  # it had not begun to listen
         if failed:
             return report_failure(
                 find_first_cause(failed, private), len(children), private, why, host_memory.count_oom_kills() > kills
             )
         if not ended:
             time.sleep(0.01)
-    if any(child.exit_status == EXIT_RESUMABLE for child in children):
-        return 128 + asked.number if asked.number == signal.SIGINT else EXIT_RESUMABLE
+    if any(child.exit_code == EXIT_RESUMABLE for child in children):
+        return 128 + stop.number if stop.number == signal.SIGINT else EXIT_RESUMABLE
     return 0
 
 
@@ -231,10 +225,10 @@ def find_first_cause(failed: list[ChildRank], private: Path) -> ChildRank:
 
 
 def reap_child(child: ChildRank) -> bool:
-    """Collect the status of a child if it has ended; return whether it has."""
+    """Collect the exit code of a child if it has ended; return False while it runs."""
     pid, status = os.waitpid(child.pid, os.WNOHANG)
     if pid:
-        child.status = status
+        child.exit_code = os.waitstatus_to_exitcode(status)
     return bool(pid)
 
 
@@ -242,16 +236,15 @@ def report_failure(
     child: ChildRank, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool
 ) -> int:
     """Print why a run failed; return its exit status."""
-    assert child.status is not None
+    assert child.exit_code is not None
     others = f"; the other {f'{size - 1} ranks were' if size > 2 else 'rank was'} stopped" if size > 1 else ""
-    if os.WIFSIGNALED(child.status):
-        number = os.WTERMSIG(child.status)
-        name = signal.Signals(number).name
-        if number == signal.SIGKILL and short_of_memory:
+    if child.exit_code < 0:
+        name = signal.Signals(-child.exit_code).name
+        if child.exit_code == -signal.SIGKILL and short_of_memory:
             name += ": the kernel ran out of memory"
         print(f"error: rank {child.rank} (pid {child.pid}) was killed by {name}{others}", file=sys.stderr)
         why(f"rank {child.rank} was killed by {name}")
-        return 128 + number
+        return 128 - child.exit_code
     try:
         note = json.loads((private / f"error-{child.rank}.json").read_text())
     except (OSError, ValueError):
@@ -263,17 +256,17 @@ def report_failure(
         why(f"rank {child.rank} failed: {note['text'].strip().splitlines()[-1]}")
         print(f"{note['text']}error: rank {child.rank} failed as shown above{others}", file=sys.stderr)
     else:
-        problem = f"rank {child.rank} exited with status {child.exit_status} and left no error message"
+        problem = f"rank {child.rank} exited with status {child.exit_code} and left no error message"
         why(problem)
         print(f"error: {problem}{others}", file=sys.stderr)
-    return os.WEXITSTATUS(child.status)
+    return child.exit_code
 
 
 def kill_ranks(children: list[ChildRank]) -> None:
     """Kill the ranks that still run."""
-    alive = [child for child in children if child.status is None and not reap_child(child)]
+    alive = [child for child in children if child.exit_code is None and not reap_child(child)]
     for child in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
     for child in alive:
-        _, child.status = os.waitpid(child.pid, 0)
+        os.waitpid(child.pid, 0)

@@ -6,11 +6,11 @@ from common.core.errors import UserError
 from common.distributed.rendezvous import World
 
 
-def split_world(world: World, replicas: int) -> tuple[World, World]:
-    """This rank's two groups: its replica's pipeline (pp), and the same stages of all replicas (dp).
+def create_mesh_groups(world: World, replicas: int) -> tuple[World, World]:
+    """Create this rank's two groups: its replica's pipeline (pp), and the same stages of all replicas (dp).
 
-    Replica after replica, and in each the ranks of its pipeline, so that hosts hold whole replicas. All ranks call it.
-    Raises UserError where a launcher has spread the ranks in another way.
+    Ranks are ordered replica by replica, and in each along its pipeline, so that a host holds complete replicas. All
+    ranks call it. Raises UserError where a launcher has spread the ranks in another way.
     """
     length = world.size // replicas
     replica, position = divmod(world.rank, length)

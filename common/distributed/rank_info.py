@@ -25,7 +25,7 @@ class RankInfo:
     attempt_id: str = ""
     """Identifier of this attempt of the job or torchrun; ports and keys of the store derive from it."""
     is_restart: bool = False
-    """Whether the job or torchrun has started a process in this position before."""
+    """True if the job or torchrun has started a process in this position before."""
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:

@@ -24,21 +24,13 @@ from common.core.text import format_count
 from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
 
-PROBE_SECONDS = 5.0  # for an answer, until a port is taken for another program's
+PROBE_SECONDS = 5.0  # without an answer, after which a port belongs to another program
 
 
-@dataclasses.dataclass(frozen=True)
-class World:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World(RankInfo):
     """All ranks of a run, or a subgroup of them, as one of them sees them."""
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: int
-    nodes: int
-    launcher: str
-    """local, torchrun or slurm."""
     hosts: tuple[str, ...]
     """Host name of each rank."""
     device: torch.device
@@ -47,11 +39,11 @@ class World:
     timeout: datetime.timedelta = datetime.timedelta(minutes=2)
     """Time limit of one collective or message; groups made later need it, too."""
     rendezvous_seconds: float = 0.0
-    """Seconds from the start of `join_world` to its end."""
+    """Seconds from the start of `joined_world` until this rank has joined."""
     store: dist.Store | None = None
     """Key-value store of the rendezvous; it works when collectives no longer do."""
     global_ranks: tuple[int, ...] = ()
-    """In a subgroup, the rank of each member in the whole run; empty for all ranks."""
+    """In a subgroup, the rank of each member in the run; empty for all ranks."""
     group: dist.ProcessGroup | None = None
     """Process group of a subgroup; None for all ranks."""
 
@@ -81,7 +73,7 @@ class World:
         self.store.wait(names, self.timeout)
 
     def global_rank(self, rank: int) -> int:
-        """Return the rank in the whole run of a member of this subgroup."""
+        """Return the rank in the run of a member of this subgroup."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
     def subgroup(self, global_ranks: Sequence[int]) -> World:
@@ -103,25 +95,23 @@ class World:
 # ---- joining
 
 
-def join_world(rank_info: RankInfo, settings: Launch) -> World:
-    """Join the other ranks. Raises UserError naming those that did not join in time."""
+@contextlib.contextmanager
+def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
+    """Join the other ranks for the block, and destroy the process group at its end.
+
+    Not when the block fails: the other ranks would fail in turn, and could be found dead before this one has reported
+    why. Raises UserError naming the ranks that did not join in time.
+    """
     start = time.perf_counter()
     threads = settings.threads or count_own_cores(rank_info)
     torch.set_num_threads(threads)
     device, backend = choose_device(rank_info, settings)
-    setup = datetime.timedelta(seconds=settings.setup_timeout)
-    store = open_store(rank_info, settings)
+    setup, step = (datetime.timedelta(seconds=limit) for limit in (settings.setup_timeout, settings.step_timeout))
+    store = open_store(rank_info, settings, setup)
     hosts = gather_hosts(store, rank_info, setup)
-    step = datetime.timedelta(seconds=settings.step_timeout)
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step)
-    return World(
-        rank=rank_info.rank,
-        size=rank_info.size,
-        local_rank=rank_info.local_rank,
-        local_size=rank_info.local_size,
-        node=rank_info.node,
-        nodes=rank_info.nodes,
-        launcher=rank_info.launcher,
+    yield World(
+        **vars(rank_info),
         hosts=hosts,
         device=device,
         backend=backend,
@@ -130,28 +120,25 @@ def join_world(rank_info: RankInfo, settings: Launch) -> World:
         rendezvous_seconds=time.perf_counter() - start,
         store=store,
     )
+    dist.destroy_process_group()
 
 
-def open_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
+def open_store(rank_info: RankInfo, settings: Launch, setup: datetime.timedelta) -> dist.Store:
     """Open the store through which the ranks find each other, and set the network interface that they then use."""
     if rank_info.launcher == "local":
         set_interface("lo")
         return dist.FileStore(rank_info.master, rank_info.size)
     chosen = network.check_interface(settings.interface) if settings.interface else ""
-    store = (
-        open_torchrun_store(rank_info, settings)
-        if rank_info.launcher == "torchrun"
-        else open_slurm_store(rank_info, settings)
-    )
+    open_server = open_torchrun_store if rank_info.launcher == "torchrun" else open_slurm_store
+    store = open_server(rank_info, setup)
     address = network.resolve_ipv4(rank_info.master.partition(":")[0])
     set_interface(chosen or ("lo" if rank_info.nodes == 1 else network.find_interface(address)))
     return store
 
 
-def open_torchrun_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
+def open_torchrun_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.Store:
     """Open the store at the port that torchrun names; mostly its agent serves there. Raises Unreachable."""
     host, _, port = rank_info.master.rpartition(":")
-    setup = datetime.timedelta(seconds=settings.setup_timeout)
     serves = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, int(port), rank_info.size, serves, timeout=setup, wait_for_workers=False)
@@ -162,12 +149,11 @@ def open_torchrun_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
         ) from None
 
 
-def open_slurm_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
+def open_slurm_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.Store:
     """Serve on rank 0, on the first free port of a list derived from the attempt's id; other ranks try the list.
 
     Raises Unreachable where rank 0 does not answer.
     """
-    setup = datetime.timedelta(seconds=settings.setup_timeout)
     candidates = network.derive_ports(rank_info.attempt_id)
 
     def serve(port: int) -> dist.TCPStore:
@@ -192,7 +178,7 @@ def open_slurm_store(rank_info: RankInfo, settings: Launch) -> dist.Store:
     if rank_info.rank == 0:
         check_rank0_name(rank_info)
         return network.serve_on_free_port(candidates, serve)
-    return network.connect_to_rank0(rank_info.master, candidates, connect, settings.setup_timeout)
+    return network.connect_to_rank0(rank_info.master, candidates, connect, setup.total_seconds())
 
 
 def check_rank0_name(rank_info: RankInfo) -> None:
@@ -246,18 +232,6 @@ def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timed
         absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
         raise Unreachable(
             f"{'ranks' if len(absent) > 1 else 'rank'} {', '.join(absent)} did not join within "
-            f"{timeout.total_seconds():.0f} s; "
-            "see the logs there, or raise launch.setup_timeout"
+            f"{timeout.total_seconds():.0f} s; see the logs there, or raise launch.setup_timeout"
         ) from None
     return tuple(store.get(name).decode() for name in names)
-
-
-@contextlib.contextmanager
-def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
-    """Join the world for the block, and destroy the process group at its end.
-
-    Not when the block fails: the other ranks would fail in turn, and could be found dead before this one has reported
-    why.
-    """
-    yield join_world(rank_info, settings)
-    dist.destroy_process_group()

@@ -13,7 +13,11 @@ from torch.autograd.function import once_differentiable
 
 
 class AllReduce(torch.autograd.Function):
-    """Sum over all ranks. Backward sums too: what one rank adds reaches the loss of every rank."""
+    """Sum over all ranks of a tensor of any shape, the same on each.
+
+    The summand of one rank reaches the loss of every rank, so backward sums the gradients, too. torch.distributed.nn has
+    the same function, deprecated since torch 2.15.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -30,7 +34,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d over the samples [N, C, H, W] of all ranks, for CPU tensors, which torch's own refuses.
+    """BatchNorm2d (arXiv 1502.03167) over the samples [N, C, H, W] of all ranks, for CPU tensors, which torch's refuses.
 
     Parameters and buffers are BatchNorm2d's. Ranks may hold unequally many samples, or none.
     """
@@ -96,13 +100,13 @@ def take_waiting_seconds(model: nn.Module) -> float:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Average the buffers over all ranks of a group in one all-reduce: each has seen other samples. All call it."""
+    """Average the floating buffers over the ranks of a group, which have seen different samples; all of them call it."""
     average_tensors([buffer for buffer in model.buffers() if buffer.is_floating_point()], group)
 
 
 @torch.no_grad()
 def average_tensors(values: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace tensors of one dtype by their means over all ranks of a group, in one all-reduce."""
+    """Replace tensors of one dtype, of any shapes, by their means over the ranks of a group, in one all-reduce."""
     if not values or dist.get_world_size(group) == 1:
         return
     flat = torch.cat([value.flatten() for value in values])

@@ -111,7 +111,7 @@ def plainly(folder: Path, world: World, content: CheckpointState, files: int) ->
 
 def training(world: World) -> dict[str, Side]:
     """A step, the look at the flags after it, and the warm-up of buckets at a start."""
-    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.BUFFERS_STAY)
+    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.keep_buffers_local())
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
     agreement = StopAgreement(world, Checkpoint(), StopRequest(60, sys.stderr))

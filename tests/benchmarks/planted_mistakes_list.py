@@ -114,8 +114,8 @@ MISTAKES = [
     Mistake(
         "buffers-sent-in-forwards",  # rank 0's BatchNorm statistics replace those of the others
         "common/distributed/ddp.py",
-        "{BUFFERS: False}",
-        "{BUFFERS: True}",
+        'else "broadcast_buffers": False}',
+        'else "broadcast_buffers": True}',
     ),
     Mistake(
         "saves-by-last-look",  # the clock of saving begins anew at every look
@@ -126,8 +126,8 @@ MISTAKES = [
     Mistake(
         "killed-rank-ignored",  # only exit statuses count, not signals
         "common/distributed/local_launcher.py",
-        "if child.status and child.exit_status != EXIT_RESUMABLE]",
-        "if child.exit_status and child.exit_status != EXIT_RESUMABLE]",
+        "if child.exit_code not in (0, EXIT_RESUMABLE)]",
+        "if (child.exit_code or 0) > 0 and child.exit_code != EXIT_RESUMABLE]",
     ),
     Mistake(
         "preparing-not-alone",

@@ -20,7 +20,7 @@ from common.core import config
 from common.core.errors import UserError
 from common.data import loader as data
 from common.data import prepare
-from common.distributed.mesh import split_world
+from common.distributed.mesh import create_mesh_groups
 from common.distributed.rendezvous import World
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
@@ -34,12 +34,12 @@ def test_stages_share_a_host_and_replicas_have_one_each() -> None:
         def subgroup(self, members: Sequence[int]) -> Any:
             return SimpleNamespace(global_ranks=[*members], hosts=[self.hosts[member] for member in members])
 
-    blocks = [split_world(cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb")), 2) for rank in range(6)]
+    blocks = [create_mesh_groups(cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb")), 2) for rank in range(6)]
     assert [cast(Any, pp).global_ranks for pp, _ in blocks] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
     assert [cast(Any, dp).global_ranks for _, dp in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
     for rank, hosts in itertools.product(range(6), ("ababab", "aaaabb")):  # all say it: none waits for the others
         with pytest.raises(UserError, match="replicas=2: a replica's stages are on a and b; start a multiple of 3"):
-            split_world(cast(Any, Somewhere(rank=rank, size=6, hosts=hosts)), 2)
+            create_mesh_groups(cast(Any, Somewhere(rank=rank, size=6, hosts=hosts)), 2)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,11 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
 
     def training(names: list[str], size: int) -> TrainState:
         part = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(1)) for name in names))
-        many = World(0, size, 0, size, 0, 1, "local", ("here",) * size, cpu, "gloo", 1) if size else None
+        many = (
+            World(size=size, local_size=size, hosts=("here",) * size, device=cpu, backend="gloo", threads=1)
+            if size
+            else None
+        )
         loader = data.Loader(images, 8, 0, cpu, torch.float32)
         return TrainState([part], torch.optim.SGD(part.parameters()), loader, cast(World, None), peers=many)
 

@@ -89,7 +89,7 @@ def test_a_wrapper_changes_the_names_in_a_checkpoint() -> None:
     saved = nn.DataParallel(model).state_dict()
     with pytest.raises(RuntimeError, match=r'Missing key.*"fc1.weight"'):
         other.load_state_dict(saved)
-    other.load_state_dict(ddp.unwrap(nn.DataParallel(model)).state_dict())
+    other.load_state_dict(ddp.unwrap_ddp(nn.DataParallel(model)).state_dict())
     state_dicts.load_tensors(other.named_parameters(), saved)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 

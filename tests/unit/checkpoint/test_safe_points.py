@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def points(settings: Checkpoint) -> StopAgreement:
-    world = World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
+    world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
     return StopAgreement(world, settings, StopRequest(60, sys.stderr))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
@@ -11,7 +12,6 @@ from common.core import network
 from common.core.errors import Unreachable, UserError
 from common.distributed import rendezvous
 from common.distributed.rank_info import RankInfo
-from configs.shared import Launch
 
 
 def make_rank_info(rank: int, attempt_id: str, **changed: object) -> RankInfo:
@@ -24,17 +24,17 @@ def test_ranks_of_a_job_meet_although_a_mute_program_has_a_port(monkeypatch: pyt
     attempt = f"{socket.gethostname()}.{id(object())}"
     ranks = [make_rank_info(rank, attempt) for rank in (1, 0)]
     with socket.create_server(("127.0.0.1", network.derive_ports(attempt)[0])), ThreadPoolExecutor() as pool:
-        stores = list(pool.map(lambda info: rendezvous.open_slurm_store(info, Launch(setup_timeout=20)), ranks))
+        stores = list(pool.map(lambda info: rendezvous.open_slurm_store(info, timedelta(seconds=20)), ranks))
     stores[0].set("greeting", "of rank 1")
     assert stores[1].get("greeting") == b"of rank 1"
 
 
 def test_a_rank_of_another_attempt_does_not_get_in() -> None:
     attempt = f"{socket.gethostname()}.{id(object())}"
-    store = rendezvous.open_slurm_store(make_rank_info(0, attempt), Launch(setup_timeout=20))
+    store = rendezvous.open_slurm_store(make_rank_info(0, attempt), timedelta(seconds=20))
     store.set("token", "of another attempt")
     with pytest.raises(Unreachable, match="belongs to another program"):
-        rendezvous.open_slurm_store(make_rank_info(1, attempt), Launch(setup_timeout=1))
+        rendezvous.open_slurm_store(make_rank_info(1, attempt), timedelta(seconds=1))
 
 
 def test_a_first_host_that_others_cannot_find_is_told() -> None:

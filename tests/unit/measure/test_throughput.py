@@ -63,7 +63,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
 def world() -> Iterator[World]:
     """A real group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
+    yield World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
     dist.destroy_process_group()
 
 

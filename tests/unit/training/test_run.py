@@ -93,7 +93,19 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
     """NCCL's own time-out ends the process without a word on who is missing."""
     folder = Folder.create(tmp_path, "mnist_pipeline", "").claim()
     world = World(
-        1, 2, 0, 1, 1, 2, "slurm", ("a", "b"), torch.device("cpu"), "nccl", 1, timedelta(seconds=2), store=HashStore()
+        1,
+        2,
+        0,
+        1,
+        1,
+        2,
+        "slurm",
+        hosts=("a", "b"),
+        device=torch.device("cpu"),
+        backend="nccl",
+        threads=1,
+        timeout=timedelta(seconds=2),
+        store=HashStore(),
     )
     run = Run(config.load_config(Config, ["launch.step_timeout=2"]), folder, world, Prepared("digits", tmp_path, {}))
     wait_until(lambda: "ERROR" in folder.log_file(1).read_text(), "the watch has told", 20)
@@ -104,7 +116,7 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     folder = Folder.create(tmp_path, "mnist_pipeline", "").claim()
-    world = World(0, 1, 0, 1, 0, 1, "local", ("here",), torch.device("cpu"), "gloo", 1)
+    world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
     return Run(Config(), folder, world, Prepared("digits", tmp_path, {}))
 
 
