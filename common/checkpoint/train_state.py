@@ -65,7 +65,7 @@ class TrainState:
         values = [value for _, value in self.buffers] if self.held is None else self.held
         buffers = {name: value for (name, _), value in zip(self.buffers, values, strict=True)}
         means = {name: value.clone() for name, value in buffers.items()}
-        if self.peers is not None:
+        if self.peers is not None and self.peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
             sync_batchnorm.average_tensors(floating, self.peers.group)
         return CheckpointState(

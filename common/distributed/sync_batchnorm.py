@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 class AllReduce(torch.autograd.Function):
     """Sum over all ranks of a tensor of any shape, the same on each.
 
-    The summand of one rank reaches the loss of every rank, so backward sums the gradients, too. torch.distributed.nn has
-    the same function, deprecated since torch 2.15.
+    The summand of one rank reaches the loss of every rank, so backward sums the gradients, too. torch.distributed.nn
+    has the same function, deprecated since torch 2.15.
     """
 
     @staticmethod
@@ -34,7 +34,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d (arXiv 1502.03167) over the samples [N, C, H, W] of all ranks, for CPU tensors, which torch's refuses.
+    """BatchNorm2d (arXiv 1502.03167) over the samples [N, C, H, W] of all ranks, for the CPU, which torch's refuses.
 
     Parameters and buffers are BatchNorm2d's. Ranks may hold unequally many samples, or none.
     """
@@ -100,7 +100,7 @@ def take_waiting_seconds(model: nn.Module) -> float:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Average the floating buffers over the ranks of a group, which have seen different samples; all of them call it."""
+    """Average the floating buffers over the ranks of a group, which saw different samples. All of them call it."""
     average_tensors([buffer for buffer in model.buffers() if buffer.is_floating_point()], group)
 
 

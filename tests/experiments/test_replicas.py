@@ -62,11 +62,7 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
 
     def training(names: list[str], size: int) -> TrainState:
         part = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(1)) for name in names))
-        many = (
-            World(size=size, local_size=size, hosts=("here",) * size, device=cpu, backend="gloo", threads=1)
-            if size
-            else None
-        )
+        many = World(size=size, hosts=("here",) * size, device=cpu, backend="gloo", threads=1) if size else None
         loader = data.Loader(images, 8, 0, cpu, torch.float32)
         return TrainState([part], torch.optim.SGD(part.parameters()), loader, cast(World, None), peers=many)
 
