@@ -6,6 +6,7 @@ moved to the device and normalised in one vectorised step, and then handed out a
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from common.core.errors import UserError
 from common.core.processes import die_with_parent
 from common.core.signals import ignore_stop_signals
 from common.data.prepare import Prepared
-from configs.shared import Data, Experiment
+from configs.shared import Experiment
 
 # mean and standard deviation of the training pixels, scaled to [0, 1]; of each colour, where there are colours
 STATISTICS: dict[str, tuple[Any, Any]] = {
@@ -31,7 +32,7 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
     "vectors": (0.5, 0.29),
 }
 IMAGE = (28, 28)  # of mnist and digits
-# inputs and targets of several batches, the number of batches, and this rank's samples in each
+# inputs and targets of several batches, number of batches, samples of this rank in each
 Block = tuple[Tensor | None, Tensor | None, int, int]
 
 
@@ -74,14 +75,6 @@ def to_channel_tensor(values: Any) -> Any:
     return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) if isinstance(values, tuple) else values
 
 
-def load_train_test(prepared: Prepared, settings: Data) -> tuple[Images, Images]:
-    """Return the training and the test part, cut to `data.train_limit` and `data.test_limit` samples."""
-    return (
-        Images(prepared, "train", settings.train_limit),
-        Images(prepared, "test", settings.test_limit),
-    )
-
-
 def draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Draw the permutation int64 [count] of an epoch: a function of seed and epoch, not of the number of ranks."""
     return seeds.make_generator(seed, "order", epoch).permutation(count)
@@ -111,6 +104,7 @@ class Augment:
         return changed
 
 
+@dataclasses.dataclass(eq=False)
 class Loader:
     """Training batches (x, y), epoch after epoch, from any position on: x [n, H, W] or [n, 3, H, W], y int64 [n].
 
@@ -121,45 +115,38 @@ class Loader:
     together they see the batches that one rank would see. Slices of a partial batch differ by at most one sample, the
     longer ones come first, and the last may be empty. `augment` is data.augment (see `Augment`).
 
-    Raises ValueError if no batch is full, or if the ranks cannot share a batch evenly.
+    Raises UserError if no batch is full, or if the ranks cannot share a batch evenly.
     """
 
-    def __init__(
-        self,
-        data: Images,
-        batch: int,
-        seed: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        block: int = 1,
-        inputs: bool = True,
-        targets: bool = True,
-        shard: tuple[int, int] = (0, 1),
-        workers: int = 0,
-        drop_last: bool = True,
-        augment: str = "none",
-    ) -> None:
-        if len(data) < batch and drop_last:
-            raise ValueError(f"{len(data)} training samples hold no full batch of {batch}; lower batch")
-        if batch % shard[1]:
-            raise ValueError(f"batch={batch} cannot be shared evenly by {shard[1]} ranks")
-        self.data, self.batch, self.seed, self.block = data, batch, seed, block
-        self.device, self.dtype = device, dtype
-        self.wants_inputs, self.wants_targets, self.shard, self.workers = inputs, targets, shard, workers
-        self.drop_last, self.augment = drop_last, Augment(augment, data.shape[-1], seed) if augment != "none" else None
+    data: Images
+    batch: int
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    _: dataclasses.KW_ONLY
+    block: int = 1
+    inputs: bool = True
+    targets: bool = True
+    shard: tuple[int, int] = (0, 1)
+    workers: int = 0
+    drop_last: bool = True
+    augment: str = "none"
+
+    def __post_init__(self) -> None:
+        if len(self.data) < self.batch and self.drop_last:
+            raise UserError(f"{len(self.data)} training samples hold no full batch of {self.batch}; lower batch")
+        if self.batch % self.shard[1]:
+            raise UserError(f"batch={self.batch} cannot be shared evenly by {self.shard[1]} ranks")
         self.epoch = self.position = 0
-        self.size = batch
+        self.size = self.batch
+        self.transform = Augment(self.augment, self.data.shape[-1], self.seed) if self.augment != "none" else None
 
     @classmethod
     def from_config(cls, data: Images, cfg: Experiment, device: torch.device, **more: Any) -> Loader:
-        """Create the loader that the config describes. Raises UserError where it does not fit the data."""
+        """Create the loader that a config describes. Raises UserError where it does not fit the data."""
         options: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("block", "workers", "augment")}
         options |= {"batch": cfg.batch, "seed": cfg.seed, "device": device, "dtype": getattr(torch, cfg.dtype)}
-        try:
-            return cls(data, **(options | more))
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        return cls(data, **(options | more))
 
     @property
     def steps(self) -> int:
@@ -173,9 +160,11 @@ class Loader:
         return epochs * per_epoch + min(rest * self.batch, per_epoch)
 
     def state_dict(self) -> dict[str, int]:
+        """Return epoch and position."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a position."""
         self.epoch, self.position = state["epoch"], state["position"]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -189,7 +178,7 @@ class Loader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def _blocks(self) -> Iterator[Block]:
-        """Yield several batches at a time, from the current position on."""
+        """Yield blocks of batches, from the current position on."""
         indices = list(self._block_indices())
         if not self.workers:
             return map(self._load_block, indices)
@@ -215,14 +204,15 @@ class Loader:
             yield np.array_split(both[:, end:], ranks, axis=1)[rank][:, None]
 
     def _load_block(self, indices: np.ndarray, device: torch.device | None = None) -> Block:
+        """Gather a block of `_block_indices` on the device."""
         device, (rows, positions) = device or self.device, torch.from_numpy(indices).flatten(1)
         x = None
-        if self.wants_inputs:
+        if self.inputs:
             pixels = self.data.images.index_select(0, rows)
-            if self.augment is not None:
-                pixels = self.augment(pixels, self.epoch, positions)
+            if self.transform is not None:
+                pixels = self.transform(pixels, self.epoch, positions)
             x = self.data.normalize(pixels, device, self.dtype)
-        y = self.data.load_targets(rows, device) if self.wants_targets else None
+        y = self.data.load_targets(rows, device) if self.targets else None
         return x, y, *indices.shape[1:]
 
     def _move(self, value: Tensor | None) -> Tensor | None:
@@ -250,9 +240,11 @@ class AccumulationLoader:
         return (epochs * self.loader.steps + rest * self.count) * self.loader.batch
 
     def state_dict(self) -> dict[str, int]:
+        """Return the loader's epoch and position."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a position."""
         self.loader.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[tuple[Any, Any]]]:

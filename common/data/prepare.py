@@ -39,7 +39,7 @@ FOLDER_VERSION = 2  # raise these when the same settings and files would give ot
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A prepared data set on disk: the name of the set it is, its folder, and the SHA-256 of each array."""
+    """A prepared data set on disk: its name, its folder, and the SHA-256 of each array."""
 
     name: str
     path: Path
@@ -66,11 +66,11 @@ class Prepared:
                 raise UserError(f"{file} is damaged (checksum differs); delete {self.path} and start again")
 
     def facts(self) -> dict[str, Any]:
-        """Return what meta.json records of the set."""
+        """Return the entries of meta.json on the set."""
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
 
-def prepare(data: Data, fallback: bool = True) -> Prepared:
+def prepare_dataset(data: Data, fallback: bool = True) -> Prepared:
     """Find or make the set that `data` asks for; digits replace a missing MNIST if `fallback` and the config allow it.
 
     Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
@@ -98,7 +98,7 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
     raw = root / "MNIST" / "raw"
     notice = ""
     if not any((raw / name).exists() for name in sources.MNIST_FILES):
-        problem = download(root, "MNIST", MNIST_MIRROR, sources.download_mnist, data.download_timeout)
+        problem = download_missing("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
         if problem:
             notice = f"MNIST is not under {root} and cannot be downloaded ({problem})"
             if data.fallback == "none" or not fallback:
@@ -136,7 +136,7 @@ def prepare_cifar10(data: Data) -> Prepared:
     root = Path(data.root)
     remedy = f"set data.root to a folder with {CIFAR_FOLDER}, or data.name=generated"
     if not (root / CIFAR_FOLDER).exists():
-        problem = download(root, CIFAR_FOLDER, CIFAR_MIRROR, sources.download_cifar10, data.download_timeout)
+        problem = download_missing("CIFAR10", root, CIFAR_FOLDER, CIFAR_MIRROR, data.download_timeout)
         if problem:
             raise UserError(f"CIFAR-10 is not under {root} and cannot be downloaded ({problem}); {remedy}")
     state = sources.fingerprint_folder(root / CIFAR_FOLDER)
@@ -189,17 +189,13 @@ def find_or_make(cache: Path, name: str, state: str, write: Callable[[Path], str
     `write` saves an array for each of PARTS into a folder, and returns a notice that every run with this set shows.
     """
     path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
+    if read_prepared(name, path) is None:
+        with hold_lock(cache):
+            if read_prepared(name, path) is None:  # another run may have been faster
+                write_prepared(path, write)
     found = read_prepared(name, path)
-    if found:
-        return found
-    with hold_lock(cache):
-        found = read_prepared(name, path)
-        if found:
-            return found
-        write_prepared(path, write)
-    done = read_prepared(name, path)
-    assert done is not None
-    return done
+    assert found is not None
+    return found
 
 
 def read_prepared(name: str, path: Path) -> Prepared | None:
@@ -256,8 +252,8 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def download(root: Path, folder: str, mirror: str, fetch: Callable[[Path, float], None], timeout: float) -> str:
-    """Download a set into its `folder` in `root`; returns the problem, or an empty text on success.
+def download_missing(name: str, root: Path, folder: str, mirror: str, timeout: float) -> str:
+    """Download torchvision's data set `name` into its `folder` in `root`; return the problem, empty on success.
 
     `timeout` is in seconds for one silent connection; 0 forbids downloading.
     """
@@ -275,7 +271,7 @@ def download(root: Path, folder: str, mirror: str, fetch: Callable[[Path, float]
                 return ""  # another run was faster
             with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as beside:
                 # the time-out is for one silent connection; a slow but steady download may take longer
-                sources.call_in_subprocess(fetch, Path(beside), timeout, limit=60 * timeout)
+                sources.call_in_subprocess(sources.download_dataset, name, Path(beside), timeout, limit=60 * timeout)
                 shutil.copytree(Path(beside) / folder, root / folder, dirs_exist_ok=True)
     except (UserError, OSError, shutil.Error) as error:
         return str(error)

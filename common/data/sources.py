@@ -59,16 +59,16 @@ def generate_vectors(count: int, seed: int) -> Arrays:
     return (*part("train", count), *part("test", max(1, count // 5)))
 
 
-def download_mnist(root: Path, timeout: float) -> None:
-    """Download MNIST into `root`; `timeout` in seconds for one silent connection."""
-    from torchvision.datasets import MNIST
+def download_dataset(name: str, root: Path, timeout: float) -> None:
+    """Download torchvision's data set `name` into `root`; `timeout` in seconds for one silent connection."""
+    from torchvision import datasets
 
     socket.setdefaulttimeout(timeout)
-    MNIST(str(root), download=True)
+    getattr(datasets, name)(str(root), download=True)
 
 
 def read_mnist(root: Path) -> Arrays:
-    """Read MNIST: images uint8 [60000 or 10000, 28, 28], labels uint8."""
+    """Read MNIST: images uint8 [60000 or 10000, 28, 28], labels uint8 [60000 or 10000]."""
     from torchvision.datasets import MNIST
 
     train, test = MNIST(str(root), train=True), MNIST(str(root), train=False)
@@ -96,16 +96,8 @@ def fingerprint_mnist(raw: Path) -> str:
     return " ".join([str(raw.resolve())] + [f"{s.st_size}:{s.st_mtime_ns}" for s in stats])
 
 
-def download_cifar10(root: Path, timeout: float) -> None:
-    """Download CIFAR-10 into `root`; `timeout` in seconds for one silent connection."""
-    from torchvision.datasets import CIFAR10
-
-    socket.setdefaulttimeout(timeout)
-    CIFAR10(str(root), download=True)
-
-
 def read_cifar10(root: Path) -> Arrays:
-    """Read CIFAR-10: images uint8 [50000 or 10000, 3, 32, 32]; torchvision verifies the files' checksums."""
+    """Read CIFAR-10: images uint8 [50000 or 10000, 3, 32, 32], labels uint8; torchvision verifies the checksums."""
     from torchvision.datasets import CIFAR10
 
     train, test = CIFAR10(str(root), train=True), CIFAR10(str(root), train=False)
@@ -137,7 +129,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Return whether a real path is the folder or below it."""
+    """Check whether a real path is the folder or below it."""
     return os.path.commonpath([path, folder]) == folder
 
 

@@ -37,7 +37,7 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
     own = config.read_config_file(folder.path / "config.yaml")
     own |= {name: now for name, (_, now) in config.read_last_changes(folder.path).items()}
     settings = config.build_config(schema, [own, config.parse_command_line(words).values])
-    found = prepare.prepare(settings.data, fallback=False)
+    found = prepare.prepare_dataset(settings.data, fallback=False)
     import torch
 
     from common.data import loader

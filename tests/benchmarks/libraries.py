@@ -88,7 +88,7 @@ def data_parallel_team(scratch: Path, cfg: Any, window: int = 1, bf16: bool = Fa
 
     `cfg` is an experiment's config; the first loss of each library is left in `scratch`.
     """
-    prepared = prepare.prepare(cfg.data)
+    prepared = prepare.prepare_dataset(cfg.data)
 
     def sides(world: World) -> dict[str, Side]:
         announce(world)

@@ -200,7 +200,7 @@ PEERS: dict[str, peers.Peer] = {
 
 
 def loop_sides(scratch: Path) -> list[Team | Task]:
-    prepared = prepare.prepare(settings().data)
+    prepared = prepare.prepare_dataset(settings().data)
 
     def sides(world: World) -> dict[str, Side]:
         cfg, images = settings(), data.Images(prepared, "train")
@@ -258,7 +258,7 @@ FEW = 200
 
 
 def loader_sides(scratch: Path) -> list[Team]:
-    prepared = prepare.prepare(settings().data)
+    prepared = prepare.prepare_dataset(settings().data)
 
     def sides(world: World) -> dict[str, Side]:
         cfg, images = settings(), data.Images(prepared, "train")
@@ -323,7 +323,7 @@ def accuracy_table(taken: Samples) -> Table:
 
 def no_mnist() -> str:
     """Whether real MNIST is missing here."""
-    return "" if prepare.prepare(settings().data).name == "mnist" else "real MNIST is not here; set DATA_ROOT"
+    return "" if prepare.prepare_dataset(settings().data).name == "mnist" else "real MNIST is not here; set DATA_ROOT"
 
 
 SMALL = ("microbatches=4", "steps=600")

@@ -146,7 +146,7 @@ PRUNED = ("sparsity=0.9", "schedule=oneshot", "begin=0", "end=0")
 
 def step_sides(scratch: Path) -> list[Team | Task]:
     cfg = config.load_config(Config, [*QUIET, *STEP])
-    prepared = prepare.prepare(cfg.data)
+    prepared = prepare.prepare_dataset(cfg.data)
 
     def sides(world: World) -> dict[str, Side]:
         images = data.Images(prepared, "train")

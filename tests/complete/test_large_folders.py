@@ -23,9 +23,9 @@ from common.data import prepare
 from configs.shared import Data
 def peak(whose): return resource.getrusage(whose).ru_maxrss * 1024
 settings = {many!r}
-prepare.prepare(dataclasses.replace(settings, root={str(few)!r}, image_size=8))
+prepare.prepare_dataset(dataclasses.replace(settings, root={str(few)!r}, image_size=8))
 before = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
-prepare.prepare(settings)
+prepare.prepare_dataset(settings)
 print(peak(resource.RUSAGE_SELF) - before[0], peak(resource.RUSAGE_CHILDREN) - before[1])
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -24,6 +24,7 @@ from common.distributed.mesh import create_mesh_groups
 from common.distributed.rendezvous import World
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
+from tests.harness.images import load_train_test
 from tests.harness.processes import run
 
 
@@ -57,7 +58,7 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
     layers: list[str], peers: int, means: list[float], cache: Path
 ) -> None:
     settings = Data(name="digits", cache=str(cache))
-    images, _ = data.load_train_test(prepare.prepare(settings), settings)
+    images, _ = load_train_test(prepare.prepare_dataset(settings), settings)
     cpu = torch.device("cpu")
 
     def training(names: list[str], size: int) -> TrainState:

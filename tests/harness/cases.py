@@ -32,7 +32,7 @@ from tests.harness.processes import environment
 
 def prepare_for(cfg: Any, cache: str) -> Prepared:
     cfg.data.cache = cache
-    return prepare.prepare(cfg.data)
+    return prepare.prepare_dataset(cfg.data)
 
 
 def save_cases(

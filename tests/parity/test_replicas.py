@@ -44,7 +44,7 @@ def expected(cache: Path) -> dict[str, Any]:
     cfg = config.load_config(Config, [*PARITY, f"data.cache={cache}", "mode=single"], {})
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model = ResNet("resnet18", (3, cfg.data.image_size, cfg.data.image_size), 10, width=cfg.width).double()
-    return reference.trained(cfg, model, prepare.prepare(cfg.data), shares=2, piece=cfg.split_size)
+    return reference.trained(cfg, model, prepare.prepare_dataset(cfg.data), shares=2, piece=cfg.split_size)
 
 
 def found(done: Done) -> dict[str, Any]:

@@ -145,28 +145,28 @@ def raw(tmp_path: Path) -> Path:
 def test_mnist_comes_through_torchvision(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MNIST_FILES", {file.name: file.stat().st_size for file in raw.iterdir()})
     settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
-    found = prepare.prepare(settings)
+    found = prepare.prepare_dataset(settings)
     assert found.name == "mnist" and not found.notice
     assert (found.array("train_images") == synthetic_digits.generate_digits(100, 1, "train")[0]).all()
     assert (found.array("test_labels") == synthetic_digits.generate_digits(50, 1, "test")[1]).all()
     shutil.copy(raw / "t10k-labels-idx1-ubyte", raw / "kept")
     (raw / "t10k-labels-idx1-ubyte").write_bytes(b"short")
     with pytest.raises(UserError, match="t10k-labels-idx1-ubyte is damaged: 5 bytes"):
-        prepare.prepare(settings)
+        prepare.prepare_dataset(settings)
     (raw / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(UserError, match="t10k-labels-idx1-ubyte is missing"):
-        prepare.prepare(settings)
+        prepare.prepare_dataset(settings)
 
 
 def test_changed_raw_files_are_prepared_anew(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MNIST_FILES", {file.name: file.stat().st_size for file in raw.iterdir()})
     settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
-    first = prepare.prepare(settings)
+    first = prepare.prepare_dataset(settings)
     file = raw / "train-labels-idx1-ubyte"
     changed = bytearray(file.read_bytes())
     changed[-1] = (changed[-1] + 1) % 10
     file.write_bytes(changed)
-    second = prepare.prepare(settings)
+    second = prepare.prepare_dataset(settings)
     assert first.sha256["train_labels"] != second.sha256["train_labels"]
     assert first.sha256["train_images"] == second.sha256["train_images"]
 

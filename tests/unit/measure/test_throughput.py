@@ -21,6 +21,7 @@ from common.runs.folder import Folder
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from configs.shared import Checkpoint, Data
+from tests.harness.images import load_train_test
 
 GIVE, WORK = 0.001, 0.1  # seconds of a step on the host, and then on the GPU
 
@@ -75,8 +76,8 @@ def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every:
         data=Data(name="digits", cache=str(cache)),
         checkpoint=Checkpoint(every_steps=every, every_seconds=0),
     )
-    prepared = prepare.prepare(cfg.data)
-    images, _ = data.load_train_test(prepared, cfg.data)
+    prepared = prepare.prepare_dataset(cfg.data)
+    images, _ = load_train_test(prepared, cfg.data)
     room.mkdir()
     with open(room / "stacks", "w") as log:
         run = Run(cfg, Folder(room).claim(), world, prepared, StopRequest(60, log))
