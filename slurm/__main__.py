@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError, exit_on_user_error
 
 
 class Setting(NamedTuple):
@@ -159,5 +159,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with user_errors():
+    with exit_on_user_error():
         sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from common.checkpoint import storage
 from common.checkpoint.rank_file import read_rank_file, write_rank_file
 from common.checkpoint.state_dicts import to_plain
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
-from common.core.errors import NO_VALID_CHECKPOINT, UserError, first_line
+from common.core.errors import NO_VALID_CHECKPOINT, UserError, summarize_error
 from common.core.text import format_count
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder, fsync_path, write_atomic
@@ -122,7 +122,7 @@ class Checkpointer:
         try:
             written = write_rank_file(staging.path / storage.rank_file_name(self.world.rank), content)
         except OSError as error:
-            written = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}: {first_line(error)}"
+            written = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}: {summarize_error(error)}"
         answers = self.world.gather((written, list(state.model)))
         names = [name for _, given in answers for name in given]
         twice = self.world.broadcast(len(names) - len(set(names)))
@@ -178,7 +178,7 @@ class Checkpointer:
             try:
                 work()
             except OSError as error:
-                problem = first_line(error)
+                problem = summarize_error(error)
         return self.world.broadcast(problem)
 
     # ---- loading

@@ -88,7 +88,7 @@ class StopRequest:
         return bool(self.number)
 
     def dump_stacks_after(self, seconds: float | None) -> None:
-        """Write the stacks of all threads to the log unless this is called again within `seconds`; stop that with None."""
+        """Write the stacks of all threads to the log unless this is called within `seconds`; None cancels it."""
         if not self.number and seconds is None:
             faulthandler.cancel_dump_traceback_later()
         elif not self.number and seconds is not None:

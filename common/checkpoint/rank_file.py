@@ -13,7 +13,7 @@ import torch
 from common.checkpoint import storage
 from common.checkpoint.hashing_writer import HashingWriter
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry
-from common.core.errors import first_line
+from common.core.errors import summarize_error
 
 PARTS = ("model", "optimizer", "common", "local")
 
@@ -37,7 +37,7 @@ def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) ->
     except pickle.UnpicklingError:  # torch then advises to read what could execute anything
         raise InvalidCheckpoint(f"{name} holds more than tensors, numbers and text, or is damaged") from None
     except Exception as error:  # noqa: BLE001 (torch raises many kinds for what it cannot read)
-        raise InvalidCheckpoint(f"{name} cannot be read: {first_line(error)}") from None
+        raise InvalidCheckpoint(f"{name} cannot be read: {summarize_error(error)}") from None
     if not isinstance(part, dict) or any(not isinstance(part.get(key), dict) for key in PARTS):
         raise InvalidCheckpoint(f"{name} does not hold the state of a rank")
     return part

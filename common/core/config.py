@@ -53,16 +53,16 @@ LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # libyaml's is eigh
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings to dotted names."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        flat |= flatten_mapping(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
 
 
 def describe_yaml_position(error: yaml.YAMLError) -> str:
-    """Return in words where a YAML error is; empty where that is not known."""
+    """Return the position of a YAML error in words; empty if it is not known."""
     mark = getattr(error, "problem_mark", None)
     return f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
@@ -79,7 +79,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid YAML{describe_yaml_position(error)}") from None
     if not isinstance(tree or {}, dict):
         raise UserError(f"{path}: expected `key: value` lines")
-    return flatten(tree or {})
+    return flatten_mapping(tree or {})
 
 
 def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
@@ -154,7 +154,7 @@ def list_experiments() -> list[str]:
     return sorted(name for name in found if (ROOT / "experiments" / f"{name}.py").exists())
 
 
-def experiment_name(schema: type[Experiment]) -> str:
+def get_experiment_name(schema: type[Experiment]) -> str:
     """Return the name of the experiment that a Config dataclass belongs to."""
     return schema.__module__.rpartition(".")[2]
 
@@ -172,7 +172,7 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
 
     Raises UserError for anything wrong, before any rank starts and any data is touched.
     """
-    name = experiment_name(schema)
+    name = get_experiment_name(schema)
     line = parse_command_line(arguments)
     if line.help:
         print_text(format_help(schema))
@@ -204,22 +204,22 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
     layers = [surroundings, read_config_file(file), resumed, line.values]
     settings = build_config(schema, layers)
     if line.print_config:
-        print_text(to_yaml(settings).rstrip("\n"))
+        print_text(format_yaml(settings).rstrip("\n"))
         sys.exit(0)
     return settings
 
 
-def to_yaml(settings: Experiment) -> str:
+def format_yaml(settings: Experiment) -> str:
     """Return the resolved config as YAML; a run can be repeated from this text alone."""
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
-def to_known_yaml(settings: Experiment, file: Path) -> str:
-    """The settings as YAML, without those that a run's own `file` does not have: they came after its source."""
+def format_known_yaml(settings: Experiment, file: Path) -> str:
+    """Return the config as YAML, without the keys that a run's own `file` lacks: they came after its source."""
     tree, values = OmegaConf.create(), OmegaConf.to_container(OmegaConf.structured(settings))
     assert isinstance(values, dict)
     known = read_config_file(file)
-    for name, value in flatten({str(key): value for key, value in values.items()}).items():
+    for name, value in flatten_mapping({str(key): value for key, value in values.items()}).items():
         if name in known:
             OmegaConf.update(tree, name, value)
     return OmegaConf.to_yaml(tree)
@@ -231,7 +231,7 @@ CHANGED = "changed.json"  # in an attempt with other values than config.yaml
 
 def find_changes(file: Path, settings: Experiment) -> Changes:
     """Return the values that change training or tracking and differ from a YAML file."""
-    then, now = read_config_file(file), flatten(yaml.load(to_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
+    then, now = read_config_file(file), flatten_mapping(yaml.load(format_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
     kept = [name for name in now if not name.startswith(("runs", "launch.", "log.", "checkpoint."))]
     kept = [name for name in kept if name not in ("data.root", "data.cache") and name in then]
     return {name: (then[name], now[name]) for name in kept if then[name] != now[name]}
@@ -277,7 +277,7 @@ def read_changes(path: Path) -> Changes:
 
 def format_help(schema: type[Experiment]) -> str:
     """Return the help text: every key with its default, type or range, and documentation."""
-    name = experiment_name(schema)
+    name = get_experiment_name(schema)
     values = read_config_file(ROOT / "configs" / f"{name}.yaml")
     lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]
     for key in list_keys(schema).values():

@@ -20,8 +20,8 @@ class Unreachable(UserError):
     """A rank or host that does not answer. On a cluster another attempt may get another host."""
 
 
-def first_line(error: BaseException) -> str:
-    """Return an error in one line: the system's words and the file of an OSError, else the first line of its text."""
+def summarize_error(error: BaseException) -> str:
+    """Return an error in one line: the system's message and the file of an OSError, else the first line of its text."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -37,12 +37,12 @@ def is_timeout(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
+def exit_on_user_error() -> Iterator[None]:
     """Turn a UserError into one line on stderr and exit status 2."""
     try:
         yield
     except UserError as error:
-        with contextlib.suppress(OSError):  # a log on a full disk takes no words
+        with contextlib.suppress(OSError):  # a log may be on a full disk
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

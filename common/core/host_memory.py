@@ -28,7 +28,7 @@ def check_host_memory(settings: Experiment) -> None:
 
 
 def measure_available() -> tuple[int, str]:
-    """Return the bytes that a process started here can get, and what limits them."""
+    """Return the bytes that a process started here can get, and the name of what limits them."""
     limits = [
         (read_system_free(), "the host's memory"),
         (read_slurm_limit(), "what SLURM gave the job"),

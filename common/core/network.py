@@ -16,15 +16,13 @@ from typing import TypeVar
 from common.core.errors import Unreachable, UserError
 
 T = TypeVar("T")
-UNREACHABLE_SECONDS = (
-    10.0  # seconds until a first rank that cannot be reached is given up, told within 15 s of a job's start
-)
+UNREACHABLE_SECONDS = 10.0  # until rank 0 is given up, so that the error comes within 15 s of a job's start
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 PORTS = range(20_000, 60_000)
 
 
 def probe_url(url: str, seconds: float) -> str:
-    """Why no answer came from `url` within so many seconds; empty if one came, of whatever kind."""
+    """Return why no answer came from `url` within so many seconds; empty if one came, of whatever kind."""
 
     def ask() -> str:
         try:
@@ -36,14 +34,14 @@ def probe_url(url: str, seconds: float) -> str:
         return ""
 
     # a slow name server, many addresses or a dripping answer know no time-out
-    problem = call_within(seconds, ask)
+    problem = call_with_timeout(seconds, ask)
     return f"nothing after {seconds:g} s" if problem is None else problem
 
 
-def call_within(seconds: float, function: Callable[[], T]) -> T | None:
-    """What `function` returns; None if that takes longer. Raises what it raises.
+def call_with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
+    """Return the result of `function`, or None if it takes longer; its errors are raised here.
 
-    In a thread, which then goes on: a call into a library may wait for ever, whatever its own time-out.
+    It runs in a thread, which may outlive this call: a library may wait for ever, whatever its own time-out.
     """
     answers: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
 
@@ -103,10 +101,10 @@ def check_interface(name: str) -> str:
     return name
 
 
-def derive_ports(token: str, count: int = 8) -> list[int]:
-    """Return the ports to try: the same for all ranks of an attempt, others for another token."""
+def derive_ports(token: str) -> list[int]:
+    """Return eight ports to try: the same for all ranks of an attempt, others for another token."""
     seed = int.from_bytes(token.encode()[-16:].rjust(16, b"\0"), "big") * 2654435761
-    return [PORTS[(seed + i * 7919) % len(PORTS)] for i in range(count)]
+    return [PORTS[(seed + i * 7919) % len(PORTS)] for i in range(8)]
 
 
 def serve_on_free_port(candidates: Sequence[int], serve: Callable[[int], T]) -> T:
@@ -150,7 +148,7 @@ def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[in
 
 
 def describe_unreachable(host: str, address: str, candidates: Sequence[int], problem: str) -> str:
-    """Return one message on why rank 0 cannot be reached, and what to do."""
+    """Return a message with the reason why rank 0 cannot be reached, and the remedies."""
     try:
         route = find_interface(address)
     except OSError:

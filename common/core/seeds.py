@@ -32,6 +32,6 @@ def pack_rng_state(state: Any) -> list[Any]:
 
 
 def unpack_rng_state(packed: list[Any]) -> tuple[Any, ...]:
-    """The state of a stream that `pack_rng_state` has packed."""
+    """Convert back what `pack_rng_state` returned."""
     kind, key, *rest = packed
     return (kind, key.numpy().astype(np.uint32), *rest)

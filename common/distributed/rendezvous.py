@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common.core import network
-from common.core.errors import Unreachable, UserError, first_line
+from common.core.errors import Unreachable, UserError, summarize_error
 from common.core.text import format_count
 from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
@@ -145,7 +145,7 @@ def open_torchrun_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.
         return dist.PrefixStore(f"start-{rank_info.attempt_id}", store)  # torchrun keeps its store over restarts
     except (RuntimeError, dist.DistError) as error:
         raise Unreachable(
-            f"rank {rank_info.rank} cannot reach rank 0 at {rank_info.master}: {first_line(error)}"
+            f"rank {rank_info.rank} cannot reach rank 0 at {rank_info.master}: {summarize_error(error)}"
         ) from None
 
 
@@ -168,7 +168,7 @@ def open_slurm_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.Sto
 
     def connect(port: int) -> dist.TCPStore | None:
         try:  # another program behind the port may accept and never answer, which TCPStore's time-out does not end
-            store = network.call_within(PROBE_SECONDS, lambda: open_client(port))
+            store = network.call_with_timeout(PROBE_SECONDS, lambda: open_client(port))
         except (RuntimeError, dist.DistError):
             return None
         if store is not None:

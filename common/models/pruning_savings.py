@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.core.errors import first_line
+from common.core.errors import summarize_error
 from common.measure.timing import time_calls
 from common.models import exporting
 from common.models import int8 as quantise
@@ -182,7 +182,7 @@ def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any
         answer = exporting.write_program(model, x, path)
         difference = float((answer - expected).abs().max())
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-        return {"export_problem": first_line(error)}
+        return {"export_problem": summarize_error(error)}
     return {"export": str(path), "export_bytes": path.stat().st_size, "export_difference": difference}
 
 

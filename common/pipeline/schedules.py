@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError, exit_on_user_error
 from configs.pipeline import PipelineConfig, Stages
 
 
@@ -245,5 +245,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with user_errors():
+    with exit_on_user_error():
         main()

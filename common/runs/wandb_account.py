@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from common.core import network
-from common.core.errors import UserError, first_line
+from common.core.errors import UserError, summarize_error
 from configs.shared import Experiment
 
 MODES = ("auto", "online", "offline", "disabled")
@@ -41,7 +41,7 @@ def choose_mode(asked: str) -> tuple[str, str]:
             return "offline", f"{settings.base_url} does not answer: {silent}"
         wandb.Api(timeout=round(REACH))  # raises unless the host knows the key
     except Exception as error:  # noqa: BLE001 (a malformed or refused key, an unreadable netrc: train on)
-        return "offline", f"W&B does not accept the account: {first_line(error)}"
+        return "offline", f"W&B does not accept the account: {summarize_error(error)}"
     return "online", ""
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import UserError, first_line
+from common.core.errors import UserError, summarize_error
 from common.core.processes import adopt_orphans, kill_children
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import parse_result
@@ -200,7 +200,7 @@ def connect_wandb(folder: Folder, asked: str, reason: str) -> Any:
             raise
         kill_children()
         os.environ.pop(SERVICE, None)
-        os.execv(sys.executable, build_command(folder, "offline", f"W&B refused the run: {first_line(error)}"))
+        os.execv(sys.executable, build_command(folder, "offline", f"W&B refused the run: {summarize_error(error)}"))
     status = {"id": run.id, "mode": mode, "reason": reason, "url": run.url, "dir": str(Path(run.dir).parent)}
     write_json(folder.path / "wandb" / "status.json", status)
     return run

@@ -113,8 +113,8 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     """Prepare the data and make a run folder with its first attempt; the data set in use goes into the config first."""
     prepared = prepare.prepare_dataset(cfg.data, fallback)
     cfg.data.name = prepared.name  # type: ignore[assignment]
-    name = config.experiment_name(type(cfg))
-    folder = Folder.create(Path(cfg.runs), name, config.to_yaml(cfg))
+    name = config.get_experiment_name(type(cfg))
+    folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
         folder = folder.claim()
     except UserError:

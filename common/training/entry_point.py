@@ -17,7 +17,7 @@ from typing import IO, TypeVar
 from common.checkpoint import state_dicts, storage
 from common.checkpoint.preemption import StopRequest, StopRequested, name_silent_ranks, synchronize_exit
 from common.core import config, host_memory, seeds
-from common.core.errors import EXIT_RESUMABLE, UserError, is_timeout, user_errors
+from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
 from common.core.text import format_count
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
@@ -36,7 +36,7 @@ Main = Callable[[T, Run], None]
 
 def start(main: Main[T], schema: type[T]) -> None:
     """Run an experiment from its command line, with `sweep=true` the grid; never returns."""
-    with user_errors():
+    with exit_on_user_error():
         cfg = config.load_config(schema, sys.argv[1:])
         schedules.check_config(cfg)
         wandb_account.read_requested_mode(cfg)
@@ -165,7 +165,7 @@ class LaunchedRank:
         self.stop = listen_for_stop(cfg, sys.stderr)
         with rendezvous.joined_world(self.rank_info, cfg.launch) as self.world:
             if given is None and self.rank_info.is_restart:
-                name = config.experiment_name(type(cfg))
+                name = config.get_experiment_name(type(cfg))
                 mine = provenance.find_earlier_run(Path(cfg.runs), name, sys.argv) if self.is_main else None
                 given = self.world.broadcast(mine)
             yield given

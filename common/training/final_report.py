@@ -10,7 +10,7 @@ from typing import Any
 from common.checkpoint.checkpointer import read_full_model
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.core import config
-from common.core.errors import UserError, first_line
+from common.core.errors import UserError, summarize_error
 from common.core.text import format_count
 from common.data.loader import STATISTICS
 from common.measure import tables
@@ -109,4 +109,6 @@ def save_trained_model(run: RunContext) -> None:
     try:
         model_file.write_model(run.folder, read_full_model(CheckpointPath(run.folder, run.step)), state.recipe, facts)
     except (OSError, InvalidCheckpoint) as error:
-        raise UserError(f"the model after step {run.step} cannot be kept: {first_line(error)}; free space") from None
+        raise UserError(
+            f"the model after step {run.step} cannot be kept: {summarize_error(error)}; free space"
+        ) from None

@@ -122,12 +122,12 @@ def measure_once(run: RunContext, name: str, find: Callable[[], list[str]]) -> l
     if run.world.is_main:
         value = config.read_config_file(file)[name]
         setattr(run.cfg, name, value)
-        same = config.to_yaml(run.cfg) == file.read_text()
+        same = config.format_yaml(run.cfg) == file.read_text()
     value = run.world.broadcast(value if same else [])
     value = value or run.world.broadcast(find())
     setattr(run.cfg, name, value)
     if same:
-        write_atomic(file, config.to_yaml(run.cfg))
+        write_atomic(file, config.format_yaml(run.cfg))
     return value
 
 

@@ -53,10 +53,10 @@ def run_sweep(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folde
 
     The settings of every point are checked before the first one starts. Raises UserError.
     """
-    name, gpus = config.experiment_name(type(cfg)), provenance.count_visible_gpus()
+    name, gpus = config.get_experiment_name(type(cfg)), provenance.count_visible_gpus()
     grid = load_grid(name)
     planned = plan_runs(grid, cfg, arguments, gpus)
-    folder = Folder.create(Path(cfg.runs) / "sweeps", name, config.to_yaml(cfg)).path
+    folder = Folder.create(Path(cfg.runs) / "sweeps", name, config.format_yaml(cfg)).path
     print(f"{name}: a sweep of {len(planned)} runs, folder {folder}", flush=True)
     rows: list[Row] = []
     for number, (row, chosen) in enumerate(planned, 1):

@@ -76,7 +76,7 @@ def resolve_settings(old: Folder, words: list[str]) -> str:
 
 def read_flat(text: str) -> dict[str, Any]:
     """Read the settings of a YAML text, by dotted name, as text."""
-    return config.flatten(yaml.load(text, Loader=config.LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
+    return config.flatten_mapping(yaml.load(text, Loader=config.LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
 
 
 def read_known_settings(name: str, text: str) -> Experiment:

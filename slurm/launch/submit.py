@@ -80,7 +80,7 @@ def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None)
     for key, path in settings.paths().items():  # it may start in another folder
         group, _, last = key.rpartition(".")
         setattr(getattr(settings, group) if group else settings, last, str(Path(path).absolute()))
-    folder = Folder.create(Path(settings.runs), name, config.to_yaml(settings))
+    folder = Folder.create(Path(settings.runs), name, config.format_yaml(settings))
     with remove_on_error(folder):
         provenance.copy_source(folder)
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
@@ -104,11 +104,11 @@ def submit_run(
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     if resumed:
-        text = config.to_known_yaml(settings, resumed.path / "config.yaml")
+        text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)
     folder = prepare_folder(name, settings, scheduler)
     with remove_on_error(folder):
-        return folder, submit_folder(folder, settings, config.to_yaml(settings), profile, scheduler)
+        return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
 
 
 def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
@@ -163,7 +163,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
         asked = sbatch.make_parameters(profile, name, nodes, settings.processes // nodes, folder.path)
         text = sbatch.make_executor(folder, None, asked).make_text()
     print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
-    print(f"# {name}: settings\n{config.to_yaml(settings)}", end="")
+    print(f"# {name}: settings\n{config.format_yaml(settings)}", end="")
 
 
 def main(given: argparse.Namespace) -> int:

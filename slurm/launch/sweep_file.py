@@ -147,7 +147,7 @@ def flatten_settings(tree: Any, key: str) -> dict[str, str]:
     """Flatten nested settings, each one value; a list is written as on the command line. Raises UserError."""
     if not isinstance(tree, dict):
         raise UserError(f"{key}: expected `key: value`")
-    flat = config.flatten(tree)
+    flat = config.flatten_mapping(tree)
     return {name: f"[{','.join(value)}]" if isinstance(value, list) else str(value) for name, value in flat.items()}
 
 
@@ -156,7 +156,7 @@ def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
     axes, listed = tree.get("grid") or {}, tree.get("points") or []
     if not isinstance(axes, dict) or not isinstance(listed, list):
         raise UserError("grid is `key: [values]`, and points a list of `{key: value}`")
-    flat = config.flatten(axes)
+    flat = config.flatten_mapping(axes)
     for key, values in flat.items():
         if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
             raise UserError(f"grid: {key}: expected a list of values, as in [1, 2]")

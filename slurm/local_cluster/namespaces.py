@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError, exit_on_user_error
 from common.core.processes import Process
 
 KINDS = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
@@ -97,7 +97,7 @@ def fork_child(function: Callable[[], object]) -> int:
         return pid
     status = 1
     try:
-        with user_errors():
+        with exit_on_user_error():
             function()
         status = 0
     except SystemExit as leaving:

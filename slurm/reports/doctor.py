@@ -21,7 +21,7 @@ from typing import Any
 
 from common.core import config
 from common.core.config import ROOT
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError, exit_on_user_error
 from common.core.text import format_count
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -212,5 +212,5 @@ class FolderSettings(Experiment):
 
 
 if __name__ == "__main__":  # a rank on a host, started by srun or by the doctor itself
-    with user_errors():
+    with exit_on_user_error():
         sys.exit(examine_this_host(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))

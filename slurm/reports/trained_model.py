@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.core import config
-from common.core.errors import UserError, first_line
+from common.core.errors import UserError, summarize_error
 from common.data import prepare
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
 from slurm.arguments import parse_settings
@@ -145,7 +145,9 @@ def export_model(folder: Folder, form: str) -> int:
             with disk_errors(path):
                 answer = exporting.WRITERS[form](model, x, draft)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"this model cannot be exported so: {first_line(error)}; use FORMAT=safetensors") from None
+            raise UserError(
+                f"this model cannot be exported so: {summarize_error(error)}; use FORMAT=safetensors"
+            ) from None
         far = float((answer - expected).abs().max() / expected.abs().max())
         if not far <= NEAR[form]:
             raise UserError(f"{path.name} would give outputs that differ by {far:.2g} of the largest; nothing is kept")

@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import Any
 
-from common.core.errors import UserError, first_line
+from common.core.errors import UserError, summarize_error
 from common.runs import wandb_account
 from configs.shared import Wandb
 from slurm.arguments import parse_switch
@@ -79,6 +79,6 @@ def main(given: argparse.Namespace) -> int:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (the host may answer anything)
-        raise UserError(f"W&B refused the workspace: {first_line(error)}") from None
+        raise UserError(f"W&B refused the workspace: {summarize_error(error)}") from None
     print(f"workspace: {made.url}")
     return 0

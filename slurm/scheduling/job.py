@@ -16,7 +16,7 @@ from pathlib import Path
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, user_errors
+from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, exit_on_user_error
 from common.runs.folder import Folder
 from slurm.scheduling.requeue import note_refusal
 
@@ -38,7 +38,7 @@ class Job:
         from common.distributed.rank_info import read_rank_info
         from common.training import entry_point  # takes seconds
 
-        with user_errors():
+        with exit_on_user_error():
             name = folder.experiment
             schema = config.import_schema(name)
             settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])

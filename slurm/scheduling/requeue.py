@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.core import config
-from common.core.errors import EXIT_RESUMABLE, UserError, user_errors
+from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
 from common.runs import provenance
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
@@ -120,5 +120,5 @@ def main(path: str, status: int) -> int:
 
 
 if __name__ == "__main__":
-    with user_errors():
+    with exit_on_user_error():
         sys.exit(main(sys.argv[1], int(sys.argv[2])))

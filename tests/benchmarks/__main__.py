@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.core.errors import UserError, user_errors
+from common.core.errors import UserError, exit_on_user_error
 from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
 from tests.benchmarks.parts import Part
@@ -123,7 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, default=records.RESULTS, help="where the JSON is written")
     parser.add_argument("names", nargs="*", help="experiments, topics or parts; none measures all")
     asked = parser.parse_args()
-    with user_errors():
+    with exit_on_user_error():
         try:
             minutes, rounds = float(asked.minutes or 5), int(asked.rounds or 0)
         except ValueError:

@@ -325,12 +325,12 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
 
 
 def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
-    first = Folder.create(tmp_path, NAME, config.to_yaml(settings("split=[layer2_0]")))
+    first = Folder.create(tmp_path, NAME, config.format_yaml(settings("split=[layer2_0]")))
     later, other = settings(), settings("split=[layer4_0]")
     for one in (later, other):
         sweep.copy_measured_settings(GRID.measured, first, one)
     assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
-    sweep.copy_measured_settings(GRID.measured, Folder.create(tmp_path, NAME, config.to_yaml(settings())), later)
+    sweep.copy_measured_settings(GRID.measured, Folder.create(tmp_path, NAME, config.format_yaml(settings())), later)
     assert later.split == ["layer2_0"]
 
 

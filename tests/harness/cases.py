@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.core.config import to_yaml
+from common.core.config import format_yaml
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed import local_launcher, rendezvous
@@ -56,7 +56,7 @@ def save_cases(
         with rendezvous.joined_world(place, chosen[cases[0]][0].launch) as world:
             results = {}
             for case, (cfg, special) in chosen.items():
-                path = Folder.create(runs, "parity", to_yaml(cfg)).claim().path if world.is_main else None
+                path = Folder.create(runs, "parity", format_yaml(cfg)).claim().path if world.is_main else None
                 results[case] = train(cfg, special, world, sets[case], Folder(world.broadcast(path), 1))
             if world.is_main:
                 torch.save(results, out)

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.core.errors import user_errors
+from common.core.errors import exit_on_user_error
 from slurm.__main__ import main
 from tests.harness.processes import environment
 from tests.harness.warm import ROOT
@@ -22,7 +22,7 @@ def call(
     out, err = io.StringIO(), io.StringIO()
     with placed(cwd, env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            with user_errors():
+            with exit_on_user_error():
                 status = function(list(words))
         except SystemExit as end:
             assert isinstance(end.code, int | None), end.code

@@ -38,7 +38,7 @@ class Made:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + EVERY * self.number))
         folder = Folder(runs / f"{self.name}-{stamp}-{self.number:04x}")
         folder.path.mkdir(parents=True)
-        write_atomic(folder.path / "config.yaml", config.to_yaml(settings))
+        write_atomic(folder.path / "config.yaml", config.format_yaml(settings))
         done = self.steps if self.state == "finished" else self.steps // 2
         bounds = [round(done * (i + 1) / self.attempts) for i in range(self.attempts)]
         begin, rows = 0, 0

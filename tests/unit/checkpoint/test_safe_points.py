@@ -65,11 +65,11 @@ def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> No
 def test_no_stacks_are_written_once_the_watch_has_ended(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w+") as log:
         request = StopRequest(60, log)
-        request.watch(0.05)
+        request.dump_stacks_after(0.05)
         time.sleep(0.2)
         assert "Timeout" in (tmp_path / "log").read_text()
-        request.watch(0.05)
-        request.watch(None)
+        request.dump_stacks_after(0.05)
+        request.dump_stacks_after(None)
         log.truncate(0)
         time.sleep(0.2)
         assert not (tmp_path / "log").read_text()

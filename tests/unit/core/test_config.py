@@ -57,7 +57,7 @@ def test_data_root_comes_from_the_environment_unless_it_is_set(tmp_path: Path) -
 def test_printed_config_repeats_the_settings(tmp_path: Path) -> None:
     first = load_config(Config, ["seed=3", "split=[fc2]", "wandb.tags=[a,010]", "data.root=010", "optim.lr=1e-05"], {})
     file = tmp_path / "config.yaml"
-    file.write_text(config.to_yaml(first))
+    file.write_text(config.format_yaml(first))
     assert load_config(Config, ["--config", str(file)], {}) == first
     assert first.wandb.tags == ["a", "010"] and first.data.root == "010"
 
@@ -152,7 +152,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 def test_every_experiment_has_script_settings_and_values() -> None:
     assert "mnist_pipeline" in config.list_experiments()
     for name in config.list_experiments():
-        assert config.experiment_name(config.import_schema(name)) == name
+        assert config.get_experiment_name(config.import_schema(name)) == name
 
 
 def test_changed_settings_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.Mon
         "runs=mine",
     ]
     folder = prepare_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words, {}), None)
-    written = config.flatten(config.read_config_file(folder.path / "config.yaml"))
+    written = config.flatten_mapping(config.read_config_file(folder.path / "config.yaml"))
     assert folder.path.parent == tmp_path / "mine"
     found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
     assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
