@@ -84,7 +84,7 @@ def compute_group_bounds(count: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, count, min(count, POINTS) + 1).astype(np.int64))
 
 
-def average_groups(at: Numbers, above: Numbers, below: Numbers) -> Curve:
+def average_step_groups(at: Numbers, above: Numbers, below: Numbers) -> Curve:
     """Return sum(above) / sum(below) over groups of consecutive rows; each point is at its group's last row."""
     bounds = compute_group_bounds(len(at))
     first, last = bounds[:-1], bounds[1:] - 1
@@ -96,11 +96,11 @@ def average_groups(at: Numbers, above: Numbers, below: Numbers) -> Curve:
 
 def compute_loss_curve(table: Numbers) -> Curve:
     """Return the loss, averaged over groups of steps."""
-    return average_groups(table[:, :3], table[:, 3], np.ones(len(table)))
+    return average_step_groups(table[:, :3], table[:, 3], np.ones(len(table)))
 
 
 def compute_speed_curve(table: Numbers) -> Curve:
     """Return samples per second; a step after an evaluation or a restart does not count."""
     samples, seconds = np.diff(table[:, 1]), np.diff(table[:, 2])
     counted = (table[1:, 4] == 0) & (seconds > 0)
-    return average_groups(table[1:, :3][counted], samples[counted], seconds[counted])
+    return average_step_groups(table[1:, :3][counted], samples[counted], seconds[counted])

@@ -55,7 +55,7 @@ def collect_basic_facts(world: World, folder: Path) -> dict[str, Any]:
     }
 
 
-def check_hosts(world: World, folder: Path) -> None:
+def compare_hosts(world: World, folder: Path) -> None:
     """Compare the hosts before training; all ranks call it. Raises UserError, on rank 0 naming the unsound host."""
     facts = world.gather(collect_basic_facts(world, folder))
     wrong = world.broadcast(find_problems(facts, len(set(world.hosts))) if world.is_main else None)
