@@ -271,8 +271,8 @@ def read_changes(path: Path) -> Changes:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError):
-        told = f"{path} is damaged: the settings of that attempt are not known"
-        raise UserError(f"{told}; bring the file back, or delete it to go on with those of config.yaml") from None
+        problem = f"{path} is damaged: the settings of that attempt are not known"
+        raise UserError(f"{problem}; bring the file back, or delete it to go on with those of config.yaml") from None
 
 
 def format_help(schema: type[Experiment]) -> str:

@@ -67,12 +67,12 @@ def write_folder(root: Path, beside: Path, side: int, unreadable: str, seed: int
     if broken and unreadable == "refuse":
         raise UserError(f"{summarize_files(broken)} cannot be read; mend or remove them, or set data.unreadable=skip")
     others = [f"{part}/{name}" for part, (_, _, names) in zip(("train", "val"), parts, strict=True) for name in names]
-    told = [(files, why) for files, why in ((broken, "cannot be read"), (others, "no images by their names")) if files]
-    if any(len(files) > SHOWN for files, _ in told):
-        lines = [f"{file}: {why}\n" for files, why in told for file in sorted(files)]
+    notes = [(files, why) for files, why in ((broken, "cannot be read"), (others, "no images by their names")) if files]
+    if any(len(files) > SHOWN for files, _ in notes):
+        lines = [f"{file}: {why}\n" for files, why in notes for file in sorted(files)]
         with disk_errors(beside.parent):
             (beside / LEFT_OUT).write_bytes(os.fsencode("".join(lines)))
-    return "; ".join(f"left out, {why}: {summarize_files(files)}" for files, why in told)
+    return "; ".join(f"left out, {why}: {summarize_files(files)}" for files, why in notes)
 
 
 def list_samples(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
