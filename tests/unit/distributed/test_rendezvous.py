@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,7 +22,7 @@ def make_rank_info(rank: int, attempt_id: str, **changed: object) -> RankInfo:
 
 def test_ranks_of_a_job_meet_although_a_mute_program_has_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "PROBE_SECONDS", 0.5)
-    attempt = f"{socket.gethostname()}.{id(object())}"
+    attempt = f"{socket.gethostname()}.{secrets.token_hex(8)}"
     ranks = [make_rank_info(rank, attempt) for rank in (1, 0)]
     with socket.create_server(("127.0.0.1", network.derive_ports(attempt)[0])), ThreadPoolExecutor() as pool:
         stores = list(pool.map(lambda info: rendezvous.open_slurm_store(info, timedelta(seconds=20)), ranks))
@@ -30,7 +31,7 @@ def test_ranks_of_a_job_meet_although_a_mute_program_has_a_port(monkeypatch: pyt
 
 
 def test_a_rank_of_another_attempt_does_not_get_in() -> None:
-    attempt = f"{socket.gethostname()}.{id(object())}"
+    attempt = f"{socket.gethostname()}.{secrets.token_hex(8)}"
     store = rendezvous.open_slurm_store(make_rank_info(0, attempt), timedelta(seconds=20))
     store.set("token", "of another attempt")
     with pytest.raises(Unreachable, match="belongs to another program"):
