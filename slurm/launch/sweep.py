@@ -49,9 +49,8 @@ class Sweep:
             if known.get(what, now) != now:
                 remedy = f"give the file another name, or remove {path}"
                 raise UserError(f"{path} was started with other {what} ({known[what]}); {remedy}")
-        self.cells = {
-            sweep_file.make_key(cell["values"], cell.get("repeat", 0)): cell for cell in known.get("cells", [])
-        }
+        cells = known.get("cells", [])
+        self.cells = {sweep_file.make_key(cell["values"], cell.get("repeat", 0)): cell for cell in cells}
 
     def find_folder(self, point: Point) -> Folder | None:
         """Find the run folder of a point; None where it has none, or one that was never started."""
@@ -103,14 +102,12 @@ def lock_sweep(path: Path) -> Iterator[None]:
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"another make sweep is busy with {path}; wait for it, or end it") from None
-    try:
+    with os.fdopen(handle):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another make sweep is busy with {path}; wait for it, or end it") from None
         yield
-    finally:
-        os.close(handle)
 
 
 def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tuple[Point, Folder | None]]:
