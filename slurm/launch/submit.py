@@ -62,7 +62,7 @@ def print_no_slurm(settings: Experiment) -> None:
 
 
 def exec_script(name: str, settings: Experiment, words: list[str], resumed: Folder | None) -> None:
-    """Become the experiment's script, for a resumed run the one it was started with; never returns."""
+    """Become the experiment's script, for a resumed run that of its source; never returns. Raises UserError."""
     script = (resumed.path / "code" if resumed else ROOT) / "experiments" / f"{name}.py"
     if resumed and not script.is_file():
         raise UserError(f"{resumed.path} has no source in code/ any more, and cannot go on; start a new run")
@@ -167,7 +167,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Run an experiment or resume a run; returns the exit status."""
+    """Run an experiment or resume a run; returns the exit status. Raises UserError."""
     resumed = find_resumable(given.resume, given.name) if given.resume else None
     name = parse_experiment(resumed.experiment if resumed else given.name)
     words, for_profile = split_arguments(given.args)

@@ -36,7 +36,7 @@ def create_cluster(plan: Plan) -> None:
 
 
 def run_controller(plan: Plan) -> None:
-    """Be the first process of the cluster: start the switch, the services, slurmctld, then the hosts."""
+    """Be the first process of the cluster: start the switch, slurmctld, then the hosts. Raises UserError."""
     namespaces.detach_process(plan.folder / "log" / "ctl.log")
     namespaces.unshare_namespaces("net", "uts", "mnt")
     namespaces.make_mounts(plan.folder / "etc")
@@ -117,7 +117,7 @@ def start_munge(plan: Plan) -> None:
 
 
 def start_database(plan: Plan) -> None:
-    """Start a private MariaDB with slurmdbd on top: in memory, without a password, as nobody else reaches it."""
+    """Start a private MariaDB with slurmdbd on top: in memory, without a password. Raises UserError."""
     namespaces.mount_path("none", str(plan.folder / "db"), "tmpfs", namespaces.NOSUID | namespaces.NODEV)
     folder, log = plan.folder, (plan.folder / "log" / "db.log").open("a")
     common = ["--no-defaults", f"--datadir={folder}/db", f"--user={plan.user}"]

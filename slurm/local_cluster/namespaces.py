@@ -185,7 +185,7 @@ def list_cables() -> dict[str, bool]:
 
 
 def plug_host(name: str, bridge: str, record: Path, first: Callable[[socket.socket], None]) -> None:
-    """Start a host: a process running `first`, its cable, and its record. The caller ends afterwards."""
+    """Start a host: a process running `first`, its cable, and its record. Raises UserError."""
     ours, theirs = socket.socketpair()
     unshare_namespaces("pid")
 

@@ -181,7 +181,7 @@ def print_facts(found: dict[str, Any]) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Check hosts, or examine a run; returns the exit status."""
+    """Check hosts, or examine a run; returns the exit status. Raises UserError."""
     as_json = parse_switch("JSON", given.json)
     if given.run:
         others = [name for name in ("nodes", "args", "launch", "cluster") if getattr(given, name)]

@@ -236,7 +236,7 @@ def report_unlisted(runs: Path) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Print the status of all runs, or of one; returns the exit status."""
+    """Print the status of the newest runs, or of one; returns the exit status. Raises UserError."""
     runs, as_json = Path(given.runs or "runs"), parse_switch("JSON", given.json)
     lists_all = parse_switch("ALL", given.all) or as_json
     if given.wait and not given.run:

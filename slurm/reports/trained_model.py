@@ -32,7 +32,10 @@ SAMPLES = 7  # with which an exported model is compared
 
 
 def evaluate_model(folder: Folder, words: list[str]) -> int:
-    """Measure the model of a run on its test samples, or on those that the words name; returns the exit status."""
+    """Measure the model of a run on its test samples, or those that the words name; returns the exit status.
+
+    Raises UserError where the samples do not fit the model.
+    """
     schema = config.import_schema(folder.experiment)
     own = config.read_config_file(folder.path / "config.yaml")
     own |= {name: now for name, (_, now) in config.read_last_changes(folder.path).items()}
@@ -123,7 +126,10 @@ def compare_scores(scores: dict[str, float], then: dict[str, float], apart: floa
 
 
 def export_model(folder: Folder, form: str) -> int:
-    """Write the model of a run for other programs, and compare what the file gives there; returns the exit status."""
+    """Write the model of a run for other programs, and compare its outputs there; returns the exit status.
+
+    Raises UserError where this model cannot be written so.
+    """
     from common.models import model_file
 
     facts, model = model_file.load_model(folder)
@@ -160,7 +166,7 @@ def export_model(folder: Folder, form: str) -> int:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Evaluate or export the model of a run; returns the exit status."""
+    """Evaluate or export the model of a run; returns the exit status. Raises UserError."""
     folder = selection.find_run(given.run, Path("runs"))
     if given.verb == "evaluate":
         words, for_profile = parse_settings(given.args)

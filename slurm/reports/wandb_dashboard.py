@@ -65,7 +65,7 @@ def make_workspace(entity: str, project: str) -> Any:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Save the workspace, or print it; returns the exit status."""
+    """Save the workspace, or print it; returns the exit status. Raises UserError."""
     entity, project = parse_project(given.project)
     if parse_switch("DRY_RUN", given.dry_run):
         view = make_workspace(entity or "your-entity", project)._to_model()  # what save() sends

@@ -36,7 +36,7 @@ CURRENT = VERSIONS[2]
 
 
 def find_entry_points(folder: Folder) -> EntryPoints:
-    """The entry points of a run's own source. Raises UserError for a version that is not known here."""
+    """Find the entry points of a run's own source. Raises UserError for a version that is not known here."""
     version = read_json(folder.path / "code" / "slurm" / "entry_points.json").get("version", 1)
     if version not in VERSIONS:
         raise UserError(f"{folder.path} was made by a newer version of this project; use that version for it")

@@ -105,7 +105,7 @@ class Scheduler:
             return "is DOWN" in str(error)
 
     def call_once(self, *words: str, patience: float = PATIENCE) -> str:
-        """Run a command that many runs need; returns its output. One that failed late a moment ago fails at once."""
+        """Run a command that many runs need; returns its output. Raises UserError, at once if it just failed late."""
         key = tuple(self.build_command(words[0]))
         when, problem = FAILED.get(key, (0.0, ""))
         began = time.monotonic()
