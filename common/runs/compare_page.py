@@ -1,29 +1,45 @@
-"""One page for a browser with the curves of several runs. It holds everything and asks no network. Imports no torch.
+"""One page for a browser with curves and a table of several runs. It asks no network. Imports no torch.
 
-A click on a run in the legend hides it in all plots; the buttons choose what the curves are drawn against.
+compare_page.html is its frame, compare_page.css its look, compare_page.js draws the curves, sorts and filters.
 """
 
 from __future__ import annotations
 
+import base64
+import colorsys
+import hashlib
 import html
+import json
+import math
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
-from plotly.colors import qualitative, sample_colorscale
-from plotly.subplots import make_subplots
 
-from common.runs.metric_curves import Curve, RunCurves
+from common.runs.metric_curves import POINTS, Curve, Numbers, RunCurves
 
-DASH = {"finished": "solid", "running": "dot", "pending": "dot"}  # everything else is broken off: dash
-HEIGHT, GAP = 330, 85  # pixels of one row of plots, and between two
-ROOM = 16  # bars whose names find room under them
-
+HERE = Path(__file__).parent
 MISSING = "-"  # where a run has no such number
 MARK = '<meta name="generator" content="make compare">'  # only a file with it is overwritten
+DISTINCT = (
+    *("#2a78d6", "#e07b1a", "#2f9e44", "#d6336c", "#7b56c4"),
+    *("#8a6d3b", "#c2a000", "#0f9aa8", "#c92a2a", "#6b7684"),
+)  # for light pages; on dark ones the style sheet makes them lighter
+DASH = {"finished": "", "running": "2 3", "pending": "2 3"}  # of a line; everything else ended early
+EARLY = "7 4"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a run in the table."""
+
+    text: str
+    value: float | None = None
+    """What it is sorted by; None where there is none, or where it is a word."""
 
 
 @dataclass(frozen=True)
@@ -32,233 +48,209 @@ class ComparedRun:
 
     key: str
     """What tells it from all others: its id."""
+    experiment: str
     label: str
+    """Short, and different from those of the experiment's other runs."""
     state: str
     curves: RunCurves
-    columns: dict[str, str]
-    """Head and text of its line in the first table."""
+    columns: dict[str, Cell]
+    """Head and content of its cells in the table."""
     settings: dict[str, str]
-    """Those in which the runs differ."""
-    waiting: float | None = None
-    """Share of the time that processes wait for each other."""
-    memory: float | None = None
-    """Peak of the process that takes most, in MB."""
+    detail: str = ""
+    """Why it is not finished."""
     links: dict[str, str] = field(default_factory=dict)
     """Words and relative addresses."""
 
-    @property
-    def name(self) -> str:
-        return self.label if self.state == "finished" else f"{self.label} ({self.state})"
+
+BARS = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "MB": None}
+"""Columns whose cells hold a bar, with the value of a full one; None: the largest in the column."""
 
 
 def choose_colours(count: int) -> list[str]:
-    """Return `count` colours, distinct as far as there are so many."""
-    if count <= len(qualitative.D3):
-        return list(qualitative.D3[:count])
-    return list(sample_colorscale("Turbo", [0.04 + 0.92 * i / (count - 1) for i in range(count)]))
+    """Return `count` colours, distinct as far as there are so many; neighbours resemble each other."""
+    if count <= len(DISTINCT):
+        return list(DISTINCT[:count])
+    found = []
+    for i in range(count):
+        parts = colorsys.hls_to_rgb(0.94 * i / count, 0.38 + 0.12 * (i % 2), 0.75)
+        found.append("#" + "".join(f"{round(255 * part):02x}" for part in parts))
+    return found
 
 
-def draw_curve(run: ComparedRun, curve: Curve, colour: str, shown: str, spread: bool) -> go.Scatter:
-    """Draw a curve against steps; samples and seconds travel along for the buttons."""
-    beside = np.column_stack([curve.at, curve.low, curve.high])
-    hover = f"step %{{customdata[0]:,}}, %{{customdata[1]:,}} samples, %{{customdata[2]:.1f}} s<br>%{{y:{shown}}}"
-    hover += f"<br>%{{customdata[3]:{shown}}} to %{{customdata[4]:{shown}}}" if spread else ""
-    return go.Scatter(
-        x=curve.at[:, 0],
-        y=curve.value,
-        customdata=beside,
-        name=html.escape(run.name),
-        legendgroup=html.escape(run.key),
-        showlegend=False,
-        mode="lines" if len(curve) > 30 else "lines+markers",
-        line={"color": colour, "width": 1.6, "dash": DASH.get(run.state, "dash")},
-        marker={"size": 5},
-        hovertemplate=f"<b>%{{fullData.name}}</b><br>{hover}<extra></extra>",
+def group_runs(runs: Iterable[ComparedRun]) -> dict[str, list[ComparedRun]]:
+    """Return the runs of each experiment, in the order in which they come."""
+    found: dict[str, list[ComparedRun]] = {}
+    for run in runs:
+        found.setdefault(run.experiment, []).append(run)
+    return found
+
+
+def round_numbers(values: Numbers, shown: str = ".5g") -> list[float | None]:
+    """Return numbers with as many digits as a screen can show; None for what is no number."""
+    return [float(format(value, shown)) if math.isfinite(value) else None for value in values.tolist()]
+
+
+def encode_curve(run: int, curve: Curve) -> dict[str, Any]:
+    """Return a curve of the run of this number as JSON; without lowest and highest where it is not thinned."""
+    at = [round_numbers(curve.at[:, axis], ".12g" if axis < 2 else ".6g") for axis in range(3)]
+    found = {"run": run, "at": at, "y": round_numbers(curve.value)}
+    if not np.array_equal(curve.low, curve.high, equal_nan=True):
+        found |= {"low": round_numbers(curve.low), "high": round_numbers(curve.high)}
+    return found
+
+
+def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """Return the charts that have curves; what has one point in each run stands in the table alone."""
+
+    def chart(title: str, kind: str, curves: Sequence[Curve | None], **more: bool) -> dict[str, Any]:
+        found = [encode_curve(i, curve) for i, curve in enumerate(curves) if curve is not None and len(curve)]
+        return {"title": title, "kind": kind, "curves": found} | more
+
+    first = ["test_accuracy", "test_loss"]
+    every = dict.fromkeys(name for run in runs for name in run.curves.tests)
+    tests = [name for name in first if name in every] + [name for name in every if name not in first]
+    found = [chart("training loss", "number", [run.curves.loss for run in runs], may_smooth=True, may_log=True)]
+    for name in tests:
+        kind, own = "percent" if "accuracy" in name else "number", [run.curves.tests.get(name) for run in runs]
+        found.append(chart(name.replace("_", " "), kind, own, may_smooth=False, may_log="loss" in name))
+    found.append(chart("samples/s", "number", [run.curves.speed for run in runs], may_smooth=True, may_log=False))
+    return [one for one in found if any(len(curve["y"]) > 1 for curve in one["curves"])]
+
+
+def format_cell(cell: Cell, full: float | None = None) -> str:
+    """Return a table cell as HTML, with a bar in it where `full`, the value of a full bar, is given."""
+    value, bar = "", ""
+    if cell.value is not None and math.isfinite(cell.value):
+        value = f' data-value="{cell.value!r}"'
+        if full:
+            bar = f' class="bar" style="--share:{min(1.0, max(0.0, cell.value / full)):.3f}"'
+    return f"<td{value}{bar}>{html.escape(cell.text)}</td>"
+
+
+def format_head(words: Sequence[str]) -> str:
+    """Return a table's head as HTML; its words are buttons that sort."""
+    cells = (f'<th scope="col"><button>{html.escape(word)}</button></th>' for word in words)
+    return f"<thead><tr>{''.join(cells)}</tr></thead>"
+
+
+def parse_cell(text: str) -> Cell:
+    """A cell of a setting, sorted as a number where it is one."""
+    try:
+        return Cell(text, float(text))
+    except ValueError:
+        return Cell(text)
+
+
+def format_name(run: ComparedRun) -> str:
+    """A run's label as HTML, and its state unless it is finished."""
+    state = "" if run.state == "finished" else f" <small>{html.escape(run.state)}</small>"
+    return html.escape(run.label) + state
+
+
+def format_run(number: int, run: ComparedRun, colour: str, cells: Iterable[str]) -> str:
+    """Return a run's row of the table as HTML."""
+    words = [run.experiment, run.label, run.key, run.state, *(f"{key}={text}" for key, text in run.settings.items())]
+    links = " ".join(f'<a href="{html.escape(to)}">{html.escape(word)}</a>' for word, to in run.links.items())
+    state = f'<span class="state {html.escape(run.state)}">{html.escape(run.state)}</span>'
+    detail = f"<small>{html.escape(run.detail)}</small>" if run.detail else ""
+    return (
+        f'<tr class="run" data-run="{number}" data-words="{html.escape(" ".join(words).lower())}" style="--c:{colour}">'
+        f'<th scope="row" title="{html.escape(run.key)}"><span class="mark"></span>{format_name(run)}</th>'
+        f'{"".join(cells)}<td class="end">{state}{detail}</td><td>{links}</td></tr>'
     )
 
 
-def draw_bar(run: ComparedRun, value: float, colour: str, shown: str) -> go.Bar:
-    """Draw one number of a run as a bar."""
-    key = html.escape(run.key)
-    return go.Bar(
-        x=[key],
-        y=[value],
-        name=html.escape(run.name),
-        legendgroup=key,
-        showlegend=False,
-        marker={"color": colour},
-        hovertemplate=f"<b>%{{fullData.name}}</b><br>%{{y:{shown}}}<extra></extra>",
+def format_runs_table(runs: Sequence[ComparedRun], colours: Sequence[str], settings: Sequence[str]) -> str:
+    """Return the table as HTML: settings, results and files of each run, experiment by experiment."""
+    names = dict.fromkeys(name for run in runs for name, cell in run.columns.items() if cell.text != MISSING)
+    most = {
+        name: max((run.columns[name].value or 0 for run in runs if name in run.columns), default=0) for name in names
+    }
+    full = {name: BARS[name] or most[name] for name in names if name in BARS}
+    lines = [format_head(["run", *names, *settings, "state", "files"])]
+    number = 0
+    for experiment, own in group_runs(runs).items():
+        lines.append("<tbody>")
+        if len(group_runs(runs)) > 1:
+            span = len(settings) + len(names) + 3
+            head = f'<th scope="rowgroup" colspan="{span}"><span>{html.escape(experiment)}</span></th>'
+            lines.append(f'<tr class="group">{head}</tr>')
+        for run in own:
+            cells = [format_cell(run.columns.get(name, Cell(MISSING)), full.get(name)) for name in names]
+            cells += [format_cell(parse_cell(run.settings.get(key, MISSING))) for key in settings]
+            lines.append(format_run(number, run, colours[number], cells))
+            number += 1
+        lines.append("</tbody>")
+    longest = min(34, max(len(run.label) for run in runs))
+    return f'<table id="results" style="--label:{longest}">{"".join(lines)}</table>'
+
+
+def format_experiments_table(runs: Sequence[ComparedRun], settings: Sequence[str]) -> str:
+    """Return the settings that differ between experiments only, as HTML: a column for each experiment."""
+    groups = group_runs(runs)
+    if len(groups) < 2 or not settings:
+        return ""
+    lines = [format_head(["setting", *groups]), "<tbody>"]
+    for key in settings:
+        cells = "".join(format_cell(parse_cell(own[0].settings.get(key, MISSING))) for own in groups.values())
+        lines.append(f'<tr><th scope="row">{html.escape(key)}</th>{cells}</tr>')
+    head = "<summary>Settings that differ between experiments alone</summary>"
+    return f'<details>{head}<div class="wide"><table>{"".join(lines)}</tbody></table></div></details>'
+
+
+def format_legend(runs: Sequence[ComparedRun], colours: Sequence[str]) -> str:
+    """Return the legend of all charts as HTML: a switch for each run, under one for each experiment."""
+    lines, number, groups = [], 0, group_runs(runs)
+    for experiment, own in groups.items():
+        lines.append('<fieldset class="kind">')
+        name = html.escape(experiment)
+        lines.append(f'<legend><label><input type="checkbox" class="all" checked>{name}</label></legend>')
+        for run in own:
+            line = f'<path d="M0 4H22" class="line" stroke-dasharray="{choose_dash(run)}"/>'
+            lines += [
+                f'<label class="run" data-run="{number}" style="--c:{colours[number]}" title="{html.escape(run.key)}">',
+                f'<input type="checkbox" checked><svg width="22" height="8">{line}</svg>',
+                f"<span>{format_name(run)}</span></label>",
+            ]
+            number += 1
+        lines.append("</fieldset>")
+    return "".join(lines)
+
+
+def choose_dash(run: ComparedRun) -> str:
+    """The dashes of a run's line, by its state."""
+    return DASH.get(run.state, EARLY)
+
+
+def render_page(given: Sequence[ComparedRun], within: Sequence[str], between: Sequence[str]) -> str:
+    """Return the whole page as HTML.
+
+    `within` are the settings that differ within an experiment, the most telling first, `between` those that only differ
+    between experiments.
+    """
+    groups = group_runs(given)
+    runs = [run for own in groups.values() for run in own]
+    colours = choose_colours(len(runs))
+    charts = build_charts(runs)
+    names = [f"{run.experiment} {run.label}" if len(groups) > 1 else run.label for run in runs]
+    drawn = [{"name": n, "colour": c, "dash": choose_dash(r)} for n, c, r in zip(names, colours, runs, strict=True)]
+    frames = "".join(
+        f'<figure><h3>{html.escape(one["title"])}</h3><div class="chart"></div></figure>' for one in charts
     )
-
-
-@dataclass
-class Panel:
-    """One plot: a trace for each run that has something to show in it."""
-
-    title: str
-    traces: list[go.Scatter | go.Bar]
-    format: str = ""
-    """Of the numbers at its vertical axis."""
-    curves: bool = True
-
-
-def build_panels(runs: Sequence[ComparedRun]) -> list[Panel]:
-    """Return the plots that have something to show."""
-    drawn = list(zip(runs, choose_colours(len(runs)), strict=True))
-
-    def curves(of: Any, shown: str, spread: bool = False) -> list[go.Scatter | go.Bar]:
-        return [draw_curve(r, of(r), c, shown, spread) for r, c in drawn if of(r) is not None and len(of(r))]
-
-    def bars(of: Any, shown: str) -> list[go.Scatter | go.Bar]:
-        return [draw_bar(r, of(r), c, shown) for r, c in drawn if of(r) is not None]
-
-    found = [
-        Panel("training loss", curves(lambda r: r.curves.loss, ".4g", True)),
-        Panel("test accuracy", curves(lambda r: r.curves.tests.get("test_accuracy"), ".2%"), ".1%"),
-        Panel("test loss", curves(lambda r: r.curves.tests.get("test_loss"), ".4g")),
-        Panel("samples a second", curves(lambda r: r.curves.speed, ",.0f", True)),
-        Panel("share of the time waited for other processes", bars(lambda r: r.waiting, ".1%"), ".0%", False),
-        Panel("peak memory where most was taken, MB", bars(lambda r: r.memory, ",.0f"), "", False),
-    ]
-    return [panel for panel in found if panel.traces]
-
-
-def build_figure(runs: Sequence[ComparedRun]) -> go.Figure | None:
-    """Draw all plots in one figure, so that they share a legend; None where no run has anything to draw."""
-    found = build_panels(runs)
-    if not found:
-        return None
-    rows = (len(found) + 1) // 2
-    spaces = {"vertical_spacing": GAP / HEIGHT / rows, "horizontal_spacing": 0.08}
-    plot = make_subplots(rows, 2, subplot_titles=[panel.title for panel in found], **spaces)
-    named: set[str] = set()
-    for at, panel in enumerate(found):
-        where = {"row": at // 2 + 1, "col": at % 2 + 1}
-        for trace in panel.traces:
-            trace.showlegend = trace.legendgroup not in named
-            named.add(trace.legendgroup)
-            plot.add_trace(trace, **where)
-        plot.update_yaxes(tickformat=panel.format or None, **where)
-        if panel.curves:
-            plot.update_xaxes(title_text="step", title_standoff=4, **where)
-        else:
-            names = {"tickvals": [trace.x[0] for trace in panel.traces]}  # the end of the id is told under a bar
-            names["ticktext"] = [trace.name.partition(" ")[0] for trace in panel.traces]
-            plot.update_xaxes(type="category", **names, showticklabels=len(panel.traces) <= ROOM, **where)
-    plot.update_layout(
-        template="plotly_white",
-        height=HEIGHT * rows + 60,
-        margin={"l": 60, "r": 20, "t": 40, "b": 40},
-        legend={"title": "click hides, double click shows alone", "groupclick": "togglegroup", "tracegroupgap": 0},
-        hovermode="closest",
-        font={"family": "system-ui, sans-serif", "size": 12},
-    )
-    return plot
-
-
-def format_cell(text: str) -> str:
-    """Return a table cell as HTML."""
-    return f"<td>{html.escape(text)}</td>"
-
-
-def format_header(words: Sequence[str]) -> str:
-    """Return a table's header row as HTML."""
-    return "<tr>" + "".join(f"<th>{html.escape(word)}</th>" for word in words) + "</tr>"
-
-
-def format_runs_table(runs: Sequence[ComparedRun]) -> str:
-    """Return the table of final numbers and links as HTML, one row per run."""
-    names = list(dict.fromkeys(name for run in runs for name, text in run.columns.items() if text != MISSING))
-    lines = [format_header(["run", "state", *names, "files"])]
-    for run, colour in zip(runs, choose_colours(len(runs)), strict=True):
-        links = " ".join(f'<a href="{html.escape(to)}">{html.escape(word)}</a>' for word, to in run.links.items())
-        mark = f'<span class="mark" style="background:{colour}"></span>'
-        state = f'<span class="state {html.escape(run.state)}">{html.escape(run.state)}</span>'
-        cells = "".join(format_cell(run.columns.get(name, MISSING)) for name in names)
-        lines.append(f"<tr><td>{mark}{html.escape(run.label)}</td><td>{state}</td>{cells}<td>{links}</td></tr>")
-    return f"<table>{''.join(lines)}</table>"
-
-
-def format_settings_table(runs: Sequence[ComparedRun], differing: Sequence[str]) -> str:
-    """Return the table of settings in which runs differ as HTML, one row per run."""
-    if not differing:
-        return "<p>The runs have the same settings.</p>"
-    lines = [format_header(["run", *differing])]
-    for run, colour in zip(runs, choose_colours(len(runs)), strict=True):
-        mark = f'<span class="mark" style="background:{colour}"></span>'
-        cells = "".join(format_cell(run.settings.get(key, MISSING)) for key in differing)
-        lines.append(f"<tr><td>{mark}{html.escape(run.label)}</td>{cells}</tr>")
-    return f"<table>{''.join(lines)}</table>"
-
-
-def render_page(runs: Sequence[ComparedRun], differing: Sequence[str]) -> str:
-    """Return the whole page as HTML."""
-    plot = build_figure(runs)
-    drawn = "<p>No run has begun to train yet.</p>"
-    if plot is not None:
-        unused = ["sendChartToCloud", "select2d", "lasso2d"]  # nothing leaves this page
-        settings = {"responsive": True, "displaylogo": False, "plotlyServerURL": "", "modeBarButtonsToRemove": unused}
-        drawn = BUTTONS + plot.to_html(
-            config=settings, include_plotlyjs=True, full_html=False, div_id="plots", post_script=CHOOSE
-        )
-    made = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">{MARK}<title>{len(runs)} runs compared</title>
-<style>{STYLE}</style></head><body>
-<h1>{len(runs)} runs compared</h1>
-<p class="note">Made {made}. A point of a curve is the mean of some consecutive steps, with the lowest and highest of
-them beside the pointer. Dotted: still running. Dashed: ended early.</p>
-{drawn}
-<h2>Results</h2><div class="wide">{format_runs_table(runs)}</div>
-<h2>What differs in the settings</h2><div class="wide">{format_settings_table(runs, differing)}</div>
-<script>{SORT}</script></body></html>
-"""
-
-
-STYLE = """
-body { font: 14px system-ui, sans-serif; margin: 24px; color: #222 }
-h1 { font-size: 22px; margin: 0 } h2 { font-size: 17px; margin: 28px 0 8px }
-.note { color: #666; margin: 4px 0 16px }
-.wide { overflow-x: auto }
-table { border-collapse: collapse } th, td { padding: 4px 12px 4px 0; text-align: left; white-space: nowrap }
-th { border-bottom: 1px solid #bbb; cursor: pointer; font-weight: 600 } td { border-bottom: 1px solid #eee }
-td { font-variant-numeric: tabular-nums }
-.mark { display: inline-block; width: 10px; height: 10px; border-radius: 5px; margin-right: 8px }
-.state { padding: 1px 7px; border-radius: 8px; background: #f8d7d7 }
-.state.finished { background: #dff0df } .state.running, .state.pending { background: #dbe7fb }
-button { font: inherit; border: 1px solid #bbb; background: #fff; padding: 3px 12px; cursor: pointer }
-button.on { background: #2b5fa8; border-color: #2b5fa8; color: #fff }
-.buttons span { color: #666; margin: 0 6px 0 18px } .buttons span:first-child { margin-left: 0 }
-"""
-BUTTONS = """<div class="buttons"><span>curves against</span><button data-x="0" class="on">step</button><button
-data-x="1">samples</button><button data-x="2">seconds</button><span>loss</span><button
-data-y="linear" class="on">linear</button><button data-y="log">logarithmic</button></div>"""
-CHOOSE = """
-const plot = document.getElementById('{plot_id}'), names = ['step', 'samples', 'seconds'];
-const lines = plot.data.flatMap((trace, i) => trace.type === 'scatter' ? [i] : []);
-const axis = (letter, i) => plot.data[i][letter + 'axis'].replace(letter, letter + 'axis');
-const titles = Object.fromEntries(plot.layout.annotations.map((a, i) => [a.text, i ? 'yaxis' + (i + 1) : 'yaxis']));
-document.querySelectorAll('.buttons button').forEach(button => button.onclick = () => {
-  const {x, y} = button.dataset, kind = x === undefined ? 'y' : 'x';
-  document.querySelectorAll(`button[data-${kind}]`).forEach(other => other.classList.toggle('on', other === button));
-  if (kind === 'x') {
-    const layout = lines.flatMap(i => [[axis('x', i) + '.title.text', names[x]], [axis('x', i) + '.autorange', true]]);
-    const along = lines.map(i => plot._fullData[i].customdata.map(row => row[x]));
-    Plotly.update(plot, {x: along}, Object.fromEntries(layout), lines);
-  } else {
-    Plotly.relayout(plot, Object.fromEntries(['training loss', 'test loss'].filter(name => titles[name])
-      .flatMap(name => [[titles[name] + '.type', y], [titles[name] + '.autorange', true]])));
-  }
-});
-"""
-SORT = """
-document.querySelectorAll('th').forEach(head => head.onclick = () => {
-  const table = head.closest('table'), column = head.cellIndex, up = head.dataset.up !== '1';
-  const key = row => { const text = row.cells[column].innerText, n = parseFloat(text.replace(/,/g, ''));
-    return isNaN(n) ? [1, text] : [0, n]; };
-  const order = (a, b) => a[0] - b[0] || (a[1] < b[1] ? -1 : a[1] > b[1] ? 1 : 0);
-  const rows = [...table.rows].slice(1).sort((a, b) => (up ? 1 : -1) * order(key(a), key(b)));
-  head.dataset.up = up ? '1' : '0';
-  rows.forEach(row => row.parentNode.appendChild(row));
-});
-"""
+    script = (HERE / "compare_page.js").read_text()
+    parts = {
+        "mark": MARK,
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "title": f"{len(runs)} run{'s' if len(runs) > 1 else ''} compared",
+        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "points": str(POINTS),
+        "style": (HERE / "compare_page.css").read_text(),
+        "charts": frames or '<p class="note">No run has a curve to draw yet.</p>',
+        "legend": format_legend(runs, colours),
+        "table": format_runs_table(runs, colours, within),
+        "more": format_experiments_table(runs, between),
+        "data": json.dumps({"runs": drawn, "charts": charts}, separators=(",", ":")).replace("<", "\\u003c"),
+        "script": script,
+    }
+    frame = (HERE / "compare_page.html").read_text()
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], frame)  # once: what is put in is not looked at

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-POINTS = 400  # of one curve
+POINTS, EARLY = 400, 80  # of one curve; of these, for a logarithmic axis, the more the earlier
 AXES = ("global_step", "samples", "time")
 Numbers = NDArray[np.float64]
 
@@ -80,8 +80,11 @@ def to_table(rows: list[tuple[float, ...]], width: int) -> Numbers:
 
 
 def compute_group_bounds(count: int) -> NDArray[np.int64]:
-    """Return the bounds of the groups of consecutive steps: at most POINTS + 1 indices."""
-    return np.unique(np.linspace(0, count, min(count, POINTS) + 1).astype(np.int64))
+    """Return the bounds of the groups of consecutive steps, at most POINTS + 1 indices, denser at the start."""
+    if count <= POINTS:
+        return np.arange(count + 1)
+    even, early = np.linspace(0, count, POINTS - EARLY + 1), np.geomspace(1, count, EARLY)
+    return np.unique(np.concatenate([even, early]).astype(np.int64))
 
 
 def average_step_groups(at: Numbers, above: Numbers, below: Numbers) -> Curve:

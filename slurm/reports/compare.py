@@ -1,6 +1,6 @@
 """The verb `compare`: runs side by side, as a table on the terminal and as one page for a browser. Imports no torch.
 
-The page holds everything, the plotting library included: it opens from disk, without a network.
+The page holds everything: it opens from disk, without a network.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from common.core.errors import UserError
 from common.runs import compare_page as pages
-from common.runs import metric_curves
+from common.runs import metric_curves, setting_labels
 from common.runs import result as results
-from common.runs.compare_page import ComparedRun
+from common.runs.compare_page import Cell, ComparedRun
+from common.runs.compare_table import Column, choose_columns, get_width, join_columns, shorten
 from common.runs.folder import Folder, disk_errors, read_json, write_atomic
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
@@ -27,7 +29,6 @@ from slurm.reports.logs import find_rank_0_log
 from slurm.reports.selection import Choice
 from slurm.reports.status import Status
 
-NO_MATTER = ("runs", "data.cache", "data.root", "log.", "wandb.")  # settings that do not change what is computed
 LOGS = 4  # ranks whose logs have links of their own
 NAMED = 3  # settings that may stand in a run's label
 
@@ -42,6 +43,8 @@ class Compared:
     result: results.Result
     world: dict[str, Any]
     curves: metric_curves.RunCurves
+    telling: list[str] = dataclasses.field(default_factory=list)
+    """Settings that tell it from the other runs of its experiment, at most NAMED."""
     label: str = ""
 
     @classmethod
@@ -51,6 +54,11 @@ class Compared:
         bounds = {bound for _, bound in folder.chain() if bound is not None}
         drawn = metric_curves.read_curves(folder.read_rows(), bounds)
         return cls(folder, status.read_status(folder), own, results.parse_result(folder.result), world, drawn)
+
+    @property
+    def end(self) -> str:
+        """The last characters of the id, which commands take as well."""
+        return self.folder.path.name.rpartition("-")[2]
 
     @property
     def needs_words(self) -> bool:
@@ -98,53 +106,60 @@ def find_last(curve: metric_curves.Curve) -> float | None:
     return float(curve.value[-1]) if len(curve) and math.isfinite(curve.value[-1]) else None
 
 
-def list_differences(runs: list[Compared]) -> list[str]:
-    """List the settings whose values differ between the runs that have them."""
-    found = []
-    for key in dict.fromkeys(key for run in runs for key in run.settings):
-        values = {run.settings[key] for run in runs if key in run.settings}
-        if len(values) > 1 and not any(key == n or (n.endswith(".") and key.startswith(n)) for n in NO_MATTER):
-            found.append(key)
+def group_runs(runs: list[Compared]) -> dict[str, list[Compared]]:
+    """The runs of each experiment."""
+    found: dict[str, list[Compared]] = {}
+    for run in runs:
+        found.setdefault(run.folder.experiment, []).append(run)
     return found
 
 
-def label_runs(runs: list[Compared], differing: list[str]) -> None:
-    """Give each run a short label: the end of its id, its experiment, its differing settings."""
-    kinds: dict[str, list[Compared]] = {}
-    for run in runs:
-        kinds.setdefault(run.folder.experiment, []).append(run)
-    several = len(kinds) > 1
-    within = {name: list_differences(own) for name, own in kinds.items()}  # what differs between experiments is no news
-    for run in runs:
-        told = [key for key in within[run.folder.experiment] if key in differing]
-        parts = [run.folder.path.name.rpartition("-")[2]]
-        parts += [run.folder.experiment] if several else []
-        parts += [f"{key.rpartition('.')[2]}={run.settings.get(key, '-')}" for key in told[:NAMED]]
-        run.label = " ".join(parts)
+def label_runs(runs: list[Compared]) -> None:
+    """Give each run the settings that tell it from others of its experiment, and a label: its id's end, and these."""
+    for own in group_runs(runs).values():
+        settings = [run.settings for run in own]
+        telling = setting_labels.choose_telling(settings, NAMED)
+        names = setting_labels.shorten_keys(telling, settings)
+        for run in own:
+            values = [shorten(run.settings.get(key, pages.MISSING)) for key in telling]
+            words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+            run.telling, run.label = telling, " ".join([run.end, *words])
+
+
+def list_within(runs: list[Compared]) -> list[str]:
+    """The settings that differ between runs of the same experiment: those in labels, then the others."""
+    groups = group_runs(runs).values()
+    told = [key for place in range(NAMED) for own in groups for key in own[0].telling[place : place + 1]]
+    rest = [key for own in groups for key in setting_labels.list_differences([run.settings for run in own])]
+    return list(dict.fromkeys([*told, *sorted(rest, key=setting_labels.rank_setting)]))
 
 
 def compare_runs(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
     """The runs with their labels, and the settings in which they differ."""
     runs = [Compared.of(folder) for folder in folders]
-    differing = list_differences(runs)
-    label_runs(runs, differing)
-    return runs, differing
+    label_runs(runs)
+    return runs, setting_labels.list_differences([run.settings for run in runs])
 
 
 SHOWN = {
-    "state": "{}",
-    "restarts": "{}",
-    "processes": "{}",
-    "step": "{}",
-    "test_loss": "{:.4f}",
     "test_accuracy": "{:.2%}",
     "samples_per_second": "{:,.0f}",
+    "test_loss": "{:.4f}",
+    "step": "{}",
     "efficiency": "{:.0%}",
     "waiting": "{:.0%}",
     "memory_mb": "{:,.0f}",
+    "processes": "{}",
+    "restarts": "{}",
     "cut": "{}",
 }
-HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "memory_mb": "MB"}
+"""Columns of the table, the most telling first, and how their values are written."""
+HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "memory_mb": "MB", "processes": "ranks"}
+
+
+def name_column(name: str) -> str:
+    """The head of a column."""
+    return HEADS.get(name, name.replace("_", " "))
 
 
 def format_value(facts: dict[str, Any], name: str) -> str:
@@ -152,39 +167,61 @@ def format_value(facts: dict[str, Any], name: str) -> str:
     return pages.MISSING if facts[name] is None else SHOWN[name].format(facts[name])
 
 
-def format_table(runs: list[Compared], differing: list[str]) -> str:
-    """The table as text: one line per run, differing settings last, then a line for each run that is not finished."""
+def list_columns(runs: list[Compared]) -> list[str]:
+    """The columns that say something of any of the runs."""
     every = [run.facts() for run in runs]
-    columns = [name for name in SHOWN if any(facts[name] is not None for facts in every)]
-    lines = [["run", *(HEADS.get(name, name.replace("_", " ")) for name in columns), *differing]]
-    for run, facts in zip(runs, every, strict=True):
-        own = [run.settings.get(key, pages.MISSING) for key in differing]
-        lines.append([facts["run"], *(format_value(facts, name) for name in columns), *own])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    left = {0, 1}  # words; the rest are numbers
-    text = [
-        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
-    ]
+    return [n for n in SHOWN if any(facts[n] or (facts[n] == 0 and n != "restarts") for facts in every)]
+
+
+def format_table(given: list[Compared], width: int) -> str:
+    """The table as text, experiment by experiment, then a line for each run that is not finished.
+
+    Where not all columns fit, ids are shortened to their ends, and the columns that are left out are named.
+    """
+    groups = group_runs(given)
+    runs = [run for own in groups.values() for run in own]
+    every = [run.facts() for run in runs]
+    within = list_within(runs)
+    names = list_columns(runs)
+    settings = [Column(key, [shorten(run.settings.get(key, pages.MISSING)) for run in runs]) for key in within]
+    told = len({key for run in runs for key in run.telling})
+    columns = [Column("state", [facts["state"] for facts in every], left=True), *settings[:told]]
+    columns += [Column(name_column(name), [format_value(facts, name) for facts in every]) for name in names]
+    columns += settings[told:]
+    for cells in ([run.status.run for run in runs], [run.end for run in runs]):
+        chosen = choose_columns([Column("run", cells, left=True), *columns], width)
+        if len(chosen) > len(columns):
+            break
+    head, *lines = join_columns(chosen)
+    text = [head]
+    for name, own in groups.items():
+        text += [f"{name}:"] if len(groups) > 1 else []
+        text += [lines.pop(0) for _ in own]
+    missing = [column.head for column in columns if column not in chosen]
+    text += [f"no room for: {', '.join(missing)}"] if missing else []
     words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if run.needs_words]
-    return "\n".join([line.rstrip() for line in text] + [word.removesuffix(": ") for word in words])
+    return "\n".join(text + [word.removesuffix(": ") for word in words])
 
 
-def make_picture(run: Compared, place: Path, differing: list[str]) -> ComparedRun:
-    """The data of a run for the page, with links relative to the folder `place`."""
+def make_picture(run: Compared, names: list[str], place: Path) -> ComparedRun:
+    """The data of a run for the page, with these columns and with links relative to the folder `place`."""
     facts = run.facts()
-    columns = {HEADS.get(name, name.replace("_", " ")): format_value(facts, name) for name in SHOWN if name != "state"}
-    if run.needs_words:
-        columns["detail"] = run.status.detail
+    columns = {}
+    for name in names:
+        value = None if isinstance(facts[name], str) else results.to_number(facts[name])
+        columns[name_column(name)] = Cell(format_value(facts, name), value)
+    for name, curve in run.curves.tests.items():
+        if name not in SHOWN and len(curve):
+            columns[name_column(name)] = Cell(f"{curve.value[-1]:.4g}", results.to_number(float(curve.value[-1])))
     return ComparedRun(
         run.status.run,
+        run.folder.experiment,
         run.label,
         run.status.state.lower(),
         run.curves,
         columns,
-        {key: run.settings[key] for key in differing if key in run.settings},
-        facts["waiting"],
-        facts["memory_mb"],
+        run.settings,
+        run.status.detail if run.needs_words else "",
         list_links(run.folder, place),
     )
 
@@ -194,7 +231,7 @@ def list_links(folder: Folder, place: Path) -> dict[str, str]:
     files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
     for attempt in folder.attempts()[-1:]:
         logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
-        files |= {f"log of {path.stem.replace('-', ' ')}": path for path in logs[:LOGS]}
+        files |= {f"log {path.stem.rpartition('-')[2]}": path for path in logs[:LOGS]}
         files |= {"all logs": attempt.attempt / "logs"} if len(logs) > LOGS else {}
         files |= {"job": find_rank_0_log(folder)} if (folder.path / "submit").exists() else {}
     found = {word: quote(os.path.relpath(path, place.absolute())) for word, path in files.items() if path.exists()}
@@ -223,19 +260,28 @@ def is_page(path: Path) -> bool:
     return pages.MARK in beginning or bool(re.search(r"<title>\d+ runs compared</title>", beginning))
 
 
+def format_link(path: Path) -> str:
+    """The address of a file, which a terminal opens at a click."""
+    address = path.absolute().as_uri()
+    return f"\033]8;;{address}\033\\{address}\033]8;;\033\\" if sys.stdout.isatty() else address
+
+
 def main(given: argparse.Namespace) -> int:
-    """Print the table of runs and write their page; returns the exit status."""
+    """Print the table of runs and write their page, or print JSON alone; returns the exit status."""
     as_json = parse_switch("JSON", given.json)
+    if as_json and given.page:
+        raise UserError("JSON=1 writes no page; leave out PAGE= or JSON=1")
     root = Path(given.runs or "runs")
     folders = selection.select_runs(Choice(given.pick, given.name, given.last, given.where, given.sweep), root)
     runs, differing = compare_runs(folders)
-    page = Path(given.page or root / "compare.html")
     if as_json:
         rows = [run.facts() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
-        print(json.dumps({"page": str(page.absolute()), "differing": differing, "runs": rows}, indent=2), flush=True)
-    else:
-        print(format_table(runs, differing), flush=True)
-    write_page(page, pages.render_page([make_picture(run, page.parent, differing) for run in runs], differing))
-    if not as_json:
-        print(f"page: {page.absolute()}")
+        print(json.dumps({"differing": differing, "runs": rows}, indent=2))
+        return 0
+    print(format_table(runs, get_width()), flush=True)
+    page, within = Path(given.page or root / "compare.html"), list_within(runs)
+    between = [key for key in differing if key not in within]
+    pictures = [make_picture(run, list_columns(runs), page.parent) for run in runs]
+    write_page(page, pages.render_page(pictures, within, between))
+    print(f"page: {format_link(page)}")
     return 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -46,13 +49,42 @@ def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
     done = warm.execute([sys.executable, "-m", "slurm", "compare", f"--runs={made}"], env=environment(), real=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == compare(made).stdout
-    head, *lines = done.stdout.splitlines()
+    head, first, *lines = done.stdout.splitlines()
+    assert first == "mnist_pipeline:" and lines.pop(2) == "ddp_multinode:"
     assert [line.split()[1] for line in lines[:6]] == ["finished", "finished", "finished", "failed", "running", "lost"]
     assert "optim.lr" in head and "strategy" in head
     assert "momentum" not in head  # the same everywhere
     assert "data.cache" not in head
     assert any("FAILED: the loss is nan" in line for line in lines)
-    assert lines[-1] == f"page: {made / 'compare.html'}"
+    assert lines[-1] == f"page: {(made / 'compare.html').as_uri()}"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_the_table_is_as_wide_as_the_terminal(made: Path, width: int) -> None:
+    done = inside.run_verb("compare", f"--runs={made}", COLUMNS=str(width))
+    head, *lines = done.stdout.splitlines()
+    table = [head, *(line for line in lines if line.split()[1:2] and line.split()[1] in ("finished", "failed"))]
+    assert len(table) == 5 and max(map(len, table)) <= width
+    assert head.split()[:2] == ["run", "state"] and (width < 80 or "accuracy" in head)
+    whole = any(path.name in lines[1] for path in made.glob("mnist_pipeline-*"))
+    assert whole == (width == 200) and ("no room for: " in done.stdout) == (width < 120)
+
+
+def test_json_writes_no_page(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "runs", ignore=shutil.ignore_patterns("compare.html"))
+    assert set(as_json(tmp_path / "runs")) == {"differing", "runs"}
+    done = compare(tmp_path / "runs", "--json=1", f"--page={tmp_path / 'page.html'}")
+    assert done.returncode == 2 and "JSON=1 writes no page" in done.stderr
+    assert not list(tmp_path.rglob("*.html"))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_page_is_a_link(made: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    address = f"{made.as_uri()}/a%20page.html"
+    shown = f"\033]8;;{address}\033\\{address}\033]8;;\033\\" if terminal else address
+    assert compared.format_link(made / "a page.html") == shown
 
 
 def test_a_result_of_a_newer_format_is_named_and_the_others_are_listed(tmp_path: Path) -> None:
@@ -94,7 +126,7 @@ def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:
     assert running["state"] == "running" and running["samples_per_second"] > 0
     assert failed["test_accuracy"] is not None  # the last evaluation before the end
     assert lost["state"] == "lost" and lost["test_accuracy"] is None
-    assert again["label"].endswith("mnist_pipeline lr=0.05")
+    assert (again["experiment"], again["label"]) == ("mnist_pipeline", "0001 lr=0.05")
 
 
 @pytest.mark.parametrize(
@@ -173,16 +205,25 @@ def test_only_a_page_of_its_own_is_written_over(made: Path, tmp_path: Path) -> N
 def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> None:
     for name in ("mnist_pipeline", "ddp_multinode"):
         Made(name, 7, 10, result={"idle_share": [0.2]}).write(tmp_path)
-    runs, differing = compared.compare_runs(selection.list_runs(tmp_path))
-    for run in runs:
-        run.label = "0007"
-    plot = compare_page.build_figure([compared.make_picture(run, tmp_path, differing) for run in runs])
-    assert plot is not None
-    ids = {run.folder.path.name for run in runs}
-    assert {trace.legendgroup for trace in plot.data} == ids
-    assert [trace.name for trace in plot.data if trace.showlegend] == ["0007", "0007"]
-    (bars,) = (axis for axis in plot.select_xaxes() if axis.type == "category")
-    assert set(bars.tickvals) == ids and bars.ticktext == ("0007", "0007")
+    runs, _ = compared.compare_runs(selection.list_runs(tmp_path))
+    page = compare_page.render_page([compared.make_picture(run, ["waiting"], tmp_path) for run in runs], [], [])
+    rows = re.findall(r'<tr class="run" data-run="(\d)".*? title="([^"]+)"', page)
+    assert rows == [(str(i), run.folder.path.name) for i, run in enumerate(runs)]
+    drawn = json.loads(re.findall(r'type="application/json">(.*?)</script>', page)[0])["runs"]
+    assert {run["name"] for run in drawn} == {"ddp_multinode 0007", "mnist_pipeline 0007"}
+
+
+def test_text_of_a_run_folder_is_escaped_in_the_page(made: Path) -> None:
+    (own, *_), _ = compared.compare_runs(selection.list_runs(made))
+    bad = "<i>{{script}}</i></script>\"'"
+    own.curves.tests[bad] = own.curves.tests["test_loss"]
+    own.settings["optim.lr"] = own.label = bad
+    picture = dataclasses.replace(
+        compared.make_picture(own, ["step"], made), state=bad, detail=bad, experiment=bad, links={bad: bad}
+    )
+    page = compare_page.render_page([picture, dataclasses.replace(picture, experiment="b")], ["optim.lr"], ["optim.lr"])
+    assert "<i>" not in page and page.count("{{script}}") > 10
+    assert page.count("<script") == page.count("</script>") == 2
 
 
 def test_the_newest_starts_settings_count(tmp_path: Path) -> None:

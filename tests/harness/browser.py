@@ -39,3 +39,15 @@ def requests(chrome: Any) -> list[str]:
     """The addresses that the page asked for since the last call."""
     events = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
     return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+
+
+def set_width(chrome: Any, width: int, height: int = 900) -> None:
+    """Give pages a width in pixels, also one that no window can have."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def set_scheme(chrome: Any, scheme: str) -> None:
+    """Let the system prefer light or dark pages."""
+    wanted = [{"name": "prefers-color-scheme", "value": scheme}]
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})

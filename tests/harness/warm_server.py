@@ -32,7 +32,6 @@ COMMAND = "warm-command"  # the name of the open file that holds a forked comman
 # what experiments import inside functions, each 0.2 to 2 s
 LAZY = (
     "matplotlib.pyplot",
-    "plotly.graph_objects",
     "safetensors.torch",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
     "torch.distributed.checkpoint.state_dict",

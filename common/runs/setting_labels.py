@@ -1,0 +1,58 @@
+"""The settings in which runs differ, and which of them tell runs of one experiment apart best. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Settings = Mapping[str, str]
+
+NO_MATTER = ("runs", "data.cache", "data.root", "log.", "wandb.")  # settings that do not change what is computed
+GENERAL = ("optim.", "batch", "dtype", "data.", "launch.nodes", "epochs", "steps", "seed")
+REPORTING = ("eval_batch", "plot", "compare", "export", "sweep", "repeats", "profile", "launch.", "checkpoint.")
+MISSING = "-"  # where a run has no such setting
+
+
+def matches(key: str, name: str) -> bool:
+    """Whether a setting has this name, or is in the group that a name with a dot at its end stands for."""
+    return key == name or (name.endswith(".") and key.startswith(name))
+
+
+def list_differences(runs: Sequence[Settings]) -> list[str]:
+    """List the settings whose values differ between the runs that have them."""
+    found = []
+    for key in dict.fromkeys(key for run in runs for key in run):
+        if len({run[key] for run in runs if key in run}) > 1 and not any(matches(key, name) for name in NO_MATTER):
+            found.append(key)
+    return found
+
+
+def rank_setting(key: str) -> int:
+    """The place of a setting in a label: what the experiment alone has, then what all have, then how it is reported."""
+    places = [place for place, name in enumerate((*GENERAL, *REPORTING), 1) if matches(key, name)]
+    return places[0] if places else 0
+
+
+def sort_differences(runs: Sequence[Settings]) -> list[str]:
+    """The settings that differ, the most telling first."""
+    return sorted(list_differences(runs), key=rank_setting)
+
+
+def choose_telling(runs: Sequence[Settings], most: int) -> list[str]:
+    """Choose settings that tell runs apart, `most` at most: each divides runs that those before it did not."""
+    found: list[str] = []
+    parts = 1
+    for key in sort_differences(runs):
+        divided = len({tuple(run.get(one) for one in (*found, key)) for run in runs})
+        if divided > parts:
+            found, parts = [*found, key], divided
+    return found[:most]
+
+
+def shorten_keys(keys: Sequence[str], runs: Sequence[Settings]) -> list[str]:
+    """The last parts of the names of settings; the full name where that would not be clear."""
+    tails = [key.rpartition(".")[2] for key in {key for run in runs for key in run}]
+    found = []
+    for key in keys:
+        tail = key.rpartition(".")[2]
+        found.append(key if tail == "name" or tails.count(tail) > 1 else tail)
+    return found
