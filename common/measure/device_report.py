@@ -115,7 +115,7 @@ class Comparison:
         if "data_parallel" not in self.rates:
             rows["data_parallel"] = ONE_DEVICE.format(self.gpus)
         plots.draw_bars(self.folder / "compare.png", heights, **AXIS)
-        return rows | {"plot": str(self.folder / "compare.png")}
+        return rows | {"plot": (self.folder / "compare.png").absolute().as_uri()}
 
     def result(self) -> Facts:
         """Return the values for result.json."""

@@ -120,7 +120,7 @@ class PipelineReport:
             return {}
         path, title = self.picture
         draw_timeline(path, {f"stage {n}": spans for n, spans in self.by_stage.items()}, title)
-        return {"timeline": str(path)}
+        return {"timeline": path.absolute().as_uri()}
 
     def rows(self) -> dict[str, str]:
         """Return the rows of the final table; draws the picture."""

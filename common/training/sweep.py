@@ -99,7 +99,7 @@ def print_summary(summary: Summary, folder: Path) -> None:
     """Draw the plots of a sweep into its folder, and print its table."""
     files = []
     for plot in summary.plots:
-        files.append(str(folder / plot.file))
+        files.append((folder / plot.file).absolute().as_uri())
         if isinstance(plot, Bars):
             plots.draw_bars(folder / plot.file, plot.heights, plot.y, title=plot.title)
         else:

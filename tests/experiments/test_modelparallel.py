@@ -295,7 +295,7 @@ def test_the_report_tells_of_time_idleness_and_memory_and_draws_a_step(tmp_path:
     assert result["ideal_bubble"] == pytest.approx(1 / 5), "(p - 1) / (m + p - 1) with p = 2, m = 4"
     assert len(result["idle_share"]) == 2 and all(0 < share < 1 for share in result["idle_share"])
     assert all(held > 50 * 2**20 for held in result["memory"].values()) and len(result["memory"]) == 2
-    assert plot.read_bytes()[:4] == b"\x89PNG" and f"timeline       {plot}" in done.out
+    assert plot.read_bytes()[:4] == b"\x89PNG" and f"timeline       {plot.as_uri()}" in done.out
     single = train(tmp_path / "single", "mode=single", "plot=false")
     assert single.result["ideal_bubble"] == 0 and not (single.folder.path / "timeline.png").exists()
 
@@ -318,6 +318,7 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     assert modes == [("single", 16), ("naive", 16), ("pipelined", 4), ("pipelined", 8)]
     assert all(float(row["step_seconds"]) > 0 for row in rows)
     assert (folder / "split_size.png").read_bytes()[:4] == b"\x89PNG"
+    assert (folder / "split_size.png").as_uri() in done.out
     assert len(json.loads((folder / "sweep.json").read_text())["cells"]) == 4
     assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith(NAME)]) == 4
     shown = [line.split()[:2] for line in done.out.splitlines() if line.split()[:1] in (["naive"], ["pipelined"])]

@@ -122,7 +122,8 @@ def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str,
     one, *_, both = (fmean(values) for values in result["compare"].values())
     assert result["efficiency"] == pytest.approx(both / one / 2)
     assert "0 GPUs here: DataParallel only calls the model" in done.out
-    assert (done.folder.path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    drawn = done.folder.path / "compare.png"
+    assert drawn.read_bytes().startswith(b"\x89PNG") and drawn.as_uri() in done.out
     assert len(result["memory"]) == 2 and min(result["memory"].values()) > 50e6
     assert result["imbalance"]["memory"] >= 0 and result["imbalance"]["before_backward"] >= 0
 
