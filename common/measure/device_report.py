@@ -62,7 +62,8 @@ def report_devices(
         shown["comparison"] = TOO_FEW.format(samples, cfg.batch)
     memory = {f"{'device' if own else 'rank'} {number}": most for number, most in enumerate(held)}
     outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": rest}
-    return [Facts(shown, outcome, {"imbalance": uneven}, memory), Comparison(rates, folder, gpus), scaling]
+    title = f"{cfg.model}, batch {cfg.batch}, {devices} {'GPU' if parallel else 'rank'}{'s' if devices > 1 else ''}"
+    return [Facts(shown, outcome, {"imbalance": uneven}, memory), Comparison(rates, folder, gpus, title), scaling]
 
 
 def split_batch(cfg: Config, count: int, devices: int) -> list[int]:
@@ -101,6 +102,8 @@ class Comparison:
     folder: Path
     gpus: int
     """GPUs that one process can use."""
+    title: str
+    """Of the plot."""
 
     def rows(self) -> dict[str, str]:
         """Return the table's rows; draws the plot, once the result is written."""
@@ -109,12 +112,12 @@ class Comparison:
         heights = {name: (mean(values), stdev(values)) for name, values in self.rates.items()}
         one = next(iter(heights.values()))[0]
         rows = {
-            name: f"{rate:,.0f} samples/s +- {off:.0f}, {rate / one:.2f} x the first"
+            name: f"{rate:,.0f} samples/s ± {off:.0f}, {rate / one:.2f} x the first"
             for name, (rate, off) in heights.items()
         }
         if "data_parallel" not in self.rates:
             rows["data_parallel"] = ONE_DEVICE.format(self.gpus)
-        plots.draw_bars(self.folder / "compare.png", heights, **AXIS)
+        plots.draw_bars(self.folder / "compare.png", heights, **AXIS, title=self.title)
         return rows | {"plot": (self.folder / "compare.png").absolute().as_uri()}
 
     def result(self) -> Facts:

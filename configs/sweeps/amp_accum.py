@@ -37,10 +37,11 @@ def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     lines = [
         "precision  microbatches  no_sync  samples/s  peak MB  sent MB  skipped  loss, less fp32  accuracy, less fp32"
     ]
-    for cell, (rate, deviation, _) in found["samples_per_second"].items():
+    for cell, (rate, deviation, count) in found["samples_per_second"].items():
+        spread = f"±{deviation:>3.0f}" if count > 1 else ""
         memory, sent, skipped, loss, score = (found[name][cell][0] for name in names[1:])
         lines.append(
-            f"{cell[0]:<9}  {cell[1]:>12}  {str(cell[2]).lower():<7}  {rate:>5,.0f} ±{deviation:>3.0f}"
+            f"{cell[0]:<9}  {cell[1]:>12}  {str(cell[2]).lower():<7}  {rate:>5,.0f} {spread:<4}"
             f"  {memory / 1e6:>7.1f}  {sent / 1e6:>7.2f}  {skipped:>7.1f}"
             f"  {loss:.4f} {loss - exact['final_loss']:+.4f}  {score:>10.2%} {score - exact['test_accuracy']:+.2%}"
         )

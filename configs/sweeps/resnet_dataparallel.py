@@ -20,11 +20,16 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
 def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     """Report samples per second of each strategy."""
     rates = {str(name): found for (name,), found in average_rows(rows, ["strategy"], "samples_per_second").items()}
-    lines = {name: f"{rate:,.0f} samples/s +- {off:.0f}, {count} runs" for name, (rate, off, count) in rates.items()}
+    lines = {
+        name: f"{rate:,.0f} samples/s" + (f" ± {off:.0f}, {count} runs" if count > 1 else ", 1 run")
+        for name, (rate, off, count) in rates.items()
+    }
     if "data_parallel" not in lines:
         lines["data_parallel"] = ONE_DEVICE.format(gpus)
     heights = {name: (rate, off) for name, (rate, off, _) in rates.items()}
-    return Summary(lines, [Bars("strategies.png", heights, "training samples per second")])
+    return Summary(
+        lines, [Bars("strategies.png", heights, "training samples per second", f"{cfg.model}, batch {cfg.batch}")]
+    )
 
 
 GRID = Grid(list_points, summarise_runs)

@@ -40,12 +40,13 @@ def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     """Report time per batch against the size of microbatches, and the idle share and memory of each stage."""
     times = average_rows(rows, ("mode", "split_size"), "step_seconds")
     lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's rank"]
-    for (mode, size), (mean, deviation, _) in times.items():
+    for (mode, size), (mean, deviation, count) in times.items():
         same = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
         idle = "".join(f" {fmean(shares):4.0%}" for shares in zip(*(row["idle_share"] for row in same), strict=True))
         memory = zip(*(row["memory"].values() for row in same), strict=True)
         held = "".join(f" {max(amounts) / 2**20:6.0f}" for amounts in memory)
-        took = f"{mean * 1e3:>9.1f} ± {deviation * 1e3:<6.1f}{same[0]['ideal_bubble']:>6.1%}"
+        spread = f"± {deviation * 1e3:.1f}" if count > 1 else ""
+        took = f"{mean * 1e3:>9.1f} {spread:<8}{same[0]['ideal_bubble']:>6.1%}"
         lines.append(f"{mode:<10} {size:>10} {took} {idle} {held}")
     return Summary({"times": "\n".join(lines)}, [plot_times(cfg, gpus, times)])
 

@@ -153,7 +153,7 @@ def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> 
     cells = json.loads((folder / "sweep.json").read_text())["cells"]
     assert [cell["values"]["strategy"] for cell in cells] == ["single", "ddp"]
     assert (folder / "strategies.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"single  [\d,]+ samples/s \+- \d+, 1 runs", done.out) and "data_parallel  " in done.out
+    assert re.search(r"single  [\d,]+ samples/s, 1 run\n", done.out) and "data_parallel  " in done.out
 
 
 @pytest.mark.parametrize(
