@@ -55,7 +55,7 @@ TIMED = 256  # samples of one forward, to measure what is saved
 
 
 def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> list[Tensor]:
-    """Return the importance of each weight, one tensor a layer of the weight's shape; pruned weights come last."""
+    """Return the importance of each weight, one tensor a layer of the weight's shape; pruned ones score lowest."""
     weights = [weight.detach() for weight in masks.weights]
     match cfg.criterion:
         case "magnitude":
