@@ -22,6 +22,9 @@ from common.runs.folder import Folder, disk_errors, read_json, write_json
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
 SOURCE = ("experiments", "common", "slurm", "configs", "tests")  # and the files beside these folders
 NO_SOURCE = (".svg", ".png", ".xz")  # pictures of the pages and archives of tests
+GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
+METADATA: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
+"""Types of the entries of meta.json that are no text or number."""
 
 
 def format_utc_now() -> str:
@@ -123,13 +126,28 @@ def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -
     write_json(folder.path / "meta.json", meta)
 
 
+def read_metadata(folder: Folder) -> dict[str, Any]:
+    """Return meta.json; what has another type there than it is written with counts as missing."""
+    meta = dict[str, Any]()
+    for name, value in read_json(folder.path / "meta.json").items():
+        if value is None or isinstance(value, METADATA.get(name, object)):
+            meta[name] = value
+    meta["history"] = [entry for entry in meta.get("history") or [] if isinstance(entry, dict)]
+    job, data = meta.get("job") or {}, meta.get("data") or {}
+    if job and not all(isinstance(job.get(name), str) for name in ("id", "scheduler")):
+        del meta["job"]
+    if not isinstance(data.get("sha256", {}), dict):
+        meta["data"] = {name: value for name, value in data.items() if name != "sha256"}
+    return meta
+
+
 def record_attempt(folder: Folder) -> None:
     """Add this attempt to the history in meta.json. Raises UserError."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
     entry = {"attempt": folder.number, "start": format_utc_now(), "end": None, "state": "running"}
     entry |= identify_process() | {"slurm": slurm or None, "starter": identify_launcher()}
-    meta = read_json(folder.path / "meta.json")
-    meta.setdefault("history", []).append(entry)
+    meta = read_metadata(folder)
+    meta["history"].append(entry)
     write_json(folder.path / "meta.json", meta)
 
 
@@ -161,8 +179,8 @@ def identify_launcher() -> str | None:
 def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> Folder | None:
     """Return the run that an earlier attempt of the same job or torchrun made with the same command line."""
     for path in sorted(runs.glob(f"{name}-*/meta.json"), reverse=True):
-        meta = read_json(path)
-        begun = [entry.get("starter") for entry in meta.get("history", [])[:1]]
+        meta = read_metadata(Folder(path.parent))
+        begun = [entry.get("starter") for entry in meta["history"][:1]]
         if begun == [identify_launcher()] != [None] and meta.get("argv", [])[1:] == arguments:
             return Folder(path.parent)
     return None
@@ -170,12 +188,12 @@ def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> Folder | No
 
 def update_metadata(folder: Folder, **facts: Any) -> None:
     """Add facts to meta.json. Raises UserError."""
-    write_json(folder.path / "meta.json", read_json(folder.path / "meta.json") | facts)
+    write_json(folder.path / "meta.json", read_metadata(folder) | facts)
 
 
 def record_end(folder: Folder, state: str) -> None:
     """Write state and time of its end to the newest attempt in meta.json's history. Raises UserError."""
-    meta = read_json(folder.path / "meta.json")
-    if meta.get("history"):
+    meta = read_metadata(folder)
+    if meta["history"]:
         meta["history"][-1] |= {"state": state, "end": format_utc_now()}
         write_json(folder.path / "meta.json", meta)

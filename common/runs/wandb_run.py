@@ -11,6 +11,7 @@ from typing import Any
 
 from common.core import config
 from common.core.text import read_or_empty
+from common.runs import provenance
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
 from configs.shared import Experiment
 
@@ -29,7 +30,7 @@ def init_wandb_run(folder: Folder, mode: str) -> Any:
     import wandb
 
     cfg, name = load_run_config(folder), folder.experiment
-    meta = read_json(folder.path / "meta.json")
+    meta = provenance.read_metadata(folder)
     facts = {"experiment": name, "world_size": cfg.processes}
     facts["meta"] = meta | {"git": meta.get("git", {}).get("sha")}
     kept = folder.path / "wandb" / "id.json"

@@ -129,7 +129,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
 def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
     """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
     prepared = prepare.prepare_dataset(cfg.data, fallback=False)
-    known = read_json(given.path / "meta.json").get("data") or {}
+    known = provenance.read_metadata(given).get("data") or {}
     if known.get("sha256", prepared.facts()["sha256"]) != prepared.facts()["sha256"]:
         raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
     warn_of_damaged_metrics(given)

@@ -94,7 +94,7 @@ def create_folder(old: Folder, text: str, settings: Experiment, found: Prepared)
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.facts())
-        provenance.update_metadata(new, git=read_json(old.path / "meta.json").get("git"), repeats=old.path.name)
+        provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
 
 
@@ -112,7 +112,7 @@ def list_differences(
     for start in old.attempts():
         for key, (_, value) in read_json(start.attempt / "changed.json").items():
             yield f"{key}, from its attempt {start.number} on", value, now.get(key)
-    meta = read_json(old.path / "meta.json")
+    meta = provenance.read_metadata(old)
     for package in provenance.PACKAGES:
         yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.read_package_version(package)
     yield "python", meta.get("python"), platform.python_version()
@@ -205,14 +205,14 @@ def compare_runs(old: Folder, new: Folder) -> bool:
 
 def list_world_differences(old: Folder, new: Folder) -> Lines:
     """List what is known only after the ranks have met."""
-    then, now = (read_json(folder.path / "meta.json").get("world") or {} for folder in (old, new))
+    then, now = (provenance.read_metadata(folder).get("world") or {} for folder in (old, new))
     for key in ("launched_by", "nodes", "device", "backend", "threads"):
         yield key, then.get(key), now.get(key)
 
 
 def find_profile(old: Folder, cluster: str, words: list[str]) -> Profile:
     """Find the cluster's profile: the one that is named, else the run's own, else the default; `words` on top of it."""
-    job: Mapping[str, Any] = read_json(old.path / "meta.json").get("job") or {}
+    job: Mapping[str, Any] = provenance.read_metadata(old).get("job") or {}
     known = {key: value for key, value in (job.get("profile") or {}).items() if key in vars(Profile())}
     if cluster or not known:
         return sbatch.load_profile(cluster or "default", words)

@@ -25,7 +25,7 @@ from typing import Any
 from common.core.errors import UserError
 from common.core.text import format_count
 from common.runs import provenance
-from common.runs.folder import Folder, disk_errors, read_json, write_json
+from common.runs.folder import Folder, disk_errors, write_json
 from configs.profile import Profile
 from slurm.arguments import parse_settings, parse_switch
 from slurm.launch import submit, sweep_file
@@ -58,7 +58,7 @@ class Sweep:
         folder = Folder(self.runs / run) if run else None
         if folder is None or not (folder.path / "config.yaml").is_file():
             return None
-        was_started = read_json(folder.path / "meta.json").get("job") or folder.attempts() or folder.result
+        was_started = provenance.read_metadata(folder).get("job") or folder.attempts() or folder.result
         return folder if was_started else None
 
     def read_state(self, point: Point) -> str:

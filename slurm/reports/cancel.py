@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from common.runs import provenance
-from common.runs.folder import Folder, read_json
+from common.runs.folder import Folder
 from common.runs.result import Result
 from slurm.reports.selection import find_run
 from slurm.reports.status import OVER, find_scheduler, is_alive, read_state
@@ -20,8 +20,11 @@ def cancel_run(folder: Folder) -> str:
     state, _ = read_state(folder)
     if state in OVER:
         return f"{folder.path.name} is {state} already"
-    meta = read_json(folder.path / "meta.json")
+    meta = provenance.read_metadata(folder)
     job, start = meta.get("job"), (meta.get("history") or [{}])[-1]
+    if not job and not start and folder.attempts():
+        told = f"{folder.path / 'meta.json'} is missing or damaged, and does not tell where the run is"
+        raise UserError(f"{told}; end its processes where it was started, or its job with scancel")
     if not job and not start:
         raise UserError(f"{folder.path.name} is still being prepared; end the command that does it, or try again")
     if not job and is_alive(start) is None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT
-from common.runs.folder import Folder, read_json
+from common.runs import provenance
+from common.runs.folder import Folder
 from slurm.reports import status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
 from slurm.reports.selection import parse_float, read_settings, read_step_timeout
@@ -90,7 +91,7 @@ def read_tail(path: Path) -> str:
 
 def read_job_log(folder: Folder, rank: int) -> str:
     """Read what SLURM kept of a rank's output since the newest start of the job; empty without a job."""
-    job = read_json(folder.path / "meta.json").get("job")
+    job = provenance.read_metadata(folder).get("job")
     if not job:
         return ""
     logs = Path(job.get("logs") or folder.path / "submit")
@@ -250,7 +251,7 @@ def give_advice(folder: Folder, cause: str) -> str:
     if DIVERGED in cause:
         return f'{again} ARGS="optim.lr={(rate or 0) / 2:g}", with a lower rate than {rate or 0:g}'
     if MEMORY in cause:
-        job = read_json(folder.path / "meta.json").get("job")
+        job = provenance.read_metadata(folder).get("job")
         more = f'{again} ARGS="cluster.memory_gb=..."' if job else f"{again} on a machine with more memory"
         return f"{more}, or a new run with a smaller batch or model: it would end in the same way here"
     return again

@@ -26,7 +26,8 @@ class Heartbeat:
 
 def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
     """Read the heartbeats of all known ranks of an attempt, in their order."""
-    hosts = read_json(attempt.attempt / "world.json").get("hosts") or []
+    hosts = read_json(attempt.attempt / "world.json").get("hosts")
+    hosts = hosts if isinstance(hosts, list) else []
     names = [*attempt.attempt.glob("heartbeat-*.json"), *(attempt.attempt / "logs").glob("rank-*.log")]
     numbers = {int(path.stem.rpartition("-")[2]) for path in names} | set(range(len(hosts)))
     found = []

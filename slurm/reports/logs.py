@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from common.core.errors import UserError
-from common.runs.folder import Folder, read_json
+from common.runs import provenance
+from common.runs.folder import Folder
 from slurm.arguments import parse_switch
 from slurm.reports.selection import find_run
 from slurm.reports.status import OVER, find_scheduler, read_status
@@ -49,7 +50,7 @@ def print_until_end(folder: Folder, log: Path) -> int:
 
 def find_exit_status(folder: Folder) -> int:
     """Find the exit status of a run that is over: its own, else what SLURM saw, else 1."""
-    meta, result = read_json(folder.path / "meta.json"), folder.result
+    meta, result = provenance.read_metadata(folder), folder.result
     if isinstance(result.get("exit_status"), int):
         return int(result["exit_status"])
     scheduler = find_scheduler(meta) if meta.get("job") else None
@@ -67,7 +68,7 @@ def find_exit_status(folder: Folder) -> int:
 
 def find_rank_0_log(folder: Folder) -> Path:
     """Find the file with the output of rank 0: of its job, or of its newest attempt. Raises UserError."""
-    job = read_json(folder.path / "meta.json").get("job")
+    job = provenance.read_metadata(folder).get("job")
     if job:
         return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
     attempts = folder.attempts()

@@ -24,7 +24,7 @@ from common.core.processes import Process
 from common.core.text import format_count
 from common.runs import provenance
 from common.runs import result as results
-from common.runs.folder import Folder, read_json
+from common.runs.folder import Folder
 from slurm.arguments import parse_switch
 from slurm.local_cluster import cluster
 from slurm.reports import heartbeats, selection
@@ -130,7 +130,7 @@ def read_state(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
 
 def find_state(folder: Folder, patience: float) -> tuple[str, str]:
     """Find the state of a run without a result, and a few words on it."""
-    meta = read_json(folder.path / "meta.json")
+    meta = provenance.read_metadata(folder)
     if meta.get("job"):
         scheduler = find_scheduler(meta)
         if scheduler is None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.data import prepare
+from common.runs import provenance
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
 from slurm.arguments import parse_settings
 from slurm.reports import selection
@@ -100,7 +101,7 @@ def find_device(folder: Folder) -> str:
 
 def has_same_samples(folder: Folder, own: dict[str, str], settings: Any, found: prepare.Prepared) -> bool:
     """Check that the test samples are those that the run was measured with."""
-    known = (read_json(folder.path / "meta.json").get("data") or {}).get("sha256") or {}
+    known = (provenance.read_metadata(folder).get("data") or {}).get("sha256") or {}
     limit = own.get("data.test_limit")
     parts = ("test_images", "test_labels")
     return str(settings.data.test_limit) == limit and all(known.get(part) == found.sha256[part] for part in parts)

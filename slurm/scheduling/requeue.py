@@ -63,7 +63,7 @@ def find_obstacle(folder: Folder, status: int) -> str:
         return refused
     if status == 2:
         return "a rank refused to start; see the log"
-    job = read_json(folder.path / "meta.json").get("job") or {}
+    job = provenance.read_metadata(folder).get("job") or {}
     if not job.get("profile", {}).get("requeue", True):
         return "the profile says cluster.requeue=false"
     name, given = folder.experiment, folder.path / "submit" / "config.yaml"

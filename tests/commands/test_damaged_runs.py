@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import inside
 from tests.harness.damaged_runs import DAMAGES, FILES, check_commands
+from tests.harness.made_runs import Made
 from tests.harness.registry import REPLICATED
 from tests.harness.shared import Make
 
@@ -15,3 +17,11 @@ from tests.harness.shared import Make
 @pytest.mark.parametrize(("name", "damage"), list(zip(FILES, itertools.cycle(DAMAGES), strict=False)))
 def test_commands_that_read_a_damaged_run_say_one_line(name: str, damage: str, finished: Make, tmp_path: Path) -> None:
     check_commands(finished(REPLICATED).folder, name, damage, tmp_path)
+
+
+def test_a_run_of_which_nobody_knows_where_it_runs_is_not_cancelled(tmp_path: Path) -> None:
+    run = Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "runs").path
+    (run / "meta.json").write_text("{")
+    done = inside.run_verb("cancel", "--", str(run))
+    assert done.returncode == 2 and "meta.json is missing or damaged, and does not tell where the run is" in done.stderr
+    assert not (run / "result.json").exists()

@@ -37,6 +37,16 @@ def null_values(content: bytes) -> bytes:
         return b"null: null\n"
 
 
+def other_types(content: bytes) -> bytes:
+    """A JSON object, or the first line of a file of lines, with a value of another type under each of its names."""
+    try:
+        text = content.splitlines()[0] if content[:1] == b"{" and b"}\n{" in content else content
+        others = {dict: "text", list: 7, str: {"a": 1}, int: "seven", float: [1.5], bool: "no", type(None): [None]}
+        return json.dumps({name: others[type(value)] for name, value in json.loads(text).items()}).encode() + b"\n"
+    except (ValueError, AttributeError):
+        return b"seed: [1]\ndata: 5\n"
+
+
 Damage = Callable[[bytes], bytes]
 DAMAGES: dict[str, Damage] = {
     "garbage": lambda content: bytes(range(256)) * 3,
@@ -44,6 +54,7 @@ DAMAGES: dict[str, Damage] = {
     "half": lambda content: content[: len(content) // 2],
     "a list": lambda content: b'[1, "two", null]\n',
     "nulls": null_values,
+    "other types": other_types,
 }
 
 
@@ -65,13 +76,14 @@ def check_commands(source: Folder, name: str, damage: str, tmp_path: Path) -> No
 OF_A_RUN = {
     "status": "status --json=1 -- {}",
     "logs": "logs -- {}",
+    "cancel": "cancel -- {}",
     "doctor": "doctor --run={}",
     "rerun": "rerun -- {}",
     "resume": "exp --resume={} --launch=local --dry-run=1",
     "evaluate": "evaluate -- {}",
     "export": "export -- {}",
 }
-"""The commands that take RUN, but for cancel."""
+"""The commands that take RUN."""
 
 
 def call_all(run: Path) -> None:
