@@ -134,7 +134,7 @@ def read_metadata(folder: Folder) -> dict[str, Any]:
             meta[name] = value
     meta["history"] = [entry for entry in meta.get("history") or [] if isinstance(entry, dict)]
     job, data = meta.get("job") or {}, meta.get("data") or {}
-    if job and not all(isinstance(job.get(name), str) for name in ("id", "scheduler")):
+    if job and not all(isinstance(job.get(name, ""), str) for name in ("id", "scheduler")):
         del meta["job"]
     if not isinstance(data.get("sha256", {}), dict):
         meta["data"] = {name: value for name, value in data.items() if name != "sha256"}
