@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,8 +21,13 @@ from tests.harness.warm import ROOT
 
 
 def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    words = (*quick, "steps=12", "microbatches=2")
-    fork, real = execute_both(lambda runs: command("mnist_pipeline", *words, runs=runs), tmp_path)
+    """Of a command that becomes the experiment's script."""
+
+    def argv(runs: Path) -> list[str]:
+        words = shlex.join([f"runs={runs}", *quick, "steps=12", "microbatches=2"])
+        return [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={words}", "--", "mnist_pipeline"]
+
+    fork, real = execute_both(argv, tmp_path)
     assert fork.returncode == real.returncode == 0, fork.stderr + real.stderr
     assert fork.stdout.splitlines() == real.stdout.splitlines() and fork.stderr == real.stderr == ""
     left, wanted = everything(tmp_path / "fork"), everything(tmp_path / "real")

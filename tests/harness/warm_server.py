@@ -7,6 +7,8 @@ The answers are the pid, and at the end the wait status. A forked command runs a
 process would: as `__main__`, with its own signals, streams, exit hooks and exit status. The server ends when its stdin
 closes, as it does when pytest is killed, and the commands that still run end with it. It has one thread only, as a fork
 would lose the others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
+
+A forked command that replaces itself by a script of the project, as `slurm exp` does, executes it in the same process.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.harness import warm
 
 LARGEST = 1 << 18  # bytes of a request
 COMMAND = "warm-command"  # the name of the open file that holds a forked command's line and environment
@@ -127,14 +132,30 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    words = request["argv"]
     told = os.memfd_create(COMMAND)  # /proc shows the server's line; processes_of() reads this
     variables = [f"{key}={value}" for key, value in request["env"].items()]
-    os.write(told, "\0".join([*words, *variables]).encode())
+    os.write(told, "\0".join([*request["argv"], *variables]).encode())
+    take_command_line(request["argv"])
+    os.execve = exec_here  # type: ignore[assignment]
+
+
+def take_command_line(words: list[str]) -> None:
+    """Give this process the arguments, the import path and the answer to Ctrl-C that an interpreter begins with."""
     module = words[0] == "-m"
     sys.argv = words[1:] if module else words
-    sys.path[0] = request["cwd"] if module else str(Path(words[0]).parent)
+    sys.path[0] = str(Path.cwd()) if module else str(Path(words[0]).parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def exec_here(program: str, words: list[str], env: Mapping[str, str], instead: Any = os.execve) -> None:
+    """os.execve, but that a script of the project finds its imports made."""
+    if program != words[0] or not warm.can_fork(words, env, Path.cwd()):
+        instead(program, words, env)
+    values = dict(env)
+    os.environ.clear()
+    os.environ.update(values)
+    take_command_line(words[1:])
+    leave(execute(words[1:]))
 
 
 def main() -> None:
