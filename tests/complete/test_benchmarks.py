@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.benchmarks import amp_accum, mnist_pipeline, resnet_modelparallel, sparse_prune
+from tests.benchmarks import amp_accum, mnist_pipeline, parts, resnet_modelparallel, sparse_prune
 from tests.benchmarks.parts import run_of
+from tests.harness import warm
 from tests.harness.processes import environment
 from tests.harness.registry import EXPERIMENTS, Entry
 from tests.harness.warm import ROOT
@@ -36,13 +39,18 @@ def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) ->
     )
     assert "sparse_prune/linear  98 %" in done.stdout
     (file,) = tmp_path.iterdir()
-    parts = json.loads(file.read_text())["parts"]
-    part = parts["sparse_prune/linear"]
+    part = json.loads(file.read_text())["parts"]["sparse_prune/linear"]
     assert part["rounds"] == len(part["samples"]["bf16"]["seconds"]) >= 1 and part["facts"] == {"threads": 2}
 
 
 @pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
-def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
+def test_benchmarks_read_the_results_of_each_experiment(
+    entry: Entry, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return warm.execute([command[0], str(ROOT / command[1]), *command[2:]], env=env)
+
+    monkeypatch.setattr(parts, "subprocess", SimpleNamespace(run=run))
     data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
     words = (*entry.smallest, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
     found = run_of(tmp_path, "side", entry.name, *words, keep=KEEP.get(entry.name, ())).run(0)
