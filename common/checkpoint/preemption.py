@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common.core.errors import EXIT_RESUMABLE
+from common.core.network import call_with_timeout
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
@@ -220,23 +221,22 @@ def name_silent_ranks(world: World, seconds: float, part: str = "") -> str:
 
     Ranks that wait, too, began to at most `seconds` later, about a step. `part` distinguishes the waits of one run.
     """
-    store, answers = world.store, list[list[int]]()
+    store = world.store
     if store is None:
         return ""
 
-    def ask() -> None:
-        with contextlib.suppress(Exception):
-            store.set(f"waited/{part}{world.rank}", "")
-            time.sleep(seconds)  # the others' time runs out about now
-            answers.append([rank for rank in range(world.size) if not store.check([f"waited/{part}{rank}"])])
+    def find_silent() -> list[int]:
+        store.set(f"waited/{part}{world.rank}", "")
+        time.sleep(seconds)  # the others' time runs out about now
+        return [rank for rank in range(world.size) if not store.check([f"waited/{part}{rank}"])]
 
-    # a store whose process stands still lets its callers wait for ever, whatever its own time limit
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(seconds + ANSWER_SECONDS)
-    if not answers:
+    silent = None
+    with contextlib.suppress(RuntimeError, dist.DistError):
+        # a store whose process stands still lets its callers wait for ever, whatever its own time limit
+        silent = call_with_timeout(seconds + ANSWER_SECONDS, find_silent)
+    if silent is None:
         return f"rank 0 on {world.hosts[0]}, which serves the rendezvous store, does not answer"
-    if not answers[0]:
+    if not silent:
         return ""
-    who = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in answers[0])
+    who = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in silent)
     return f"{who} did not answer within {world.timeout.total_seconds():g} s; its log shows where it stands"

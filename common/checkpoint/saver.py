@@ -19,7 +19,7 @@ from configs.shared import Experiment
 
 
 class Saver:
-    """Saves the state of a run, and ends it after a checkpoint when any rank has a stop request.
+    """Saver of the state of a run, which also ends it after a checkpoint when any rank has a stop request.
 
     Every method is called by all ranks, after the same step.
     """

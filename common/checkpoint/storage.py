@@ -31,7 +31,7 @@ LONGEST = 1 << 24  # bytes of a manifest; a longer one is invalid
 
 
 class InvalidCheckpoint(Exception):
-    """The reason why a checkpoint cannot be used."""
+    """Error of a checkpoint that cannot be used; its text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,9 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     raw = read_file(checkpoint, MANIFEST)
     try:
         content = json.loads(raw)
-        version = content["format"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
-    if version != FORMAT:
-        raise InvalidCheckpoint(f"it has format {str(version)[:20]}, and this version of the code reads {FORMAT}")
-    try:
+        if content["format"] != FORMAT:
+            found = str(content["format"])[:20]
+            raise InvalidCheckpoint(f"it has format {found}, and this version of the code reads {FORMAT}")
         if content.pop("sha256") != hash_manifest(content):
             raise InvalidCheckpoint(f"{MANIFEST} has another checksum")
         files = {name: ManifestEntry(int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}

@@ -209,17 +209,17 @@ def count_own_cores(rank_info: RankInfo) -> int:
 def choose_device(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
     """Return one GPU per rank and nccl where there are enough GPUs, else the CPU and gloo. Raises UserError."""
     found = torch.cuda.device_count() if settings.device != "cpu" else 0
-    if found >= rank_info.local_size or (found and settings.device == "cuda"):
-        if found < rank_info.local_size:
-            raise UserError(
-                f"launch.device=cuda: {format_count(rank_info.local_size, 'rank')} on this host, "
-                f"{format_count(found, 'GPU')}; use fewer ranks or launch.device=auto"
-            )
+    if found >= rank_info.local_size:
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank), "nccl"
-    if settings.device == "cuda":
+    if settings.device != "cuda":
+        return torch.device("cpu"), "gloo"
+    if not found:
         raise UserError("launch.device=cuda: no GPU is visible; use launch.device=auto or cpu")
-    return torch.device("cpu"), "gloo"
+    raise UserError(
+        f"launch.device=cuda: {format_count(rank_info.local_size, 'rank')} on this host, "
+        f"{format_count(found, 'GPU')}; use fewer ranks or launch.device=auto"
+    )
 
 
 def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
