@@ -1,14 +1,13 @@
 """The networks. Each is an `nn.Sequential` of named layers, so that each can be split into pipeline stages.
 
 All take images [N, H, W] (grey) or [N, C, H, W] and return logits [N, classes]; `shape` is that of one image, without
-N. `recipe` is what builds the network again.
+N. `recipe` describes how to build the network again.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -24,9 +23,8 @@ Recipe = dict[str, Any]  # "class" and "arguments" of the constructor
 
 
 def make_recipe(kind: str, **arguments: Any) -> Recipe:
-    """Return a network's class and constructor arguments as plain JSON types."""
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
-    return {"class": kind, "arguments": plain}
+    """Return what builds a network again: its class and the constructor's arguments, as plain JSON types."""
+    return {"class": kind, "arguments": arguments}
 
 
 class LinearReLU(nn.Linear):
@@ -51,14 +49,11 @@ class SimpleNN(nn.Sequential):
     """
 
     def __init__(self, width: int = 128, depth: int = 2) -> None:
-        sizes = [28 * 28, *[width] * (depth - 1), width // 2]
-        if depth == 1:
-            sizes = [28 * 28, width]
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        super().__init__()
+        sizes = [28 * 28, *[width] * (depth - 1), width // 2 if depth > 1 else width]
         for i, (before, after) in enumerate(pairwise(sizes), start=1):
-            layers[f"fc{i}"] = LinearReLU(before, after) if i > 1 else FlatLinearReLU(before, after)
-        layers[f"fc{depth + 1}"] = nn.Linear(sizes[-1], 10)
-        super().__init__(layers)
+            self.add_module(f"fc{i}", LinearReLU(before, after) if i > 1 else FlatLinearReLU(before, after))
+        self.add_module(f"fc{depth + 1}", nn.Linear(sizes[-1], 10))
         self.recipe = make_recipe("SimpleNN", width=width, depth=depth)
 
 
@@ -66,9 +61,10 @@ class Toy(nn.Sequential):
     """Two linear layers with 10 units between them, for inputs of any shape; 10-10-5 for the set `vectors`."""
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
-        first, last = FlatLinearReLU(math.prod(shape), 10), nn.Linear(10, classes)
-        super().__init__(OrderedDict([("net1", first), ("net2", last)]))
-        self.recipe = make_recipe("Toy", shape=tuple(shape), classes=classes)
+        super().__init__()
+        self.net1 = FlatLinearReLU(math.prod(shape), 10)
+        self.net2 = nn.Linear(10, classes)
+        self.recipe = make_recipe("Toy", shape=list(shape), classes=classes)
 
 
 def count_channels(shape: Sequence[int]) -> int:
@@ -94,22 +90,23 @@ class ConvNet(nn.Sequential):
     """Two 3x3 convolutions of 32 and 64 channels, 2x2 average pooling, a layer of 100 units, and the classes."""
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        layers["conv1"] = ConvReLU(count_channels(shape), 32, 3)
-        layers["conv2"] = ConvReLU(32, 64, 3)
-        layers["pool"] = nn.AvgPool2d(2)
-        layers["fc1"] = FlatLinearReLU(count_features(nn.Sequential(layers), shape), 100)
-        layers["fc2"] = nn.Linear(100, classes)
-        super().__init__(layers)
-        self.recipe = make_recipe("ConvNet", shape=tuple(shape), classes=classes)
+        super().__init__()
+        self.conv1 = ConvReLU(count_channels(shape), 32, 3)
+        self.conv2 = ConvReLU(32, 64, 3)
+        self.pool = nn.AvgPool2d(2)
+        self.fc1 = FlatLinearReLU(count_features(self, shape), 100)
+        self.fc2 = nn.Linear(100, classes)
+        self.recipe = make_recipe("ConvNet", shape=list(shape), classes=classes)
 
 
 class LeNet300(nn.Sequential):
     """LeNet-300-100 (LeCun et al. 1998), for images [N, 28, 28]: 266,610 parameters."""
 
     def __init__(self) -> None:
-        first, second, last = FlatLinearReLU(28 * 28, 300), LinearReLU(300, 100), nn.Linear(100, 10)
-        super().__init__(OrderedDict([("fc1", first), ("fc2", second), ("fc3", last)]))
+        super().__init__()
+        self.fc1 = FlatLinearReLU(28 * 28, 300)
+        self.fc2 = LinearReLU(300, 100)
+        self.fc3 = nn.Linear(100, 10)
         self.recipe = make_recipe("LeNet300")
 
 
@@ -120,13 +117,14 @@ class LeNet5(nn.Sequential):
     """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        layers["conv1"], layers["pool1"] = ImageConv2d(count_channels(shape), 20, 5), nn.MaxPool2d(2)
-        layers["conv2"], layers["pool2"] = nn.Conv2d(20, 50, 5), nn.MaxPool2d(2)
-        layers["fc1"] = FlatLinearReLU(count_features(nn.Sequential(layers), shape), 500)
-        layers["fc2"] = nn.Linear(500, classes)
-        super().__init__(layers)
-        self.recipe = make_recipe("LeNet5", shape=tuple(shape), classes=classes)
+        super().__init__()
+        self.conv1 = ImageConv2d(count_channels(shape), 20, 5)
+        self.pool1 = nn.MaxPool2d(2)
+        self.conv2 = nn.Conv2d(20, 50, 5)
+        self.pool2 = nn.MaxPool2d(2)
+        self.fc1 = FlatLinearReLU(count_features(self, shape), 500)
+        self.fc2 = nn.Linear(500, classes)
+        self.recipe = make_recipe("LeNet5", shape=list(shape), classes=classes)
 
 
 @torch.no_grad()
@@ -205,26 +203,25 @@ class ResNet(nn.Sequential):
     def __init__(
         self, name: str, shape: Sequence[int], classes: int, *, width: int = 64, large: bool | None = None
     ) -> None:
+        super().__init__()
         kind, depths = RESNETS[name]
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
         large = max(shape[-2:]) >= LARGE if large is None else large
         stem = (7, 2, 3) if large else (3, 1, 1)
-        layers["conv1"] = ImageConv2d(count_channels(shape), width, *stem, bias=False)
-        layers["bn1"] = nn.BatchNorm2d(width)
-        layers["relu"] = nn.ReLU(inplace=True)
+        self.conv1 = ImageConv2d(count_channels(shape), width, *stem, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
         if large:
-            layers["maxpool"] = nn.MaxPool2d(3, 2, 1)
+            self.maxpool = nn.MaxPool2d(3, 2, 1)
         before = width
         for group, depth in enumerate(depths):
             for number in range(depth):
                 stride = 2 if group and not number else 1
-                layers[f"layer{group + 1}_{number}"] = kind(before, width << group, stride)
+                self.add_module(f"layer{group + 1}_{number}", kind(before, width << group, stride))
                 before = (width << group) * kind.expansion
-        layers["pool"] = nn.AdaptiveAvgPool2d(1)
-        layers["flatten"] = nn.Flatten()
-        layers["fc"] = nn.Linear(before, classes)
-        super().__init__(layers)
-        self.recipe = make_recipe("ResNet", name=name, shape=tuple(shape), classes=classes, width=width, large=large)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(before, classes)
+        self.recipe = make_recipe("ResNet", name=name, shape=list(shape), classes=classes, width=width, large=large)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -239,12 +236,13 @@ class ResNet18(ResNet):
 
 def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
     """Build the network of that name for images of one shape ([H, W] or [C, H, W])."""
-    if name in ("lenet300", "mlp"):
-        return LeNet300() if name == "lenet300" else SimpleNN()
+    if name == "mlp":
+        return SimpleNN()
+    if name == "lenet300":
+        return LeNet300()
     if name == "resnet50":
         return ResNet(name, shape, classes)
-    kinds = {"lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}
-    return kinds[name](shape, classes)
+    return {"lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}[name](shape, classes)
 
 
 KINDS: dict[str, Callable[..., nn.Sequential]] = {

@@ -153,7 +153,7 @@ class PipelineEngine:
             value = module(value)
             if stage < self.count - 1 and apart:
                 network.send(here._replace(stage=stage + 1), value)
-        network.finish(8)
+        network.wait_for_sends(left=8)
         return value if self.has_last else None
 
     def spans(self) -> list[list[Span]]:

@@ -7,16 +7,15 @@ earlier one a gradient. The messages, and the order in which each rank sends the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.rendezvous import World
-from common.pipeline import shared_memory
 from common.pipeline.schedules import Action, Schedule
-from common.pipeline.shared_memory import Route
+from common.pipeline.shared_memory import Route, SharedMemory, open_shared_memory
 
 
 def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[Route]:
@@ -24,15 +23,15 @@ def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list
 
     `shapes` are those of one sample after each stage, `size` is the number of samples in a microbatch.
     """
-    found = []
+    routes = []
     for source, actions in enumerate(plan):
         for kind, stage, m in actions:
             consumer = Action(kind, stage + 1 if kind == "F" else stage - 1, m)
             target = consumer.stage % len(plan)
             if 0 <= consumer.stage < len(shapes) and target != source:
                 edge = min(stage, consumer.stage)
-                found.append(Route(consumer, source, target, torch.Size((size, *shapes[edge]))))
-    return found
+                routes.append(Route(consumer, source, target, torch.Size((size, *shapes[edge]))))
+    return routes
 
 
 class Messages:
@@ -42,19 +41,19 @@ class Messages:
     overlap computation.
     """
 
-    def __init__(self, world: World, found: Sequence[Route], dtype: torch.dtype, microbatches: int, how: str) -> None:
+    def __init__(
+        self, world: World, routes: Sequence[Route], dtype: torch.dtype, microbatches: int, transport: str
+    ) -> None:
         self.world = world
         self.network = Network(world, microbatches)
-        near = [route for route in found if world.hosts[route.source] == world.hosts[route.target]]
-        self.memory = (
-            shared_memory.open_shared_memory(world, near, dtype)
-            if how == "auto" and world.device.type == "cpu"
-            else None
-        )
+        self.memory: SharedMemory | None = None
+        near = [route for route in routes if world.hosts[route.source] == world.hosts[route.target]]
+        if transport == "auto" and world.device.type == "cpu":
+            self.memory = open_shared_memory(world, near, dtype)
         self.near = frozenset(route.consumer for route in near if self.memory)
         self.buffers = [
             (route.consumer, torch.empty(route.shape, dtype=dtype, device=world.device))
-            for route in found
+            for route in routes
             if route.target == world.rank and route.consumer not in self.near
         ]
         self.coming: dict[Action, tuple[dist.Work, Tensor]] = {}
@@ -85,7 +84,7 @@ class Messages:
 
     def end(self) -> None:
         """Wait until all tensors of the step are sent."""
-        self.network.finish(0)
+        self.network.wait_for_sends()
 
 
 class Network:
@@ -94,51 +93,51 @@ class Network:
     def __init__(self, world: World, microbatches: int) -> None:
         self.world, self.microbatches = world, microbatches
         self.sends: list[tuple[dist.Work, Tensor]] = []
-        self.groups = self._groups()
+        self.groups = self._make_groups()
         self._connect()
 
     def send(self, consumer: Action, value: Tensor) -> None:
         """Begin to send a tensor to the action that consumes it."""
         value = value.contiguous()
         target = self.world.global_rank(consumer.stage % self.world.size)
-        work = dist.isend(value, target, self.groups[self._channel(consumer)], self._tag(consumer))
+        work = dist.isend(value, target, self.groups[self._find_channel(consumer)], self._make_tag(consumer))
         assert work is not None
         self.sends.append((work, value))  # the tensor must live until it is sent
 
     def receive(self, consumer: Action, value: Tensor) -> dist.Work:
         """Begin to receive the tensor that an action consumes, into `value`."""
         source = (consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1) % self.world.size
-        work = dist.irecv(
-            value, self.world.global_rank(source), self.groups[self._channel(consumer)], self._tag(consumer)
-        )
+        group, tag = self.groups[self._find_channel(consumer)], self._make_tag(consumer)
+        work = dist.irecv(value, self.world.global_rank(source), group, tag)
         assert work is not None
         return work
 
-    def finish(self, left: int) -> None:
-        """Wait until at most `left` tensors are not sent yet."""
+    def wait_for_sends(self, left: int = 0) -> None:
+        """Wait until at most `left` tensors are still to be sent."""
         while len(self.sends) > left:
             self.sends.pop(0)[0].wait()
 
-    def _tag(self, consumer: Action) -> int:
+    def _make_tag(self, consumer: Action) -> int:
         """Return a unique tag of a message; each stage has one microbatch number more, for evaluation."""
         return (consumer.stage * (self.microbatches + 1) + consumer.microbatch) * 2 + (consumer.kind == "F")
 
-    def _channel(self, consumer: Action) -> tuple[str, bool]:
-        """Return the direction of a message: its kind, and whether it wraps around between the last and first rank.
+    def _find_channel(self, consumer: Action) -> tuple[str, bool]:
+        """Return the direction of a message: its kind, and true if it goes between the last and the first rank.
 
         With several stages a rank, stage p follows stage p - 1 around the ring of p ranks.
         """
         later = consumer.stage if consumer.kind == "F" else consumer.stage + 1
         return consumer.kind, later % self.world.size == 0
 
-    def _groups(self) -> dict[tuple[str, bool], dist.ProcessGroup | None]:
+    def _make_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup | None]:
         """Return a process group for each direction on nccl; gloo needs none."""
         channels = [(kind, wraps) for kind in "FB" for wraps in (False, True)]
         if self.world.backend != "nccl" or self.world.size == 1:
             return dict.fromkeys(channels)
         members = [self.world.global_rank(rank) for rank in range(self.world.size)]
-        alone: Any = {"timeout": self.world.timeout, "use_local_synchronization": bool(self.world.global_ranks)}
-        return {channel: cast(dist.ProcessGroup, dist.new_group(members, **alone)) for channel in channels}
+        alone = bool(self.world.global_ranks)  # the members of a subgroup make it without the other ranks
+        groups = (dist.new_group(members, self.world.timeout, use_local_synchronization=alone) for _ in channels)
+        return {channel: cast(dist.ProcessGroup, group) for channel, group in zip(channels, groups, strict=True)}
 
     def _connect(self) -> None:
         """Send a first message on every channel, in the same order on all ranks.

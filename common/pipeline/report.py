@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +114,8 @@ class PipelineReport:
         return {n: [s for s in spans if s.action.stage == n] for n in sorted({s.action.stage for s in spans})}
 
     def draw(self) -> dict[str, str]:
-        """Draw the step of median length; returns the table's row for it, none where it cannot be drawn."""
-        if self.picture is None or not self.step or importlib.util.find_spec("matplotlib") is None:
+        """Draw the step of median length, if there is one and `picture`; returns the table's row for it."""
+        if self.picture is None or not self.step:
             return {}
         path, title = self.picture
         draw_timeline(path, {f"stage {n}": spans for n, spans in self.by_stage.items()}, title)

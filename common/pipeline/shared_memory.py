@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import secrets
 import select
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.rendezvous import World
@@ -45,39 +47,41 @@ def open_shared_memory(world: World, near: Sequence[Route], dtype: torch.dtype) 
     """Open the memory for messages between ranks of the same host; None if /dev/shm lacks space. All ranks call it."""
     if world.size == 1:
         return None
-    leads = world.hosts.index(world.hosts[world.rank]) == world.rank
-    folder = make_folder(near, dtype, world.hosts[world.rank], world) if leads else ""
-    folders = dict(world.broadcast([pair for pair in world.gather((world.hosts[world.rank], folder)) if pair[1]]))
+    base = SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
+    folder = base / f"pipeline-{world.broadcast(secrets.token_hex(8))}"  # the same name on each host
+    members = [rank for rank in range(world.size) if world.hosts[rank] == world.hosts[world.rank]]
     opened: SharedMemory | None = None
-    with contextlib.suppress(OSError, RuntimeError, KeyError):
-        opened = SharedMemory(world, near, dtype, Path(folders[world.hosts[world.rank]]))
     try:
+        with contextlib.suppress(OSError):
+            if world.rank == members[0]:
+                remove_old_folders(base)
+                make_folder(folder, members, sum(count_slot_bytes(route, dtype) for route in near))
+        dist.barrier(world.group)
+        with contextlib.suppress(OSError, RuntimeError):
+            opened = SharedMemory(world, near, dtype, folder)
         everywhere = world.broadcast(all(world.gather(opened is not None)))
     finally:
-        if leads and folder:
+        if world.rank == members[0]:
             shutil.rmtree(folder, ignore_errors=True)  # all have opened what is in it
     return opened if everywhere else None
 
 
-def make_folder(near: Sequence[Route], dtype: torch.dtype, host: str, world: World) -> str:
-    """Make a private folder with the slots' memory and each rank's pipe; returns "" if there is no space."""
-    folder, base = "", SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
-    for left in base.glob("pipeline-*"):  # of a killed process: a folder is needed for moments only
+def remove_old_folders(base: Path) -> None:
+    """Remove what killed processes of this user have left: a folder is needed for moments only."""
+    for left in base.glob("pipeline-*"):
         with contextlib.suppress(OSError):
             status = left.lstat()
             if status.st_uid == os.getuid() and time.time() - status.st_mtime > OLD:
-                shutil.rmtree(left, ignore_errors=True)
-    try:
-        folder = tempfile.mkdtemp(prefix="pipeline-", dir=base)
-        with open(Path(folder, "slots"), "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(ALIGN, sum(count_slot_bytes(route, dtype) for route in near)))
-        for rank in range(world.size):
-            if world.hosts[rank] == host:
-                os.mkfifo(Path(folder, str(rank)), 0o600)
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        return ""
-    return folder
+                shutil.rmtree(left)
+
+
+def make_folder(folder: Path, members: Sequence[int], size: int) -> None:
+    """Make a private folder with the slots' memory, `size` bytes, and a pipe for each rank. Raises OSError."""
+    folder.mkdir(mode=0o700)
+    with open(folder / "slots", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(ALIGN, size))
+    for rank in members:  # only where the space is there: without its pipe no rank opens the memory
+        os.mkfifo(folder / str(rank), 0o600)
 
 
 def count_slot_bytes(route: Route, dtype: torch.dtype) -> int:

@@ -40,7 +40,7 @@ from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Row, Table, at_most
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "ResNet-18": lambda: networks.ResNet18((3, 32, 32), 10),
+    "ResNet-18": lambda: networks.build_network("resnet18", (3, 32, 32), 10),
     "ResNet-50": lambda: resnet50(weights=None),
 }
 GOAL = 1.3

@@ -90,7 +90,7 @@ def test_resnet_is_torchvisions_with_another_stem() -> None:
     torchvision = pytest.importorskip("torchvision")
     theirs = torchvision.models.resnet18(num_classes=10)
     theirs.conv1, theirs.maxpool = torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False), torch.nn.Identity()
-    ours = networks.ResNet18((3, 32, 32), 10)
+    ours = networks.build_network("resnet18", (3, 32, 32), 10)
     for mine, other in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
         assert mine.shape == other.shape
         mine.copy_(other)
