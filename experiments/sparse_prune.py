@@ -117,7 +117,7 @@ def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
 
 def prune(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer, step: int) -> None:
     """Change the masks if the schedule does so after this step, and check that all ranks have the same."""
-    sparsity = pruning_schedules.sparsity_after(cfg, step, run.total)
+    sparsity = pruning_schedules.compute_sparsity(cfg, step, run.total)
     if sparsity is None:
         return
     if cfg.schedule != "rigl":

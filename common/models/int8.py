@@ -23,7 +23,8 @@ def quantize_to_int8(model: nn.Module) -> nn.Module:
     """Return a copy of a model (float32, eval mode) with int8 linear layers, by post-training quantization.
 
     Weights [out, in] have one scale an output; activations are quantized dynamically, sample by sample. Convolutions,
-    biases and norms stay in float32. Method: Jacob et al. 2017, arXiv 1712.05877.
+    biases and norms stay in float32. Method: Jacob et al. 2017, arXiv 1712.05877; torchao's
+    Int8DynamicActivationInt8WeightConfig.
     """
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 

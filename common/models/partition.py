@@ -48,7 +48,7 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
     """Return the layers that begin a new stage, so that the costliest stage is as cheap as possible.
 
     `costs` holds the cost of each layer in order, in any unit. Exact, by dynamic programming over the linear partition
-    problem, as PipeDream does it for stages on equal devices (Narayanan et al. 2019; arXiv 1806.03377, section 3.1).
+    problem, as PipeDream does it for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377).
     Raises ValueError for more stages than layers.
     """
     names, values = list(costs), list(costs.values())

@@ -1,4 +1,4 @@
-"""What a pruned model saves: bytes of its file, and time of its forward.
+"""Savings of a pruned model: bytes of its file, and time of its forward.
 
 torch has sparse kernels for linear layers only: these are computed in CSR, convolutions stay dense.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from common.core.errors import summarize_error
+from common.core.text import format_count
 from common.measure.timing import time_calls
-from common.models import exporting
-from common.models import int8 as quantise
+from common.models import exporting, int8
 from common.models.networks import LinearReLU
 from common.models.pruning_masks import Masks, count_nonzero
 from common.runs.result import Facts
@@ -111,7 +111,7 @@ def convert_to_two_of_four(model: nn.Module) -> nn.Module:
 def time_in_turns(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
     """Return the median seconds of one call of each side; the sides take turns. Slow sides take fewer turns."""
 
-    def turn(side: Callable[[], Tensor], count: int) -> float:
+    def time_turn(side: Callable[[], Tensor], count: int) -> float:
         def repeat() -> None:
             for _ in range(count):
                 side()
@@ -121,12 +121,12 @@ def time_in_turns(sides: Mapping[str, Callable[[], Tensor]], device: torch.devic
     taken: dict[str, list[float]] = {name: [] for name in sides}
     with torch.no_grad():
         for side in sides.values():
-            turn(side, 2)
-        first = {name: turn(side, 2) for name, side in sides.items()}
+            time_turn(side, 2)
+        first = {name: time_turn(side, 2) for name, side in sides.items()}
         counts = {name: max(1, int(TURN / once)) for name, once in first.items()}
         for _ in range(ROUNDS if sum(first.values()) < 1 else 3):
             for name, side in sides.items():
-                taken[name].append(turn(side, counts[name]))
+                taken[name].append(time_turn(side, counts[name]))
     return {name: median(values) for name, values in taken.items()}
 
 
@@ -145,33 +145,20 @@ def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
 
 # ---- all savings, as numbers and as text
 
-MEASURED = {  # which of the numbers each run measures anew
-    *(f"{name}_seconds" for name in ("fp32", "bf16", "csr", "fp16", "two_of_four")),
-    *("export", "export_bytes", "export_difference", "export_problem"),
-}
 
+def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | None) -> dict[str, Any]:
+    """Return the bytes of a model without masks, and with `accuracy` bytes and accuracy of its int8 copy.
 
-def measure_savings(
-    model: nn.Module, x: Tensor, accuracy: Callable[[nn.Module], float] | None, path: Path, exports: bool
-) -> dict[str, Any]:
-    """Return, for result.json, the bytes of a trained model and its seconds on the samples x [N, ...].
-
-    With `accuracy`, which returns a model's accuracy, also those of its int8 copy. If it `exports`, also the file
-    written to `path`, and the largest difference of its outputs in another process.
+    `accuracy` returns a model's test accuracy. Without torchao there is no int8 copy.
     """
-    model = strip_masks(model)
     raw, squeezed = measure_file_size(model)
-    facts: dict[str, Any] = {
-        "bytes_raw": raw,
-        "bytes_compressed": squeezed,
-        "bytes_csr": measure_file_size(convert_to_csr(model))[0],
-    }
-    facts |= {f"{name}_seconds": value for name, value in time_inference(model, x).items()}
-    if accuracy is not None and quantise.has_torchao():
-        small = quantise.quantize_to_int8(model)
+    sparse, _ = measure_file_size(convert_to_csr(model))
+    sizes: dict[str, Any] = {"bytes_raw": raw, "bytes_compressed": squeezed, "bytes_csr": sparse}
+    if accuracy is not None and int8.has_torchao():
+        small = int8.quantize_to_int8(model)
         raw, squeezed = measure_file_size(small)
-        facts |= {"int8_accuracy": accuracy(small), "int8_bytes_raw": raw, "int8_bytes_compressed": squeezed}
-    return facts | (export_and_compare(model, x[:7], path) if exports else {})
+        sizes |= {"int8_accuracy": accuracy(small), "int8_bytes_raw": raw, "int8_bytes_compressed": squeezed}
+    return sizes
 
 
 def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
@@ -186,21 +173,21 @@ def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any
     return {"export": str(path), "export_bytes": path.stat().st_size, "export_difference": difference}
 
 
-def format_rows(facts: Mapping[str, Any], samples: int, int8: bool) -> dict[str, str]:
-    """Return the rows of a run's final table; `facts` as `measure_savings` returns them."""
+def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> dict[str, str]:
+    """Return the rows of the final table; `facts` are sizes and measured values, times of `samples` samples."""
     csr, fp32, bf16 = (facts[f"{name}_seconds"] for name in ("csr", "fp32", "bf16"))
 
-    def against(dense: float) -> str:
+    def relate(dense: float) -> str:
         return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
 
     raw, squeezed = (f"{facts[name]:,}" for name in ("bytes_raw", "bytes_compressed"))
     times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g}, linear layers in CSR {csr * 1e3:.3g}"
     found = {
         "file": f"{raw} bytes, compressed {squeezed}; in CSR {facts['bytes_csr']:,}",
-        f"{samples} samples": f"{times}: sparse is {against(fp32)} than fp32, {against(bf16)} than bf16",
+        format_count(samples, "sample"): f"{times}: sparse is {relate(fp32)} than fp32, {relate(bf16)} than bf16",
     }
-    if int8:
-        found["int8"] = quantise.MISSING
+    if with_int8:
+        found["int8"] = int8.MISSING
     if "int8_accuracy" in facts:
         raw, squeezed = (f"{facts[name]:,}" for name in ("int8_bytes_raw", "int8_bytes_compressed"))
         found["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {raw} bytes, compressed {squeezed}"
@@ -221,14 +208,16 @@ def report_savings(
 
     `accuracy` returns a model's test accuracy; `path` is where the exported model goes.
     """
-    saved, digest = measure_savings(model, x, accuracy if cfg.int8 else None, path, cfg.export), masks.digest()
+    bare, digest = strip_masks(model), masks.digest()
+    sizes = measure_sizes(bare, accuracy if cfg.int8 else None)
+    measured: dict[str, Any] = {f"{name}_seconds": seconds for name, seconds in time_inference(bare, x).items()}
+    if cfg.export:
+        measured |= export_and_compare(bare, x[:7], path)
     nonzero = sum(map(count_nonzero, masks.weights))
     outcome = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
-    outcome |= {name: value for name, value in saved.items() if name not in MEASURED}
     shown = {
         "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
         "weights": f"{nonzero:,} of {masks.total:,} are not zero; {masks.sparsity:.2%} are masked",
         "masks": digest[:16] + (f", the same on {cfg.processes} ranks" if cfg.processes > 1 else ""),
     }
-    measured = {name: value for name, value in saved.items() if name in MEASURED}
-    return Facts(shown | format_rows(saved, len(x), cfg.int8), outcome, measured)
+    return Facts(shown | format_savings(sizes | measured, len(x), cfg.int8), outcome | sizes, measured)

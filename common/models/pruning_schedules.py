@@ -5,7 +5,7 @@ from __future__ import annotations
 from configs.sparse_prune import Config
 
 
-def sparsity_after(cfg: Config, step: int, total: int) -> float | None:
+def compute_sparsity(cfg: Config, step: int, total: int) -> float | None:
     """Return the sparsity (0 to 1) that masks get after `step` of `total` steps; None where they stay as they are.
 
     oneshot prunes once, at cfg.begin; iterative prunes the same fraction of what is left in each of cfg.rounds rounds

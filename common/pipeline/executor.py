@@ -1,4 +1,4 @@
-"""The built-in engine: executes one rank's actions of a schedule, with messages that overlap computation."""
+"""Execution of one rank's actions of a schedule, with messages that overlap computation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dt
 
 
 class PipelineEngine:
-    """One rank's stages of a model, trained by a schedule.
+    """The built-in engine: one rank's stages of a model, trained by a schedule.
 
     `stages` are all stages of the model; the rank moves those that `local_stages` gives it to its device. `loss` must
     be a mean over samples: divided by the number of microbatches, the gradients equal those of the whole batch.
@@ -88,8 +88,8 @@ class PipelineEngine:
         else None. Raises TimeoutError if a message does not arrive in time.
         """
         self.clock.begin()
-        self.xs = self._split(x) if x is not None and self.has_first else ()
-        self.ys = self._split(y) if y is not None and self.has_last else ()
+        self.xs = self._split_batch(x) if x is not None and self.has_first else ()
+        self.ys = self._split_batch(y) if y is not None and self.has_last else ()
         self.total: Tensor | None = None
         marks: Marks = []
         stamp, messages, last = self.clock.stamp, self.messages, self.count - 1
@@ -107,7 +107,7 @@ class PipelineEngine:
         self.history.append(marks)
         return self.total
 
-    def _split(self, batch: Tensor) -> tuple[Tensor, ...]:
+    def _split_batch(self, batch: Tensor) -> tuple[Tensor, ...]:
         """Return the microbatches of a batch; a single one is the batch itself: operations on a view are slower."""
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 

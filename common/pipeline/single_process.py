@@ -1,4 +1,4 @@
-"""A pipeline in one process: all stages on devices of its own."""
+"""The pipeline of one process with several devices, one for each stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.pipeline.stage_tracer import StageTracer
 
 
 class SingleProcessPipeline:
-    """All stages in this one process, each on a device of its own.
+    """All stages of a model in this process, each on a device of its own.
 
     Work on a GPU is only queued: the call returns at once. So one process keeps all its GPUs busy, if it queues a
     microbatch's next stage before the previous stage's next microbatch (GPipe: Huang et al. 2019, arXiv 1811.06965).
@@ -35,7 +35,7 @@ class SingleProcessPipeline:
         pipelined: bool,
         dtype: torch.dtype,
     ) -> None:
-        """Unless `pipelined` one stage works at a time; `schedule` is what that is compared with."""
+        """If `pipelined` all stages work at the same time, else one does; `schedule` gives the ideal bubble."""
         self.loss, self.size, self.pipelined = loss, size, pipelined
         self.devices = [torch.device(name) for name in devices]
         self.stages = [stage.to(device, dtype) for stage, device in zip(stages, self.devices, strict=True)]
@@ -46,16 +46,17 @@ class SingleProcessPipeline:
         self.tracer = StageTracer(self.stages, self.devices)
 
     def forward_stage(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
+        """Return the output [n, ...] of a stage for a microbatch x [n, ...], on the stage's device."""
         return self.tracer.forward(stage, microbatch, x.to(self.devices[stage]))
 
     def forward_naive(self, x: Tensor, microbatch: int = 0) -> Tensor:
-        """One stage after the other: while one works, the others have nothing to do."""
+        """Return the model's output for x [n, ...], one stage after the other: while one works, the others idle."""
         for stage in range(len(self.stages)):
             x = self.forward_stage(stage, microbatch, x)
         return x
 
     def forward_pipelined(self, x: Tensor) -> Tensor:
-        """At each tick stage s works on microbatch tick - s, so all stages work at the same time."""
+        """Return the model's output for x [N, ...]: at each tick stage s works on microbatch tick - s."""
         parts = list(x.split(self.size))
         for tick in range(len(parts) + len(self.stages) - 1):
             for stage in reversed(range(len(self.stages))):  # the last one first: its microbatch is the oldest
@@ -64,9 +65,9 @@ class SingleProcessPipeline:
         return torch.cat(parts)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Forward and backward of a batch; backward, too, visits the devices in the order of their dependencies.
+        """Forward and backward of x [N, ...] with targets y [N]; returns the mean loss [].
 
-        Returns the mean loss [].
+        Backward, too, visits the devices in the order of their dependencies.
         """
         self.tracer.begin()
         y = y.to(self.devices[-1])
@@ -82,10 +83,10 @@ class SingleProcessPipeline:
 
     @torch.no_grad()
     def predict(self, x: Tensor | None, count: int) -> Tensor:
-        """The model's outputs [count, ...] on the device of the inputs."""
-        assert x is not None
+        """Return the model's output [count, ...] for x [count, ...], on the device of x."""
+        assert x is not None  # this process has the first stage
         return self.forward_naive(x).to(x.device)
 
     def spans(self) -> list[list[list[Span]]]:
-        """The kept steps of each stage, oldest first, with times in seconds."""
+        """Return the kept steps of each stage, oldest first, with times in seconds."""
         return self.tracer.spans()

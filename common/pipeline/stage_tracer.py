@@ -25,7 +25,7 @@ class StageTracer:
         self.clocks = [DeviceClock(device) for device in devices]
         self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=HISTORY)
         # the input of the first stage has no gradient: hook its first layer instead
-        next(stages[0].children()).register_forward_hook(self._behind_first)
+        next(stages[0].children()).register_forward_hook(self._hook_first_layer)
         self.on_first = 0
 
     def begin(self) -> None:
@@ -50,7 +50,7 @@ class StageTracer:
             out.grad_fn.register_prehook(lambda _: self._mark("B", stage, microbatch))
         return out
 
-    def _behind_first(self, layer: nn.Module, given: Any, out: Tensor) -> None:
+    def _hook_first_layer(self, layer: nn.Module, given: Any, out: Tensor) -> None:
         microbatch = self.on_first
         if torch.is_grad_enabled() and out.grad_fn is not None:
             out.grad_fn.register_hook(lambda *_: self._mark("B", 0, microbatch))
@@ -60,9 +60,9 @@ class StageTracer:
 
     def spans(self) -> list[list[list[Span]]]:
         """Return each stage's newest steps, oldest first, with times in seconds."""
-        return [[self._of(stage, step) for step in self.history] for stage in range(len(self.stages))]
+        return [[self._make_spans(stage, step) for step in self.history] for stage in range(len(self.stages))]
 
-    def _of(self, stage: int, step: dict[Action, list[Stamp]]) -> list[Span]:
+    def _make_spans(self, stage: int, step: dict[Action, list[Stamp]]) -> list[Span]:
         seconds = self.clocks[stage].seconds
         spans = [Span(a, seconds(s[0]), seconds(s[-1])) for a, s in step.items() if a.stage == stage]
         return sorted(spans, key=lambda span: span.start)

@@ -26,7 +26,7 @@ MULTI = {
 }
 
 
-class Contiguous(nn.Module):
+class ContiguousStage(nn.Module):
     """A stage whose output and input gradient are contiguous, as gloo and nccl need them; [n, ...] -> [n, ...]."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -69,7 +69,7 @@ class TorchPipelineEngine(PipelineEngine):
     def __init__(self, settings: PipelineConfig, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
         super().__init__(settings, *args, sample=sample, **kwargs)
         self.at_once = 1 if settings.schedule == "naive" else self.microbatches
-        parts = [self._stage(index, module, sample) for index, module in self.local.items()]
+        parts = [self._make_stage(index, module, sample) for index, module in self.local.items()]
         name = "gpipe" if settings.schedule == "naive" else settings.schedule
         common: dict[str, Any] = {"n_microbatches": self.at_once, "loss_fn": self._scaled_loss, "scale_grads": False}
         self.schedule: Any
@@ -78,9 +78,9 @@ class TorchPipelineEngine(PipelineEngine):
         else:
             self.schedule = MULTI[name](parts, **common)
             if settings.schedule != "naive":
-                self.plan = self._library_plan()
+                self.plan = self._read_library_plan()
 
-    def _stage(self, index: int, module: nn.Module, sample: Sequence[int]) -> TimedStage:
+    def _make_stage(self, index: int, module: nn.Module, sample: Sequence[int]) -> TimedStage:
         shapes = [torch.Size(sample), *self.shapes]
         before, after = (
             torch.empty(self.size, *shape, dtype=self.dtype, device=self.world.device)
@@ -89,7 +89,7 @@ class TorchPipelineEngine(PipelineEngine):
         after.requires_grad_()  # the library sends gradients only to inputs that require them
         before.requires_grad_(index > 0)
         ends: Any = {"input_args": before, "output_args": after, "group": self.world.group}
-        stage = TimedStage(Contiguous(module), index, self.count, self.world.device, **ends)
+        stage = TimedStage(ContiguousStage(module), index, self.count, self.world.device, **ends)
         stage.owner = self
         return stage
 
@@ -97,7 +97,7 @@ class TorchPipelineEngine(PipelineEngine):
         """Return a microbatch's contribution to the mean loss of the batch."""
         return self.loss(output, target) / self.microbatches
 
-    def _library_plan(self) -> Schedule:
+    def _read_library_plan(self) -> Schedule:
         """Return the library's own order of actions as a `Schedule`."""
         orders = self.schedule.pipeline_order
         return [

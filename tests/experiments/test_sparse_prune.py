@@ -165,7 +165,7 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
 @pytest.mark.parametrize("total", [1, 3, 7, 100, 1000])
 def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int) -> None:
     cfg = Config(schedule=schedule, sparsity=0.9, every=7)
-    found = [(step, pruning_schedules.sparsity_after(cfg, step, total)) for step in range(total + 1)]
+    found = [(step, pruning_schedules.compute_sparsity(cfg, step, total)) for step in range(total + 1)]
     steps = {step: share for step, share in found if share is not None}
     assert list(steps.values())[-1] == pytest.approx(0.9)
     assert all(a <= b for a, b in itertools.pairwise(steps.values()))
