@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def format_count(count: int, noun: str) -> str:
-    """Return a count with its noun, as in `1 rank`, `2 ranks` and `2 processes`."""
+    """Return a count with its noun, as in `1 rank`, `2 ranks`, `2 processes` and `2 microbatches`."""
     if count == 1:
         return f"1 {noun}"
-    return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def read_or_empty(path: str) -> str:

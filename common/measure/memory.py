@@ -19,7 +19,7 @@ FULL = ("not enough memory", "out of memory", "Cannot allocate memory", "std::ba
 
 
 class Footprint:
-    """The most memory that was held whenever somebody looked, beyond what was held at the start; in bytes.
+    """The most memory that was held at any call of `look`, beyond that held at the start; in bytes.
 
     On a CPU this process's own pages, files that it maps left out; on a GPU what torch's tensors take there.
     """

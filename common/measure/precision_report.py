@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from common.core.text import format_count
 from common.runs.folder import Folder
 from common.runs.result import Facts
 from configs.amp_accum import Config
@@ -43,7 +44,8 @@ class PrecisionReport:
         """Return the rows of the final table."""
         cfg, outcome = self.cfg, self.outcome
         scale = f", scale {self.scale:g}" if cfg.precision == "fp16" else ""
-        sizes = f"{cfg.accumulate} microbatches x {cfg.processes} ranks x {cfg.plan.microbatch} samples"
+        counts = (cfg.accumulate, "microbatch"), (cfg.processes, "rank"), (cfg.plan.microbatch, "sample")
+        sizes = " x ".join(format_count(count, noun) for count, noun in counts)
         return {
             "step": f"batch {cfg.batch} = {sizes}",
             "precision": f"{outcome['computed_in']}, {cfg.model}{scale}",

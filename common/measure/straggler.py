@@ -1,4 +1,4 @@
-"""The rule that names a straggler, for the final table and for `make status`. Imports no torch."""
+"""The one rule that names a straggler, for the final table and for `make status`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -35,16 +35,15 @@ def write_program(model: nn.Module, x: Tensor, path: Path) -> Tensor:
 
     Returns the outputs for x that a new process computes from the file alone. Raises RuntimeError if that fails.
     """
-    program = torch.export.export(
-        model.cpu(), (make_two_samples(x),), dynamic_shapes=({0: torch.export.Dim("samples", min=1)},)
-    )
+    program = torch.export.export(model.cpu(), **make_example(x))
     torch.export.save(program, path)
     return run_in_new_process(path, x)
 
 
-def make_two_samples(x: Tensor) -> Tensor:
-    """Return zeros [2, ...] like x [n, ...]: an example with one sample would fix N at 1."""
-    return torch.zeros(2, *x.shape[1:], dtype=x.dtype)
+def make_example(x: Tensor) -> dict[str, Any]:
+    """Return the arguments of an export for inputs [any N, ...] like x [n, ...]; one sample would fix N at 1."""
+    zeros = torch.zeros(2, *x.shape[1:], dtype=x.dtype)
+    return {"args": (zeros,), "dynamic_shapes": ({0: torch.export.Dim("samples", min=1)},)}
 
 
 def run_in_new_process(path: Path, x: Tensor) -> Tensor:
@@ -79,15 +78,7 @@ def write_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
         raise UserError(f"FORMAT=onnx needs {error.name}: .venv/bin/python -m pip install {' '.join(ONNX)}") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the exporter itself
-        shapes = ({0: torch.export.Dim("samples", min=1)},)
-        made = torch.onnx.export(
-            model.cpu(),
-            (make_two_samples(x),),
-            dynamo=True,
-            dynamic_shapes=shapes,
-            input_names=["images"],
-            verbose=False,
-        )
+        made = torch.onnx.export(model.cpu(), **make_example(x), dynamo=True, input_names=["images"], verbose=False)
     assert made is not None
     made.save(path)
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

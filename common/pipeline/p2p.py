@@ -100,14 +100,14 @@ class Network:
         """Begin to send a tensor to the action that consumes it."""
         value = value.contiguous()
         target = self.world.global_rank(consumer.stage % self.world.size)
-        work = dist.isend(value, target, self.groups[self._find_channel(consumer)], self._make_tag(consumer))
+        work = dist.isend(value, target, self.groups.get(self._find_channel(consumer)), self._make_tag(consumer))
         assert work is not None
         self.sends.append((work, value))  # the tensor must live until it is sent
 
     def receive(self, consumer: Action, value: Tensor) -> dist.Work:
         """Begin to receive the tensor that an action consumes, into `value`."""
         source = (consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1) % self.world.size
-        group, tag = self.groups[self._find_channel(consumer)], self._make_tag(consumer)
+        group, tag = self.groups.get(self._find_channel(consumer)), self._make_tag(consumer)
         work = dist.irecv(value, self.world.global_rank(source), group, tag)
         assert work is not None
         return work
@@ -129,25 +129,25 @@ class Network:
         later = consumer.stage if consumer.kind == "F" else consumer.stage + 1
         return consumer.kind, later % self.world.size == 0
 
-    def _make_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup | None]:
+    def _make_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
         """Return a process group for each direction on nccl; gloo needs none."""
-        channels = [(kind, wraps) for kind in "FB" for wraps in (False, True)]
         if self.world.backend != "nccl" or self.world.size == 1:
-            return dict.fromkeys(channels)
+            return {}
+        channels = [(kind, wraps) for kind in "FB" for wraps in (False, True)]
         members = [self.world.global_rank(rank) for rank in range(self.world.size)]
         alone = bool(self.world.global_ranks)  # the members of a subgroup make it without the other ranks
         groups = (dist.new_group(members, self.world.timeout, use_local_synchronization=alone) for _ in channels)
         return {channel: cast(dist.ProcessGroup, group) for channel, group in zip(channels, groups, strict=True)}
 
     def _connect(self) -> None:
-        """Send a first message on every channel, in the same order on all ranks.
+        """Send a first message in every direction on nccl, in the same order on all ranks.
 
         nccl connects a pair at its first message, in which both sides must take part; within a step they do not.
         """
         token, size = torch.zeros(1, device=self.world.device), self.world.size
         for (kind, wraps), group in self.groups.items():
             pairs = [(size - 1, 0)] if wraps else [(low, low + 1) for low in range(size - 1)]
-            for low, high in pairs if size > 1 else []:
+            for low, high in pairs:
                 source, target = (low, high) if kind == "F" else (high, low)
                 if self.world.rank == source:
                     dist.send(token, self.world.global_rank(target), group)

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common.core.text import format_count
 from common.distributed.rendezvous import World
 from common.measure import plots
 from common.pipeline import schedules
@@ -83,7 +84,7 @@ class PipelineReport:
     lane: str = "rank"
     """The unit that works on its own: a rank, or with several devices in one process a stage."""
     picture: tuple[Path, str] | None = None
-    """Where to draw one step, and its title."""
+    """File and title of the drawing of one step; None for no drawing."""
 
     @classmethod
     def from_spans(cls, gathered: Sequence[Steps], plan: Schedule, stages: int, **more: Any) -> PipelineReport:
@@ -102,7 +103,8 @@ class PipelineReport:
 
         With a `folder` it draws one step there, as timeline.png.
         """
-        schedule = f"{cfg.schedule} ({cfg.engine}), {cfg.stages} stages, {cfg.microbatches} microbatches"
+        sizes = f"{format_count(cfg.stages, 'stage')}, {format_count(cfg.microbatches, 'microbatch')}"
+        schedule = f"{cfg.schedule} ({cfg.engine}), {sizes}"
         picture = (folder / "timeline.png", title or f"one step: {schedule}") if folder else None
         own: Any = {"layers": pipe.layers, "schedule": schedule, "picture": picture}
         return cls.from_spans(group.gather(pipe.spans()), pipe.plan, cfg.stages, **own)

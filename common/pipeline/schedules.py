@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import UserError, exit_on_user_error
+from common.core.text import format_count
 from configs.pipeline import PipelineConfig, Stages
 
 
@@ -139,7 +140,9 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
 def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -> None:
     """Raise ValueError, naming the action, unless the plan trains every microbatch once and cannot deadlock."""
     if len(plan) != ranks:
-        raise ValueError(f"has {len(plan)} lists of actions, needs one for each of the {ranks} ranks")
+        raise ValueError(
+            f"has {format_count(len(plan), 'list')} of actions, needs one for each of {format_count(ranks, 'rank')}"
+        )
     for rank, actions in enumerate(plan):
         mine = local_stages(rank, ranks, stages)
         expected = {Action(kind, s, m) for kind in "FB" for s in mine for m in range(microbatches)}

@@ -51,7 +51,7 @@ FILES = [
     ),
     scheduled("schedule: no function", "pass", "no function 'g'", "it has f", words=("schedule=own.py:g",)),
     scheduled("schedule: does not import", "return []\n1 / 0", "own.py cannot be imported", "ZeroDivisionError"),
-    scheduled("schedule: too few processes", "return [[]]", "needs one for each of the 2 processes"),
+    scheduled("schedule: too few ranks", "return [[]]", "needs one for each of 2 ranks"),
     scheduled("schedule: no actions", "return 7", "schedule=own.py:f"),
     scheduled("schedule: leaves", "raise SystemExit(0)", "schedule=own.py:f"),
     scheduled(

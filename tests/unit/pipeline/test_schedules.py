@@ -100,7 +100,7 @@ def test_bad_schedules_are_refused_naming_the_action(tmp_path: Path, first: str,
 @pytest.mark.parametrize(
     ("body", "function", "message"),
     [
-        ("    return [[]]\n", "mine", "has 1 lists of actions, needs one for each of the 2 ranks"),
+        ("    return [[]]\n", "mine", "has 1 list of actions, needs one for each of 2 ranks"),
         ("    return 3\n", "mine", "schedule="),
         ("    return []\n", "yours", "no function 'yours'; it has mine"),
         ("    return ]\n", "mine", "cannot be imported (SyntaxError"),
