@@ -141,7 +141,7 @@ def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineRepo
     own: Any = {"layers": pipe.layers, "lane": "stage"} | (
         {"picture": (folder / "timeline.png", title)} if folder else {}
     )
-    return PipelineReport.from_spans(pipe.spans(), pipe.plan, len(pipe.layers), **own)
+    return PipelineReport.from_spans(pipe.collect_spans(), pipe.plan, len(pipe.layers), **own)
 
 
 if __name__ == "__main__":

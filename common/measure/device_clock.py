@@ -62,7 +62,7 @@ class DeviceClock:
         """Count seconds from now; ranks of several hosts call it at the same moment."""
         self.start = time.perf_counter()
 
-    def seconds(self, stamp: Stamp) -> float:
+    def to_seconds(self, stamp: Stamp) -> float:
         """Return a stamp in seconds; waits for the device to reach it."""
         if isinstance(stamp, TimedEvent):
             stamp.event.synchronize()

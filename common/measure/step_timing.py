@@ -108,7 +108,7 @@ class StepTimes:
         """Note the time under a name: "backward" where backward begins, "end of backward" behind it."""
         self.marks[name] = self.clock.stamp()
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+    def iterate(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the loader's batches; a step lasts from asking for one to asking for the next."""
         source = iter(loader)
         while True:
@@ -133,7 +133,7 @@ class StepTimes:
 
     def _measure(self, step: MarkedStep) -> dict[str, float]:
         """Return the seconds of a step by name; its forward is without the time in which it waited for other ranks."""
-        seconds = self.clock.seconds
+        seconds = self.clock.to_seconds
         at = {name: seconds(stamp) for name, stamp in step.marks.items()}
         forward = at["backward"] - at["data"] - step.waited
         if step.computing:
@@ -143,7 +143,7 @@ class StepTimes:
             found["exposed"] = at["end of backward"] - at["last gradient"]
         return found
 
-    def recent(self) -> float | None:
+    def estimate_recent(self) -> float | None:
         """Return the seconds until backward begins, the median of the newest steps; None before there are enough.
 
         On a GPU the newest steps that it has come to the end of: asking for others would wait for it.
@@ -153,7 +153,7 @@ class StepTimes:
             return None
         return median(step["data"] + step["forward"] for step in map(self._measure, done))
 
-    def summary(self) -> RankTimes | None:
+    def summarise(self) -> RankTimes | None:
         """Return the numbers of all kept steps; None before there is one."""
         if not self.history:
             return None
@@ -170,7 +170,7 @@ class StepTimes:
 
 def gather_times(world: World, times: StepTimes | None) -> list[RankTimes]:
     """Return the numbers of all ranks that have some, on rank 0. All ranks call it."""
-    return [own for own in world.gather(times.summary() if times else None) if own]
+    return [own for own in world.gather(times.summarise() if times else None) if own]
 
 
 def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:

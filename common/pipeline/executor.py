@@ -156,9 +156,9 @@ class PipelineEngine:
         network.wait_for_sends(left=8)
         return value if self.has_last else None
 
-    def spans(self) -> list[list[Span]]:
+    def collect_spans(self) -> list[list[Span]]:
         """Return this rank's newest steps, oldest first, with times in seconds."""
-        seconds = self.clock.seconds
+        seconds = self.clock.to_seconds
         return [[Span(a, seconds(s), seconds(e)) for a, s, e in step] for step in self.history]
 
     @property

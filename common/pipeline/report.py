@@ -107,7 +107,7 @@ class PipelineReport:
         schedule = f"{cfg.schedule} ({cfg.engine}), {sizes}"
         picture = (folder / "timeline.png", title or f"one step: {schedule}") if folder else None
         own: Any = {"layers": pipe.layers, "schedule": schedule, "picture": picture}
-        return cls.from_spans(group.gather(pipe.spans()), pipe.plan, cfg.stages, **own)
+        return cls.from_spans(group.gather(pipe.collect_spans()), pipe.plan, cfg.stages, **own)
 
     @property
     def by_stage(self) -> dict[int, list[Span]]:

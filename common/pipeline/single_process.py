@@ -87,6 +87,6 @@ class SingleProcessPipeline:
         assert x is not None  # this process has the first stage
         return self.forward_naive(x).to(x.device)
 
-    def spans(self) -> list[list[list[Span]]]:
+    def collect_spans(self) -> list[list[list[Span]]]:
         """Return the kept steps of each stage, oldest first, with times in seconds."""
-        return self.tracer.spans()
+        return self.tracer.collect_spans()

@@ -58,11 +58,11 @@ class StageTracer:
     def _mark(self, kind: str, stage: int, microbatch: int) -> None:
         self.history[-1].setdefault(Action(kind, stage, microbatch), []).append(self.clocks[stage].stamp())
 
-    def spans(self) -> list[list[list[Span]]]:
+    def collect_spans(self) -> list[list[list[Span]]]:
         """Return each stage's newest steps, oldest first, with times in seconds."""
         return [[self._make_spans(stage, step) for step in self.history] for stage in range(len(self.stages))]
 
     def _make_spans(self, stage: int, step: dict[Action, list[Stamp]]) -> list[Span]:
-        seconds = self.clocks[stage].seconds
+        seconds = self.clocks[stage].to_seconds
         spans = [Span(a, seconds(s[0]), seconds(s[-1])) for a, s in step.items() if a.stage == stage]
         return sorted(spans, key=lambda span: span.start)

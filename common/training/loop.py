@@ -95,7 +95,7 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
     cfg, per_epoch = run.cfg, state.loader.steps
     for part in state.parts:
         part.train()
-    for batch in run.times.batches(state.loader) if run.times else state.loader:
+    for batch in run.times.iterate(state.loader) if run.times else state.loader:
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         optimizers.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // per_epoch, rate)

@@ -274,7 +274,7 @@ def test_every_action_of_one_process_is_stamped_once_and_in_order(mode: str) -> 
     for _ in range(2):
         pipe.step(torch.randn(8, 3, 16, 16), torch.randint(10, (8,)))
     pipe.predict(torch.randn(8, 3, 16, 16), 8)
-    by_stage = pipe.spans()
+    by_stage = pipe.collect_spans()
     assert [len(steps) for steps in by_stage] == [2, 2, 2]
     spans = {span.action: span for steps in by_stage for span in steps[1]}
     assert set(spans) == {Action(kind, s, m) for kind in "FB" for s in range(3) for m in range(4)}

@@ -127,10 +127,10 @@ def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
 
 def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
     times = step_timing.StepTimes(nn.Linear(1, 1), torch.device("cpu"))
-    for _ in times.batches(range(step_timing.WARM_UP + step_timing.ENOUGH)):
+    for _ in times.iterate(range(step_timing.WARM_UP + step_timing.ENOUGH)):
         times.mark("backward")
-        assert times.recent() is None
-    assert times.recent() is not None
+        assert times.estimate_recent() is None
+    assert times.estimate_recent() is not None
 
 
 def test_ddp_multinode_reports_its_efficiency_if_asked(tmp_path: Path, digits: tuple[str, ...]) -> None:

@@ -56,8 +56,10 @@ def test_stamps_of_a_step_are_as_precise_after_a_day_as_at_once() -> None:
     first = device.stamp()
     Played.now += STEP
     last = device.stamp()
-    assert device.seconds(last) - device.seconds(first) == pytest.approx(STEP, abs=2e-6)
-    assert device.seconds(first) - device.seconds(early) == pytest.approx(DAY, abs=2e-6), "older stamps keep their zero"
+    assert device.to_seconds(last) - device.to_seconds(first) == pytest.approx(STEP, abs=2e-6)
+    assert device.to_seconds(first) - device.to_seconds(early) == pytest.approx(DAY, abs=2e-6), (
+        "older stamps keep their zero"
+    )
 
 
 def test_steps_within_a_zero_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,29 +78,29 @@ def test_watch_and_step_times_begin_their_steps() -> None:
     times = step_timing.StepTimes(model, torch.device("cuda", 0))
     times.skip = 0
     Played.now += DAY
-    for x in times.batches([torch.ones(1, 1)] * 3):
+    for x in times.iterate([torch.ones(1, 1)] * 3):
         watch.begin()
         out = watch.forward(0, 0, x)
         times.mark("backward")
         Played.now += STEP
         out.sum().backward()
         times.mark("end of backward")
-    found = times.summary()
+    found = times.summarise()
     assert found is not None and found.step == pytest.approx(STEP, abs=2e-6)
-    for (forward, backward), *_ in watch.spans():
+    for (forward, backward), *_ in watch.collect_spans():
         assert forward.start == forward.end and backward.start - forward.end == pytest.approx(STEP, abs=2e-6)
 
 
 def test_a_gpu_is_asked_only_for_steps_that_it_has_come_to_the_end_of(monkeypatch: pytest.MonkeyPatch) -> None:
     times = step_timing.StepTimes(nn.Sequential(nn.Linear(1, 1)), torch.device("cuda", 0))
-    for number, _ in enumerate(times.batches([0] * (step_timing.WARM_UP + 2 * step_timing.ENOUGH))):
+    for number, _ in enumerate(times.iterate([0] * (step_timing.WARM_UP + 2 * step_timing.ENOUGH))):
         Played.now += STEP if number < step_timing.WARM_UP + step_timing.ENOUGH else 3 * STEP
         times.mark("backward")
-    assert times.recent() == pytest.approx(2 * STEP, abs=2e-6), "the median of all"
+    assert times.estimate_recent() == pytest.approx(2 * STEP, abs=2e-6), "the median of all"
     monkeypatch.setattr(Played, "behind", 3 * STEP * (step_timing.ENOUGH - 0.5))
-    assert times.recent() == pytest.approx(STEP, abs=2e-6), "of those that it has come to"
+    assert times.estimate_recent() == pytest.approx(STEP, abs=2e-6), "of those that it has come to"
     monkeypatch.setattr(Played, "behind", 100.0)
-    assert times.recent() is None
+    assert times.estimate_recent() is None
 
 
 def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,5 +111,5 @@ def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest
         monkeypatch.setattr(Played, "now", 60_000.0)
         host.start_now()  # behind a barrier
         monkeypatch.setattr(Played, "now", 60_001.5)
-        found.append(host.seconds(host.stamp()))
+        found.append(host.to_seconds(host.stamp()))
     assert found == [1.5, 1.5]
