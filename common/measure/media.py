@@ -27,10 +27,10 @@ def make_path(folder: Folder, step: int, name: str, kind: str) -> Path:
     """Return the file for a step and make its folder. Raises ValueError for an invalid name, UserError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of media: letters, digits, _ . - (at most 64, a letter or digit first)")
-    room = folder.attempt / FILES
-    with disk_errors(room):
-        room.mkdir(exist_ok=True)
-    return room / f"{name}-{step:08d}.{kind}"
+    media = folder.attempt / FILES
+    with disk_errors(media):
+        media.mkdir(exist_ok=True)
+    return media / f"{name}-{step:08d}.{kind}"
 
 
 def write_image(folder: Folder, step: int, name: str, pixels: Tensor) -> None:

@@ -85,7 +85,7 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[No
         lift_limit(devices, before)
         raise UserError(
             f"memory_cap={megabytes}: the model with its gradients, optimizer and activations does not fit into "
-            f"{megabytes} MB; cut it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
+            f"{megabytes} MB; split it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
         ) from None
     finally:
         lift_limit(devices, before)

@@ -255,7 +255,7 @@ class ScalingReport:
             rows["communication"] = f"{self.communication * 1e3:.2f} ms a step, {self.exposed:.0%} not hidden"
         if self.efficiency is not None:
             rows["efficiency"] = (
-                f"{self.efficiency:.0%} of {len(self.hosts)} times one process "
+                f"{self.efficiency:.0%} of {len(self.hosts)} times one rank "
                 f"(alone {self.alone * 1e3:.2f} ms a step, speed-up {self.alone / self.step:.2f})"
             )
         return rows

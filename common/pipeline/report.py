@@ -33,13 +33,13 @@ def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = 
     at = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
     start = min(span.start for spans in lanes.values() for span in spans)
     length = max(span.end for spans in lanes.values() for span in spans) - start
-    told: set[str] = set()
+    in_legend: set[str] = set()
     for row, spans in enumerate(lanes.values()):
         for (kind, _, microbatch), begin, end in spans:
             word, colours = WORK[kind]
             left, width = (begin - start) * 1e3, (end - begin) * 1e3
-            label = None if word in told else word
-            told.add(word)
+            label = None if word in in_legend else word
+            in_legend.add(word)
             at.barh(row, width, left=left, height=0.7, color=colours[microbatch % 2], label=label)
             if width > 14 * length:  # in ms, of seconds: room for the number
                 at.text(left + width / 2, row, str(microbatch), ha="center", va="center", color="white", fontsize=8)
