@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 
 from torch import nn
 
@@ -13,10 +12,10 @@ MISSING = "not measured: torchao is missing or too old; pip install --upgrade to
 def has_torchao() -> bool:
     """Return whether torchao is installed, in a version that has what is used here. Importing it takes a second."""
     try:
-        torchao = importlib.import_module("torchao.quantization")
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_  # noqa: F401
     except ImportError:
         return False
-    return hasattr(torchao, "Int8DynamicActivationInt8WeightConfig") and hasattr(torchao, "quantize_")
+    return True
 
 
 def quantize_to_int8(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import mmap
 import os
 import secrets
 import select
@@ -57,7 +58,7 @@ def open_shared_memory(world: World, near: Sequence[Route], dtype: torch.dtype) 
                 remove_old_folders(base)
                 make_folder(folder, members, sum(count_slot_bytes(route, dtype) for route in near))
         dist.barrier(world.group)
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(OSError, ValueError):
             opened = SharedMemory(world, near, dtype, folder)
         everywhere = world.broadcast(all(world.gather(opened is not None)))
     finally:
@@ -103,13 +104,12 @@ class SharedMemory:
         self.world = world
         self.slots: dict[Action, Tensor] = {}
         self.numbers = {route.consumer: number for number, route in enumerate(near)}
-        path = folder / "slots"
-        size = path.stat().st_size // dtype.itemsize
-        storage = torch.from_file(str(path), shared=True, size=size, dtype=dtype).untyped_storage()
+        with open(folder / "slots", "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
         start = 0
-        for route in near:
-            slot = torch.empty(0, dtype=dtype)  # not a view: autograd takes a write to one view as a write to all
-            self.slots[route.consumer] = slot.set_(storage, start // dtype.itemsize, route.shape)  # type: ignore[call-overload]
+        for route in near:  # no slot is a view of another: autograd takes a write to one view as a write to all
+            slot = torch.frombuffer(memory, dtype=dtype, count=route.shape.numel(), offset=start)
+            self.slots[route.consumer] = slot.view(route.shape)
             start += count_slot_bytes(route, dtype)
         ranks = {route.target for route in near if world.rank == route.source} | {world.rank}
         # open for reading and writing, so that opening does not block
