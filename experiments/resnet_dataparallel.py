@@ -24,6 +24,7 @@ the last one of an epoch may even be smaller than the number of devices, and som
 from __future__ import annotations
 
 from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, init_network, start, sync_batchnorm
+from common.core.text import format_count
 from common.distributed.rendezvous import World
 from common.measure.device_report import report_devices
 from common.training.single_process_baseline import Side, compare_sides
@@ -122,7 +123,6 @@ def main(cfg: Config, run: Run) -> None:
         if step.number % batches.steps == 0:  # of one epoch
             running.zero_()
     rates = compare_strategies(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
-    rates = compare_strategies(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
     samples = len(run.train_set)
     run.report(*report_devices(cfg, world, run.times, rates, run.folder.path, gpus, samples, run.total))
 
@@ -134,8 +134,7 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
     """
     world = run.world
     threads = {world.threads, world.threads * world.local_size} if run.device.type == "cpu" else {world.threads}
-
-    plan = [(f"single, {count} thread{'s' * (count > 1)}", "single", count) for count in sorted(threads)]
+    plan = [(f"single, {format_count(count, 'thread')}", "single", count) for count in sorted(threads)]
     plan += [("data_parallel", "data_parallel", world.threads)] if len(list_gpus(world)) > 1 else []
     plan += [("ddp", "ddp", world.threads)] if world.size > 1 else []
 

@@ -167,7 +167,7 @@ def test_replicas_and_known_models_are_counted() -> None:
     words = ["model=resnet18", "width=64", "stages=2", "balance=parameters"]
     one, four = (config.load_config(Split, [*words, f"replicas={count}"], {}) for count in (1, 4))
     assert four.memory_bytes > 3 * one.memory_bytes
-    assert config.load_config(Precision, ["model=resnet50"], {}).memory_bytes > 2 * 3 * 4 * 25e6
+    assert config.load_config(Precision, ["model=resnet50"], {}).memory_bytes > 2 * 3 * 4 * 23e6
 
 
 def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(tmp_path: Path, cache: Path) -> None:
