@@ -22,8 +22,8 @@ class Config(Sweep, Replicated):
     fp16 scales the loss. tf32: float32 with products rounded by NVIDIA GPUs; on a CPU it is fp32."""
     accumulate: int = at_least(1, 4)
     """Microbatches of one optimizer step. `batch` stays the step's global batch: each rank works on
-    batch / accumulate / ranks samples at a time. An epoch leaves out less than one microbatch; if it has no multiple of
-    this many, its last step has fewer."""
+    batch / accumulate / ranks samples at a time. An epoch leaves out less than one microbatch; if its number of
+    microbatches is no multiple of this, its last step has fewer."""
     no_sync: bool = True
     """Whether ranks all-reduce gradients once a step; else after every microbatch. Both give the same step."""
     channels_last: bool = False

@@ -122,9 +122,10 @@ def main(cfg: Config, run: Run) -> None:
             running.zero_()
         if step.number % batches.steps == 0:  # of one epoch
             running.zero_()
-    rates = compare_strategies(cfg, run) if cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch else {}
+    compares = cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch
+    compare = partial(compare_strategies, cfg, run) if compares else dict
     samples = len(run.train_set)
-    run.report(*report_devices(cfg, world, run.times, rates, run.folder.path, gpus, samples, run.total))
+    run.report(*report_devices(cfg, world, run.times, compare, run.folder.path, gpus, samples, run.total))
 
 
 def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:

@@ -42,6 +42,7 @@ from common.api import (
     start,
     sync_batchnorm,
 )
+from common.core.seeds import derive_seed
 from common.distributed.mesh import create_mesh_groups
 from common.distributed.rendezvous import World
 from common.measure.memory import limit_memory, read_peak
@@ -69,7 +70,9 @@ def build_loss(cfg: Config, run: Run) -> Loss:
     """Build the loss, a mean over samples: cross-entropy, or the squared difference from a random vector per class."""
     if cfg.loss == "cross_entropy":
         return F.cross_entropy
-    targets = torch.randn(run.classes, run.classes, generator=torch.Generator().manual_seed(cfg.seed))
+    targets = torch.randn(
+        run.classes, run.classes, generator=torch.Generator().manual_seed(derive_seed(cfg.seed, "targets"))
+    )
     return lambda outputs, y: F.mse_loss(outputs, targets.to(outputs)[y])
 
 

@@ -75,7 +75,7 @@ VERBS = {
         NODES, ARGS, LAUNCH, CLUSTER, Setting("RUN", "--run", "run to examine, instead of hosts"), JSON)),
     "status": Verb("slurm.reports.status", "list the state of the newest runs, or of one", (
         RUN, Setting("WAIT", "--wait", "seconds to wait for the end of the run"),
-        Setting("ALL", "--all", "1: list all runs, not only the newest 20"), JSON, RUNS_FOLDER)),
+        Setting("ALL", "--all", "1: list all runs, as JSON=1 does, not only the newest 20"), JSON, RUNS_FOLDER)),
     "logs": Verb("slurm.reports.logs", "print the log of rank 0 of a run", (RUN, FOLLOW, RUNS_FOLDER)),
     "cancel": Verb("slurm.reports.cancel", "end a run; it saves a checkpoint first", (RUN, RUNS_FOLDER)),
     "compare": Verb("slurm.reports.compare", "set runs side by side, as a table and as a page for a browser", (

@@ -204,7 +204,7 @@ class StagingDir:
         self.path = self.parent / f".{self.target.name}.new"
 
     def create(self) -> None:
-        """Make the folder, and delete the staging folders of earlier failures."""
+        """Make the folder, and delete staging folders and tombstones that earlier failures left."""
         if not self.parent.exists():
             self.parent.mkdir()
             fsync_path(self.parent.parent)

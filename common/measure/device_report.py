@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -31,7 +31,7 @@ def report_devices(
     cfg: Config,
     world: World,
     times: StepTimes | None,
-    rates: Mapping[str, list[float]],
+    compare: Callable[[], Mapping[str, list[float]]],
     folder: Path,
     gpus: int,
     samples: int,
@@ -39,13 +39,14 @@ def report_devices(
 ) -> list[Report]:
     """Report memory, shards, BatchNorm and speed of the devices. All ranks call it; the reports are rank 0's.
 
-    `rates` are samples/s by side and round; `gpus` those that one process can use; `samples` those of the training
-    set; `total` the steps of the run.
+    `compare` returns samples/s by side and round, {} where nothing is compared; `gpus` are those that one process can
+    use; `samples` those of the training set; `total` the steps of the run.
     """
     parallel = cfg.strategy == "data_parallel"
     devices, own = max(1, gpus) if parallel else world.size, range(gpus) if parallel else ()
     used = [read_peak(device) for device in [torch.device("cuda", index) for index in own] or [world.device]]
     held = [value for values in world.gather(used) for value in values]
+    rates = compare()  # after the peaks are read: its models need memory, too
     rate = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # rank 0 knows them
     one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
     step, single = (cfg.batch / value if value else 0.0 for value in (many, one))

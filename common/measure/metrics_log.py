@@ -87,7 +87,7 @@ class MetricsLog:
 
     @property
     def is_due(self) -> bool:
-        """Return whether to flush now; the same on all ranks."""
+        """True when it is time to flush; the same on all ranks."""
         return bool(self.rows) and self.rows[-1][0] >= self.next_flush
 
     def flush(self) -> None:

@@ -49,8 +49,9 @@ def open_shared_memory(world: World, near: Sequence[Route], dtype: torch.dtype) 
     if world.size == 1:
         return None
     base = SHARED if SHARED.is_dir() else Path(tempfile.gettempdir())
-    folder = base / f"pipeline-{world.broadcast(secrets.token_hex(8))}"  # the same name on each host
     members = [rank for rank in range(world.size) if world.hosts[rank] == world.hosts[world.rank]]
+    # a name of its own for each host: containers may share a /dev/shm
+    folder = base / f"pipeline-{world.broadcast(secrets.token_hex(8))}-{members[0]}"
     opened: SharedMemory | None = None
     try:
         with contextlib.suppress(OSError):

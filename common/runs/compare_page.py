@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from common.runs.metric_curves import POINTS, Curve, Numbers, RunCurves
+from common.runs.setting_labels import MISSING
 
 HERE = Path(__file__).parent
-MISSING = "-"  # where a run has no such number
 MARK = '<meta name="generator" content="make compare">'  # only a file with it is overwritten
 DISTINCT = (
     *("#2a78d6", "#e07b1a", "#2f9e44", "#d6336c", "#7b56c4"),

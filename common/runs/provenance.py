@@ -134,7 +134,8 @@ def read_metadata(folder: Folder) -> dict[str, Any]:
             meta[name] = value
     meta["history"] = [entry for entry in meta.get("history") or [] if isinstance(entry, dict)]
     job, data = meta.get("job") or {}, meta.get("data") or {}
-    if job and not all(isinstance(job.get(name, ""), str) for name in ("id", "scheduler")):
+    types: dict[str, Any] = {"id": str, "scheduler": str, "logs": (str, type(None)), "profile": (dict, type(None))}
+    if job and not all(isinstance(job.get(name), kind) for name, kind in types.items()):
         del meta["job"]
     if not isinstance(data.get("sha256", {}), dict):
         meta["data"] = {name: value for name, value in data.items() if name != "sha256"}

@@ -32,7 +32,7 @@ def init_wandb_run(folder: Folder, mode: str) -> Any:
     cfg, name = load_run_config(folder), folder.experiment
     meta = provenance.read_metadata(folder)
     facts = {"experiment": name, "world_size": cfg.processes}
-    facts["meta"] = meta | {"git": meta.get("git", {}).get("sha")}
+    facts["meta"] = meta | {"git": (meta.get("git") or {}).get("sha")}
     kept = folder.path / "wandb" / "id.json"
     own = read_json(kept).get("id") or secrets.token_hex(4)
     write_json(kept, {"id": own})  # first: a start that is killed meanwhile leaves it to the next one

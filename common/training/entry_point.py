@@ -67,6 +67,8 @@ def run_experiment(
 
     Of a `submitted` run the job decides what happens after this attempt. Raises UserError.
     """
+    if is_finished(given, cfg, report=ranks.is_main):  # before memory is checked and ranks meet
+        return given, 0
     with ranks.connect(cfg, given) as known:
         if is_finished(known, cfg, report=ranks.is_main):
             return known, 0

@@ -111,7 +111,8 @@ def list_differences(
             yield key, then.get(key), now.get(key)
     for start in old.attempts():
         for key, (_, value) in read_json(start.attempt / "changed.json").items():
-            yield f"{key}, from its attempt {start.number} on", value, now.get(key)
+            if not key.startswith("wandb."):
+                yield f"{key}, from its attempt {start.number} on", value, now.get(key)
     meta = provenance.read_metadata(old)
     for package in provenance.PACKAGES:
         yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.read_package_version(package)

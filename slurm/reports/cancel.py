@@ -28,7 +28,7 @@ def cancel_run(folder: Folder) -> str:
     if not job and not start:
         raise UserError(f"{folder.path.name} is still being prepared; end the command that does it, or try again")
     if not job and is_alive(start) is None:
-        raise UserError(f"{folder.path.name} runs on {start['host']}; cancel it there")
+        raise UserError(f"{folder.path.name} runs on {start.get('host', 'another host')}; cancel it there")
     # first: so it is not queued again, and its process knows why it has to stop
     Result("cancelled", 130).write(folder)
     if not job:

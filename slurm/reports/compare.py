@@ -121,7 +121,7 @@ def label_runs(runs: list[Compared]) -> None:
         telling = setting_labels.choose_telling(settings, NAMED)
         names = setting_labels.shorten_keys(telling, settings)
         for run in own:
-            values = [shorten(run.settings.get(key, pages.MISSING)) for key in telling]
+            values = [shorten(run.settings.get(key, setting_labels.MISSING)) for key in telling]
             words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
             run.telling, run.label = telling, " ".join([run.end, *words])
 
@@ -164,7 +164,7 @@ def name_column(name: str) -> str:
 
 def format_value(facts: dict[str, Any], name: str) -> str:
     """The text of one column of a run."""
-    return pages.MISSING if facts[name] is None else SHOWN[name].format(facts[name])
+    return setting_labels.MISSING if facts[name] is None else SHOWN[name].format(facts[name])
 
 
 def list_columns(runs: list[Compared]) -> list[str]:
@@ -183,7 +183,7 @@ def format_table(given: list[Compared], width: int) -> str:
     every = [run.facts() for run in runs]
     within = list_within(runs)
     names = list_columns(runs)
-    settings = [Column(key, [shorten(run.settings.get(key, pages.MISSING)) for run in runs]) for key in within]
+    settings = [Column(key, [shorten(run.settings.get(key, setting_labels.MISSING)) for run in runs]) for key in within]
     told = len({key for run in runs for key in run.telling})
     columns = [Column("state", [facts["state"] for facts in every], left=True), *settings[:told]]
     columns += [Column(name_column(name), [format_value(facts, name) for facts in every]) for name in names]
@@ -195,7 +195,7 @@ def format_table(given: list[Compared], width: int) -> str:
     head, *lines = join_columns(chosen)
     text = [head]
     for name, own in groups.items():
-        text += [f"{name}:"] if len(groups) > 1 else []
+        text.append(f"{name}:")
         text += [lines.pop(0) for _ in own]
     missing = [column.head for column in columns if column not in chosen]
     text += [f"no room for: {', '.join(missing)}"] if missing else []

@@ -183,11 +183,11 @@ def describe_lost(ranks: list[Rank], errors: list[Rank]) -> str:
 
 def describe_exit(folder: Folder) -> str:
     """Describe how all ranks ended, where none of them left an error."""
-    status = folder.result.get("exit_status")
+    code = folder.result.get("exit_status")
     how = "killed, or the machine failed"
-    if isinstance(status, int):
-        is_signal = 128 < status < 128 + signal.NSIG
-        how = f"signal {signal.strsignal(status - 128)}" if is_signal else f"exit status {status}"
+    if isinstance(code, int):
+        is_signal = 128 < code < 128 + signal.NSIG
+        how = f"signal {signal.strsignal(code - 128) or code - 128}" if is_signal else f"exit status {code}"
     return f"its ranks ended without an error message: {how}"
 
 

@@ -241,6 +241,8 @@ def main(given: argparse.Namespace) -> int:
     lists_all = parse_switch("ALL", given.all) or as_json
     if given.wait and not given.run:
         raise UserError(f"WAIT={given.wait} waits for the end of one run; name it with RUN=<id>")
+    if given.all and given.run:
+        raise UserError("ALL lists all runs; leave it or RUN out")
     if not given.run:
         folders = selection.list_runs(runs)[::-1]
         chosen = folders if lists_all else folders[:NEWEST]

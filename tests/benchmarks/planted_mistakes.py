@@ -73,6 +73,8 @@ class Outcome:
 
 def problem_of(mistake: Mistake) -> str:
     """Why a mistake cannot be planted; empty if it can."""
+    if not (ROOT / mistake.file).is_file():
+        return f"there is no {mistake.file} any more"
     text = (ROOT / mistake.file).read_text()
     count = text.count(mistake.old)
     if count != 1:

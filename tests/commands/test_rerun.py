@@ -157,7 +157,7 @@ def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, caps
 
 def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path) -> None:
     own = Profile(partition="long", gpus=2, gpus_as="gres", requeue=False, memory_gb=1.5, setup=["module load cuda"])
-    write_json(tmp_path / "meta.json", {"job": {"profile": vars(own) | {"gone": 1}}})
+    write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": vars(own) | {"gone": 1}}})
     old = Folder(tmp_path)
     assert rerun.find_profile(old, "", []) == own
     longer = rerun.find_profile(old, "", ["cluster.time=120"])

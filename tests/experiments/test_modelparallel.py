@@ -16,6 +16,7 @@ from torch import nn
 
 from common.core import config
 from common.core.errors import UserError
+from common.core.seeds import derive_seed
 from common.models import networks, partition
 from common.pipeline import report, schedules
 from common.pipeline.schedules import Action, Span
@@ -160,7 +161,7 @@ def test_the_toy_learns_random_targets_in_two_stages_as_in_one(tmp_path: Path) -
     assert split.losses[-1] < 0.9 * split.losses[0]
     run = cast(Any, SimpleNamespace(classes=5))
     outputs, classes = torch.zeros(3, 5), torch.tensor([4, 0, 4])
-    targets = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.randn(5, 5, generator=torch.Generator().manual_seed(derive_seed(0, "targets")))
     found = resnet_modelparallel.build_loss(settings(*words), run)(outputs, classes)
     assert float(found) == pytest.approx(float((2 * targets[4].square().sum() + targets[0].square().sum()) / 15))
 

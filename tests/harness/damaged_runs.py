@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common.runs.folder import Folder
 from tests.harness import inside
@@ -47,6 +48,21 @@ def other_types(content: bytes) -> bytes:
         return b"seed: [1]\ndata: 5\n"
 
 
+def drop_keys(content: bytes) -> bytes:
+    """A JSON object, or the first line of a file of lines, without every second name, also in the objects in it."""
+
+    def drop(value: Any) -> Any:
+        if isinstance(value, list):
+            return [drop(item) for item in value]
+        return {name: drop(value[name]) for name in list(value)[::2]} if isinstance(value, dict) else value
+
+    try:
+        text = content.splitlines()[0] if content[:1] == b"{" and b"}\n{" in content else content
+        return json.dumps(drop(json.loads(text))).encode() + b"\n"
+    except ValueError:
+        return b"seed: 0\n"
+
+
 Damage = Callable[[bytes], bytes]
 DAMAGES: dict[str, Damage] = {
     "garbage": lambda content: bytes(range(256)) * 3,
@@ -55,6 +71,7 @@ DAMAGES: dict[str, Damage] = {
     "a list": lambda content: b'[1, "two", null]\n',
     "nulls": null_values,
     "other types": other_types,
+    "missing names": drop_keys,
 }
 
 

@@ -28,7 +28,9 @@ def folder(tmp_path: Path) -> Folder:
     made = Folder.create(tmp_path / "runs", "mnist_pipeline", "")
     (made.path / "submit").mkdir()
     (made.path / "submit" / "config.yaml").write_text("checkpoint: {max_restarts: 1}\n")
-    (made.path / "meta.json").write_text(json.dumps({"job": {"id": "7", "profile": {"requeue": True}}}))
+    (made.path / "meta.json").write_text(
+        json.dumps({"job": {"id": "7", "scheduler": "local", "profile": {"requeue": True}}})
+    )
     return made
 
 
