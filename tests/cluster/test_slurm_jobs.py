@@ -38,7 +38,9 @@ def test_a_job_on_two_hosts_has_the_numbers_of_a_local_run(site: Site, entry: En
     compared = json.loads(site.call("slurm", "compare", f"--runs={tmp_path}", both, "--json=1").stdout)
     assert [(one["state"], one["step"], one["processes"]) for one in compared["runs"]] == [("finished", 30, 2)] * 2
     assert compared["runs"][0]["test_loss"] == compared["runs"][1]["test_loss"]
-    assert '_0_log.out">job</a>' in Path(compared["page"]).read_text()
+    page = tmp_path / "page.html"
+    site.call("slurm", "compare", f"--runs={tmp_path}", both, f"--page={page}")
+    assert '_0_log.out">job</a>' in page.read_text()
 
 
 def test_replicas_go_across_the_hosts_and_stages_do_not(site: Site, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
     for number, stages in enumerate(([["conv1", "bn1"], ["layer2_1"], ["fc"]], [["all"]], None, "damaged")):
         Made("mnist_pipeline", number, 20, result={} if stages is None else {"stages": stages}).write(tmp_path)
     assert [run["cut"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
-    head, first, *_ = compare(tmp_path).stdout.splitlines()
+    head, _, first, *_ = compare(tmp_path).stdout.splitlines()
     assert "cut" in head.split() and "layer2_1,fc" in first
 
 
