@@ -88,12 +88,19 @@ def value(parts: Parts, name: str, what: str, column: str) -> str:
 
 
 def publish(file: Path, names: Sequence[str], folder: Path = records.RECORDED) -> None:
-    """Add the parts of a record with these names, all without names, to those that pages show."""
+    """Add the parts of a record with these names, all without names, to those that pages show.
+
+    They replace those of the same day that other machines recorded, of which the date does not say which are newer.
+    """
     content = json.loads(file.read_text())
     to = folder / file.name
     known = json.loads(to.read_text())["parts"] if to.exists() else {}
     chosen = {name: part for name, part in content["parts"].items() if not names or name in names}
     write_json(to, content | {"parts": known | chosen})
+    for other in set(folder.glob(f"{content['date']}-*.json")) - {to}:
+        record = json.loads(other.read_text())
+        kept = {name: part for name, part in record["parts"].items() if name not in chosen}
+        write_json(other, record | {"parts": kept})
 
 
 def main(words: Sequence[str] = ()) -> None:

@@ -107,10 +107,15 @@ def test_an_interrupted_benchmark_keeps_its_rounds(tmp_path: Path, monkeypatch: 
 def test_publishing_adds_parts_to_those_of_the_same_day(tmp_path: Path) -> None:
     results, folder = tmp_path / "2026-01-01-cpu.json", tmp_path / "recorded"
     folder.mkdir()
+    other, older = (folder / f"2026-01-0{day}-other.json" for day in (1, 0))
+    for file in (other, older):
+        file.write_text(json.dumps({"format": 1, "date": file.name[:10], "parts": {"a/c": 0, "a/e": 0}}))
     for parts, names in (({"a/b": 1, "a/c": 2}, []), ({"a/c": 3, "a/d": 4}, ["a/c"])):
-        results.write_text(json.dumps({"format": 1, "parts": parts}))
+        results.write_text(json.dumps({"format": 1, "date": "2026-01-01", "parts": parts}))
         tables.publish(results, names, folder)
     assert json.loads((folder / results.name).read_text())["parts"] == {"a/b": 1, "a/c": 3}
+    assert json.loads(other.read_text())["parts"] == {"a/e": 0}, "replaced by the newer one of the day"
+    assert json.loads(older.read_text())["parts"] == {"a/c": 0, "a/e": 0}
 
 
 def test_a_failing_part_and_an_interrupt_leave_the_rest(
