@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 from common.core.errors import UserError
 from common.runs import provenance
-from common.runs.folder import Folder
+from common.runs.folder import Folder, read_json
 from common.runs.result import Result
 from slurm.reports.selection import find_run
 from slurm.reports.status import OVER, find_scheduler, is_alive, read_state
+
+DOCUMENTING = 5.0  # seconds from an attempt's first rows to its entry in meta.json, at most
 
 
 def cancel_run(folder: Folder) -> str:
@@ -20,7 +24,7 @@ def cancel_run(folder: Folder) -> str:
     state, _ = read_state(folder)
     if state in OVER:
         return f"{folder.path.name} is {state} already"
-    meta = provenance.read_metadata(folder)
+    meta = read_documented(folder)
     job, start = meta.get("job"), (meta.get("history") or [{}])[-1]
     if not job and not start and folder.attempts():
         told = f"{folder.path / 'meta.json'} is missing or damaged, and does not tell where the run is"
@@ -39,6 +43,16 @@ def cancel_run(folder: Folder) -> str:
     scheduler.call("scancel", job["id"])
     provenance.record_end(folder, "cancelled")
     return f"cancelled job {job['id']}"
+
+
+def read_documented(folder: Folder) -> dict[str, Any]:
+    """Return meta.json; waits for that of an attempt whose ranks already train while it is still being written."""
+    file, deadline = folder.path / "meta.json", time.monotonic() + DOCUMENTING
+    while folder.attempts() and (not file.exists() or read_json(file).get("history") == []):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return provenance.read_metadata(folder)
 
 
 def main(given: argparse.Namespace) -> int:

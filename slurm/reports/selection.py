@@ -92,7 +92,7 @@ def read_sweep(file: Path) -> dict[str, Any]:
         found = parse_json(file.read_text(errors="replace"))
     except FileNotFoundError:
         return {}
-    cells = found.get("cells", []) if isinstance(found, dict) else None
+    cells = found.get("cells") if isinstance(found, dict) else None
     if not isinstance(cells, list) or not all(map(is_cell, cells)):
         raise UserError(
             f"{file} is damaged; bring it back, or delete it: the sweep then begins anew beside its old runs"
