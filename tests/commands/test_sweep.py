@@ -79,7 +79,8 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
     file = write(tmp_path, cache, points=[{"batch": "32"}])
     folder = tmp_path / "runs" / "sweeps" / "rates"
     folder.mkdir(parents=True)
-    (folder / "sweep.json").write_text(json.dumps({"experiment": "mnist_pipeline", "settings": {"steps": "7"}}))
+    other = {"experiment": "mnist_pipeline", "settings": {"steps": "7"}, "cells": []}
+    (folder / "sweep.json").write_text(json.dumps(other))
     assert "was started with other settings" in refused(file)
 
 
