@@ -1,4 +1,4 @@
-"""What every experiment uses, in one import; what only one technique needs is imported from its package.
+"""The names that every experiment uses, in one import; those of a single technique come from their package.
 
 Nothing in common or slurm imports this module, and it loads nothing that only some runs need.
 """

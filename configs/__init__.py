@@ -1,1 +1,1 @@
-"""What can be set: shared dataclasses, and one module and one YAML file per experiment."""
+"""Settings: shared dataclasses, and one module and one YAML file per experiment."""

@@ -33,7 +33,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What is drawn of a run."""
+    """The curves that are drawn of a run."""
 
     loss: Curve
     speed: Curve

@@ -13,7 +13,7 @@ MISSING = "-"  # where a run has no such setting
 
 
 def matches(key: str, name: str) -> bool:
-    """Whether a setting has this name, or is in the group that a name with a dot at its end stands for."""
+    """Check that a setting has this name, or is in the group that a name with a dot at its end stands for."""
     return key == name or (name.endswith(".") and key.startswith(name))
 
 

@@ -62,7 +62,7 @@ class Compared:
 
     @property
     def needs_words(self) -> bool:
-        """Whether numbers do not tell how it is doing: it is not finished, or its result cannot be read."""
+        """True where numbers do not tell its state: it is not finished, or its result cannot be read."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
     def final(self, name: str) -> float | None:
