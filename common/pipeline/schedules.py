@@ -14,14 +14,12 @@ section 2.
 from __future__ import annotations
 
 import argparse
-import inspect
-import runpy
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
-from common.core.errors import UserError, exit_on_user_error
+from common.core.errors import exit_on_user_error
+from common.core.own_function import load_function, locate_errors
 from common.core.text import format_count
 from configs.pipeline import PipelineConfig, Stages
 
@@ -86,6 +84,7 @@ def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
     return plan
 
 
+USAGE = "function(ranks, stages, microbatches) returns for each rank a list of ('F' or 'B', stage, microbatch)"
 SCHEDULES: dict[str, Maker] = {"naive": make_naive, "gpipe": make_gpipe, "1f1b": make_1f1b}
 
 
@@ -176,30 +175,16 @@ def make_schedule(settings: PipelineConfig) -> Schedule:
         return SCHEDULES[name](*sizes)
     if settings.engine == "torch":
         return [[] for _ in range(settings.processes)]  # the library makes the order itself
-    maker = load_custom_schedule(name)
-    try:
+    return make_custom_schedule(name, sizes)
+
+
+def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
+    """Return what `FILE.py:function` gives for ranks, stages and microbatches. Raises UserError if it cannot work."""
+    maker = load_function("schedule", name, ", ".join(SCHEDULES))
+    with locate_errors("schedule", name, maker, USAGE):
         plan = [[Action(*action) for action in actions] for actions in maker(*sizes)]
         check_schedule(plan, *sizes)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (it is the user's code)
-        raise UserError(f"schedule={name}: {error or type(error).__name__}") from None
     return plan
-
-
-def load_custom_schedule(name: str) -> Maker:
-    """Return the function of `FILE.py:function`, called as function(ranks, stages, microbatches). Raises UserError."""
-    file, _, function = name.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"schedule={name}: neither one of {', '.join(SCHEDULES)} nor an existing FILE.py:function")
-    try:
-        found = runpy.run_path(file, run_name="custom_schedule")  # an import would leave a __pycache__ beside the file
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (it is the user's code)
-        raise UserError(f"schedule={name}: {file} cannot be imported ({type(error).__name__}: {error})") from None
-    maker = found.get(function)
-    if not callable(maker):
-        defined = [name for name, value in found.items() if inspect.isfunction(value)]
-        raise UserError(f"schedule={name}: {file} has no function {function!r}; it has {', '.join(defined) or 'none'}")
-    return maker
 
 
 def format_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:

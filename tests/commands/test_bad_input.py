@@ -50,10 +50,12 @@ FILES = [
         words=("schedule=no.py:f",),
     ),
     scheduled("schedule: no function", "pass", "no function 'g'", "it has f", words=("schedule=own.py:g",)),
-    scheduled("schedule: does not import", "return []\n1 / 0", "own.py cannot be imported", "ZeroDivisionError"),
+    scheduled(
+        "schedule: does not import", "return []\n1 / 0", "schedule=own.py:f: own.py:3: ZeroDivisionError: division"
+    ),
     scheduled("schedule: too few ranks", "return [[]]", "needs one for each of 2 ranks"),
-    scheduled("schedule: no actions", "return 7", "schedule=own.py:f"),
-    scheduled("schedule: leaves", "raise SystemExit(0)", "schedule=own.py:f"),
+    scheduled("schedule: no actions", "return 7", "own.py:1: 'int' object is not iterable"),
+    scheduled("schedule: leaves", "raise SystemExit(0)", "own.py:2: SystemExit: 0"),
     scheduled(
         "schedule: incomplete",
         "return [[(k, s, m) for k in 'FB' for m in range(2) if (k, s, m) != ('B', 1, 1)] for s in range(2)]",

@@ -97,19 +97,53 @@ def test_bad_schedules_are_refused_naming_the_action(tmp_path: Path, first: str,
     assert message in str(caught.value)
 
 
+RETURNS = "function(ranks, stages, microbatches) returns for each rank a list of ('F' or 'B', stage, microbatch)"
+
+
 @pytest.mark.parametrize(
-    ("body", "function", "message"),
+    ("body", "line", "message"),
     [
-        ("    return [[]]\n", "mine", "has 1 list of actions, needs one for each of 2 ranks"),
-        ("    return 3\n", "mine", "schedule="),
-        ("    return []\n", "yours", "no function 'yours'; it has mine"),
-        ("    return ]\n", "mine", "cannot be imported (SyntaxError"),
+        ("    return [[]]\n", 1, "has 1 list of actions, needs one for each of 2 ranks"),
+        ("    return 3\n", 1, f"'int' object is not iterable; {RETURNS}"),
+        ("    return [['F', 0]]\n", 1, RETURNS),
+        ("    return ]\n", 2, "SyntaxError: unmatched ']'"),
+        ("    order = x\n", 2, "NameError: name 'x' is not defined"),
+        ("    return [[] for _ in range(2 // 0)]\n", 2, "ZeroDivisionError: integer division or modulo by zero"),
+        ("    yield []\n    raise KeyError('a\\nb')\n", 3, "KeyError: 'a\\nb'"),
+        ("    raise ValueError('one\\ntwo')\n", 2, "ValueError: one"),
+        ("    assert not stages\n", 2, "AssertionError"),
+        ("    raise SystemExit\n", 2, "SystemExit"),
+        (
+            "    return own(stages)\n\ndef own(count):\n    return [0][count]\n",
+            5,
+            "IndexError: list index out of range",
+        ),
+        ("    import json\n    json.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
+        ("    return []\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
+        ("    return []\nraise SystemExit(0)\n", 3, "SystemExit: 0"),
+        (
+            "    return []\nmine = lambda: 0\n",
+            3,
+            f"<lambda>() takes 0 positional arguments but 3 were given; {RETURNS}",
+        ),
+        ("    return []\nmine = dict\n", None, f"dict expected at most 1 argument, got 3; {RETURNS}"),
+        ("    return []\n\0", None, "cannot contain null bytes"),
     ],
 )
-def test_broken_files_are_refused(tmp_path: Path, body: str, function: str, message: str) -> None:
-    with pytest.raises(UserError, match="schedule=") as caught:
-        schedules.make_schedule(custom(tmp_path, body, function))
-    assert message in str(caught.value)
+def test_errors_of_a_custom_schedule_name_file_and_line(
+    tmp_path: Path, body: str, line: int | None, message: str
+) -> None:
+    settings = custom(tmp_path, body)
+    with pytest.raises(UserError) as caught:
+        schedules.make_schedule(settings)
+    at = f"{tmp_path / 'custom.py'}:{line}" if line else f"{tmp_path / 'custom.py'}"
+    assert str(caught.value).startswith(f"schedule={settings.schedule}: {at}: "), caught.value
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_files_and_functions_are_refused_with_those_that_exist(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no function 'yours'; it has mine"):
+        schedules.make_schedule(custom(tmp_path, "    return []\n", "yours"))
     with pytest.raises(UserError, match="neither one of naive, gpipe, 1f1b nor"):
         schedules.make_schedule(PipelineConfig(schedule="nowhere.py:f"))
 

@@ -1,0 +1,58 @@
+"""Functions of a user's own file, written `FILE.py:function`: loading one, and its errors with file and line.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import runpy
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.core.errors import UserError
+
+
+def load_function(setting: str, value: str, known: str) -> Callable[..., Any]:
+    """Return the function that `setting=FILE.py:function` names.
+
+    `known` are the other values of the setting, for messages. Raises UserError.
+    """
+    file, _, name = value.rpartition(":")
+    if Path(file).suffix != ".py" or not Path(file).is_file():
+        raise UserError(f"{setting}={value}: neither one of {known} nor an existing FILE.py:function")
+    with locate_errors(setting, value):
+        found = runpy.run_path(file, run_name="own_function")  # an import would leave a __pycache__ beside the file
+    function: Callable[..., Any] | None = found.get(name)
+    if not callable(function):
+        defined = [name for name, one in found.items() if inspect.isfunction(one)]
+        raise UserError(f"{setting}={value}: {file} has no function {name!r}; it has {', '.join(defined) or 'none'}")
+    return function
+
+
+@contextlib.contextmanager
+def locate_errors(
+    setting: str, value: str, function: Callable[..., Any] | None = None, usage: str = ""
+) -> Iterator[None]:
+    """Turn any error into a UserError of one line that names the user's file and the line in it.
+
+    The line is the innermost one of that file that was executed. Where none was, as for a wrong return value, it is the
+    one where `function` begins, and a TypeError is told with `usage`: how it is called and what it returns.
+    """
+    file = value.rpartition(":")[0]
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (it is the user's code)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        kind, text = type(error).__name__, (str(error).strip().splitlines() or [""])[0]
+        what = f"{kind}: {text}" if text else kind
+        if not lines and isinstance(error, SyntaxError):  # of this very file: str(error) would name it once more
+            lines, what = [error.lineno], f"{kind}: {error.msg}"
+        elif not lines:
+            lines = [getattr(getattr(function, "__code__", None), "co_firstlineno", None)]
+            what = f"{text}; {usage}" if usage and isinstance(error, TypeError) else text or kind
+        at = f"{file}:{lines[-1]}" if lines[-1] else file
+        raise UserError(f"{setting}={value}: {at}: {what}") from None
