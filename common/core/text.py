@@ -12,6 +12,14 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
+def format_duration(seconds: float) -> str:
+    """Format a duration in its largest unit, as `95 s`, `29 min`, `5 h` or `3 d`."""
+    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
 def read_or_empty(path: str) -> str:
     """Return the text of a file; empty where it cannot be read."""
     try:

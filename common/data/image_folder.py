@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -25,13 +26,15 @@ SHOWN = 5  # files that a message names
 Sample = tuple[str, int]  # a file's path in train or val, and its label
 
 
-def write_folder(root: Path, beside: Path, side: int, unreadable: str, seed: int) -> str:
+def write_folder(
+    root: Path, beside: Path, side: int, unreadable: str, seed: int, report: Callable[[int, int], None]
+) -> str:
     """Write root/train/<class>/* and root/val/<class>/* as arrays into the folder `beside`.
 
     Images uint8 [N, 3, side, side] and labels int32 [N]: the shorter edge is resized to `side`, then the centre is
     cropped. Samples are shuffled by the seed, so that the first ones cover all classes. Returns a notice about the
     files left out: those without an image's extension and, with `unreadable` = skip, those that cannot be decoded.
-    More than SHOWN files are listed in LEFT_OUT.
+    More than SHOWN files are listed in LEFT_OUT. `report(done, total)` is called after each file.
 
     Raises UserError for unequal classes, a class without images, a full disk, and, with `unreadable` = refuse, for
     files that cannot be decoded.
@@ -41,7 +44,9 @@ def write_folder(root: Path, beside: Path, side: int, unreadable: str, seed: int
     if classes != parts[1][0]:
         differing = sorted(set(classes) ^ set(parts[1][0]))
         raise UserError(to_printable(f"{root}/train and val have different classes: {', '.join(differing[:SHOWN])}"))
-    check_disk_space(root, beside.parent, sum(len(samples) for _, samples, _ in parts), side)
+    total = sum(len(samples) for _, samples, _ in parts)
+    check_disk_space(root, beside.parent, total, side)
+    done = itertools.count(1)
     with disk_errors(beside.parent):
         (beside / CLASSES).write_text(json.dumps(classes) + "\n")
     broken: list[str] = []
@@ -51,6 +56,7 @@ def write_folder(root: Path, beside: Path, side: int, unreadable: str, seed: int
         with disk_errors(beside.parent), open(beside / f"{to}_images.npy", "wb") as file:
             write_header(file, (len(drawn), 3, side, side))
             for (name, label), (pixels, problem) in zip(drawn, decode_images(root / part, drawn, side), strict=True):
+                report(next(done), total)
                 if pixels is None:
                     broken.append(f"{part}/{name} ({problem})")
                 else:

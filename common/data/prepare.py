@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -26,7 +27,8 @@ from common.core.errors import UserError
 from common.data import image_folder, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import disk_errors, read_json
-from configs.shared import Data
+from common.runs.progress import Screen
+from configs.shared import Data, Log
 
 MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
 CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
@@ -70,8 +72,10 @@ class Prepared:
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
 
-def prepare_dataset(data: Data, fallback: bool = True) -> Prepared:
+def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None) -> Prepared:
     """Find or make the set that `data` asks for; digits replace a missing MNIST if `fallback` and the config allow it.
+
+    The progress of what takes long is shown as `log` asks, without it not at all.
 
     Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
     """
@@ -88,7 +92,7 @@ def prepare_dataset(data: Data, fallback: bool = True) -> Prepared:
         case "cifar10":
             return prepare_cifar10(data)
         case "imagefolder":
-            return prepare_folder(data)
+            return prepare_folder(data, log or Log(progress="none"))
     return prepare_mnist(data, fallback)
 
 
@@ -148,7 +152,7 @@ def prepare_cifar10(data: Data) -> Prepared:
         raise UserError(f"{error}; delete {root / CIFAR_FOLDER} to download it again, {remedy}") from None
 
 
-def prepare_folder(data: Data) -> Prepared:
+def prepare_folder(data: Data, log: Log) -> Prepared:
     """Find or make the set of an image folder (see image_folder.py). Raises UserError."""
     root = Path(data.root)
     absent = [name for name in ("train", "val") if not (root / name).is_dir()]
@@ -163,7 +167,10 @@ def prepare_folder(data: Data) -> Prepared:
 
     def write(beside: Path) -> str:
         how = (root, beside, data.image_size, data.unreadable, DATA_SEED)
-        return str(sources.call_in_subprocess(image_folder.write_folder, *how, limit=24 * 3600))
+        with contextlib.closing(Screen(log, silent=False)) as screen:
+            show = functools.partial(screen.show_progress, "preparation")
+            show(0, 0)  # before the files are counted
+            return str(sources.call_in_subprocess(image_folder.write_folder, *how, limit=24 * 3600, show=show))
 
     made = find_or_make(Path(data.cache), "imagefolder", state, write)
     listed = made.path / image_folder.LEFT_OUT

@@ -10,6 +10,7 @@ import hashlib
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,15 @@ def to_printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def call_in_subprocess(function: Callable[..., Any], *arguments: Any, limit: float = 600) -> Any:
+def call_in_subprocess(
+    function: Callable[..., Any],
+    *arguments: Any,
+    limit: float = 600,
+    show: Callable[[int, int], None] | None = None,
+) -> Any:
     """Call a function in a forked process and return its value; its imports and threads end with that process.
+
+    With `show` the function gets one more argument, a function `report(done, total)`, and each report is shown here.
 
     Raises UserError if the function fails, or takes longer than `limit` seconds.
     """
@@ -161,8 +169,9 @@ def call_in_subprocess(function: Callable[..., Any], *arguments: Any, limit: flo
 
     def body() -> None:
         die_with_parent()
+        reports = () if show is None else (lambda done, total: sender.send((None, (done, total))),)
         try:
-            sender.send((True, function(*arguments)))
+            sender.send((True, function(*arguments, *reports)))
         except UserError as error:
             sender.send((False, str(error)))
         except BaseException as error:  # noqa: BLE001 (the parent reports it)
@@ -172,10 +181,15 @@ def call_in_subprocess(function: Callable[..., Any], *arguments: Any, limit: flo
     process = context.Process(target=body)
     process.start()
     sender.close()
+    end = time.monotonic() + limit
     try:
-        if not receiver.poll(limit):
-            raise UserError(f"{function.__name__} took longer than {limit:.0f} s")
-        good, value = receiver.recv()
+        good = None
+        while good is None:
+            if not receiver.poll(max(0, end - time.monotonic())):
+                raise UserError(f"{function.__name__} took longer than {limit:.0f} s")
+            good, value = receiver.recv()
+            if good is None and show is not None:
+                show(*value)
         process.join(LINGER)
     except EOFError:
         raise UserError(f"{function.__name__} ended without an answer") from None

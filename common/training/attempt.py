@@ -111,7 +111,7 @@ def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool
 
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     """Prepare the data and make a run folder with its first attempt; the data set in use goes into the config first."""
-    prepared = prepare.prepare_dataset(cfg.data, fallback)
+    prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
     cfg.data.name = prepared.name  # type: ignore[assignment]
     name = config.get_experiment_name(type(cfg))
     folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))
@@ -128,7 +128,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
 
 def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
     """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
-    prepared = prepare.prepare_dataset(cfg.data, fallback=False)
+    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log)
     known = provenance.read_metadata(given).get("data") or {}
     if known.get("sha256", prepared.facts()["sha256"]) != prepared.facts()["sha256"]:
         raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")

@@ -40,10 +40,16 @@ def classify(
     this rank has them, else None. With `shard` (r, n) it takes the r-th of n shards of the samples, else all. Sums, not
     means, are added up: batches of unequal size weigh by their samples. A stop request is answered between two batches.
     """
-    batch, dtype, poll = run.cfg.eval_batch, run.dtype, run.poll_stop
+
+    def poll(done: int, total: int) -> None:
+        run.screen.show_progress("evaluation", done, total)
+        run.poll_stop()
+
+    batch, dtype = run.cfg.eval_batch, run.dtype
     own = sum_scores(
         predict, run.test_set, run.device, batch=batch, dtype=dtype, inputs=inputs, shard=shard, after_batch=poll
     )
+    run.screen.end_progress("evaluation")
     dist.all_reduce(own)
     return compute_scores(own)
 
@@ -67,15 +73,17 @@ def sum_scores(
     dtype: torch.dtype,
     inputs: bool = True,
     shard: tuple[int, int] = (0, 1),
-    after_batch: Callable[[], None] = lambda: None,
+    after_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
     """Return one rank's part of `classify`: float64 [3], the sum of losses, right answers, samples.
 
-    It needs no process group. `after_batch` is called after each batch.
+    It needs no process group. `after_batch(done, total)` is called after each batch with the samples that all ranks
+    have done by then, if they are as fast, and all there are.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     slices = slice_shard(len(test), batch, *shard) if shard[1] > 1 else slice_batches(len(test), batch)
-    for samples in slices:
+    slices = list(slices)
+    for number, samples in enumerate(slices, 1):
         x = test.load_inputs(samples, device, dtype) if inputs else None
         logits = predict(x, samples.stop - samples.start)
         if logits is not None:
@@ -84,7 +92,7 @@ def sum_scores(
             sums[0] += F.cross_entropy(logits.to(dtype), y, reduction="sum")
             sums[1] += (logits.argmax(1) == y).sum()
             sums[2] += len(y)
-        after_batch()
+        after_batch(len(test) * number // len(slices), len(test))
     return sums
 
 

@@ -195,7 +195,7 @@ class RunContext:
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         shown = "  ".join(f"{name} {value:.4g}" for name, value in newest.items())
-        self.screen.show_progress(step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
+        self.screen.show_progress("step", step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
 
     def write_heartbeat(self, now: float) -> None:
         """Write this rank's heartbeat, at most every HEARTBEAT seconds; `now` by time.perf_counter()."""

@@ -234,7 +234,7 @@ def main(given: argparse.Namespace) -> int:
         settings = read_known_settings(old.experiment, text)
         submit.check_step_timeout(settings, profile)
         scheduler.check(settings.launch.nodes, profile.partition)
-    found = prepare.prepare_dataset(settings.data, fallback=False)
+    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log)
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, found, scheduler)):
         print("differs     nothing that is known before it starts", flush=True)

@@ -73,7 +73,8 @@ def exec_script(name: str, settings: Experiment, words: list[str], resumed: Fold
 
 def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
     """Make a run folder with everything the job needs: data, settings, source, description."""
-    found = prepare.prepare_dataset(settings.data, fallback=scheduler is None or scheduler.local is not None)
+    fallback = scheduler is None or scheduler.local is not None
+    found = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
     if found.notice:
         print(found.notice, flush=True)
     settings.data.name = found.name  # type: ignore[assignment]

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT
+from common.core.text import format_duration
 from common.runs import provenance
 from common.runs.folder import Folder
 from slurm.reports import status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
 from slurm.reports.selection import parse_float, read_settings, read_step_timeout
-from slurm.reports.status import OVER, format_age
+from slurm.reports.status import OVER
 
 ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
 RAISED = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # a traceback's last line
@@ -266,7 +267,7 @@ def print_diagnosis(folder: Folder, as_json: bool) -> int:
         return 0 if well else 1
     print(f"{found['run']} is {found['state'].upper()}" + (f": {found['detail']}" if found["detail"] else ""))
     for rank in found["ranks"]:
-        age = f"{format_age(rank['age'])} ago"
+        age = f"{format_duration(rank['age'])} ago"
         early = f"  {rank['before_backward'] * 1e3:.1f} ms until backward" if rank["before_backward"] else ""
         print(f"  rank {rank['rank']:<3}  {rank['host']:<12}  step {rank['step']:>7}  {age:>10}{early}")
         if rank["stands"]:

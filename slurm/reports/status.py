@@ -21,7 +21,7 @@ from typing import Any
 
 from common.core.errors import UserError
 from common.core.processes import Process
-from common.core.text import format_count
+from common.core.text import format_count, format_duration
 from common.runs import provenance
 from common.runs import result as results
 from common.runs.folder import Folder
@@ -59,21 +59,13 @@ class Status:
 
     def format_line(self) -> str:
         """Format the run's line of the table."""
-        age = "-" if self.heartbeat is None else f"{format_age(self.heartbeat)} ago"
+        age = "-" if self.heartbeat is None else f"{format_duration(self.heartbeat)} ago"
         speed = f"{self.samples_per_second:.0f}"
         return LINE.format(self.run, self.state, self.restarts, self.step, speed, age, self.detail).rstrip()
 
     def facts(self) -> dict[str, Any]:
         """Return all values, for programs."""
         return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": self.restarts}
-
-
-def format_age(seconds: float) -> str:
-    """Format an age in its largest unit, as `95 s`, `29 min`, `5 h` or `3 d`."""
-    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.0f} s"
 
 
 def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
@@ -172,7 +164,7 @@ def judge_by_signs_of_life(folder: Folder, start: dict[str, Any]) -> tuple[str, 
     if age < allowed:
         return "RUNNING", ""
     unseen = f"its process on {start.get('host')} cannot be seen from here"
-    return "LOST", f"no sign of life for {format_age(age)}, and {unseen}"
+    return "LOST", f"no sign of life for {format_duration(age)}, and {unseen}"
 
 
 def judge_unstarted(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:

@@ -7,6 +7,8 @@ different; 0, too, where the test samples are not those of the run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import math
 import os
 import subprocess
@@ -19,11 +21,15 @@ from common.core.errors import UserError, summarize_error
 from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
+from common.runs.progress import Screen
 from slurm.arguments import parse_settings
 from slurm.reports import selection
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from common.data.loader import Images
+    from common.training.evaluate import Predict
 
 DIFFERENT = 3  # exit status
 APART = {"float32": 1e-6, "float64": 1e-12}  # by how much, relative, the loss of the same model may differ
@@ -41,12 +47,11 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
     own = config.read_config_file(folder.path / "config.yaml")
     own |= {name: now for name, (_, now) in config.read_last_changes(folder.path).items()}
     settings = config.build_config(schema, [own, config.parse_command_line(words).values])
-    found = prepare.prepare_dataset(settings.data, fallback=False)
+    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log)
     import torch
 
     from common.data import loader
     from common.models import model_file
-    from common.training.evaluate import compute_scores, sum_scores
 
     facts, model = model_file.load_model(folder)
     test = loader.Images(found, "test", settings.data.test_limit)
@@ -59,9 +64,7 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
     device = torch.device(there if there == "cpu" or torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, facts["dtype"])
     predict = make_predictor(model.to(device), facts, device)
-    size, shards = settings.eval_batch, int(facts["shares"])
-    sums = [sum_scores(predict, test, device, batch=size, dtype=dtype, shard=(n, shards)) for n in range(shards)]
-    scores = compute_scores(torch.stack(sums).sum(0))
+    scores = measure_scores(predict, test, device, dtype, int(facts["shares"]), settings)
     parameters = sum(value.numel() for value in model.parameters())
     print(f"model       {folder.path / MODEL}")
     print(f"            {facts['class']}, {parameters:,} parameters, {facts['dtype']}, after step {facts['step']}")
@@ -71,6 +74,24 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
     is_same = has_same_samples(folder, own, settings, found)
     then = facts["scores"] if is_same and scores["test_samples"] == facts["scores"].get("test_samples") else {}
     return compare_scores(scores, then, APART[facts["dtype"]] if device.type == there else math.inf)
+
+
+def measure_scores(predict: Predict, test: Images, device: Any, dtype: Any, shards: int, cfg: Any) -> dict[str, float]:
+    """Measure the scores as `shards` ranks do, one after the other, and show the progress."""
+    import torch
+
+    from common.training.evaluate import compute_scores, sum_scores
+
+    screen = Screen(cfg.log, silent=False)
+
+    def show(shard: int, done: int, total: int) -> None:
+        screen.show_progress("evaluation", (shard * total + done) // shards, total)
+
+    with contextlib.closing(screen):
+        show(0, 0, len(test))
+        measure = functools.partial(sum_scores, predict, test, device, batch=cfg.eval_batch, dtype=dtype)
+        sums = [measure(shard=(n, shards), after_batch=functools.partial(show, n)) for n in range(shards)]
+    return compute_scores(torch.stack(sums).sum(0))
 
 
 def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Callable[[Tensor | None, int], Tensor]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from common.checkpoint import checkpointer, storage
 from common.data.prepare import hash_file
 from common.models import model_file
+from common.runs import progress
 from common.runs.folder import Folder, write_json
 from slurm.reports import trained_model
 from tests.harness import inside
@@ -90,10 +91,15 @@ def test_another_model_gives_other_numbers(finished: Make, tmp_path: Path) -> No
     assert done.returncode == trained_model.DIFFERENT and "DIFFERENT" in done.stdout
 
 
-def test_other_samples_are_measured_and_not_compared(finished: Make, cache: Path) -> None:
+def test_other_samples_are_measured_and_not_compared(
+    finished: Make, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY", 0)
     folder = finished(REPLICATED).folder
     done = evaluate(folder, "--args=data.test_limit=100 eval_batch=30")
     assert done.returncode == 0 and " of 100 (" in done.stdout and "not compared" in done.stdout
+    shown = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("evaluation")]
+    assert shown[:2] == ["0/100", "25/100"] and shown[-1] == "100/100", "the progress of both shards"
     done = evaluate(folder, f"--args=data.name=generated data.samples=200 data.cache={cache}")
     assert done.returncode == 2 and "the model takes images of shape [28, 28]" in done.stderr
 

@@ -27,10 +27,3 @@ def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, m
 def test_waiting_needs_a_run(tmp_path: Path) -> None:
     done = inside.run_verb("status", f"--runs={tmp_path}", "--wait=5")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "RUN=<id>" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (29 * 60, "29 min"), (7300, "2 h"), (200_000, "2 d")]
-)
-def test_an_age_has_one_unit(seconds: float, text: str) -> None:
-    assert status.format_age(seconds) == text
