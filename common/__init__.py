@@ -4,7 +4,7 @@ import sys
 from types import TracebackType
 
 
-def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Ctrl-C before a command has begun, while it still imports, is answered in one line like any later one."""
     if not issubclass(kind, KeyboardInterrupt):
         return sys.__excepthook__(kind, error, trace)
@@ -12,4 +12,4 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
     raise SystemExit(130)
 
 
-sys.excepthook = _told
+sys.excepthook = _report_interrupt

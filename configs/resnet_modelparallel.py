@@ -84,7 +84,7 @@ class Config(Sweep, Stages, InitialWeights):
     def parameters(self) -> float:
         return RESNETS.get(self.model, 0) * (self.width / 64) ** 2
 
-    def adapt(self, gpus: int) -> None:
+    def fit_devices(self, gpus: int) -> None:
         fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == self.replicas == 1
         fits = fits and self.engine == "auto" and self.pipeline().schedule in ("gpipe", "naive")
         if self.devices == ["auto"] and gpus and fits and self.launch.device != "cpu":

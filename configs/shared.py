@@ -262,7 +262,7 @@ class Experiment:
         """Return the files and folders that the settings name, by setting."""
         return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
 
-    def adapt(self, gpus: int) -> None:
+    def fit_devices(self, gpus: int) -> None:
         """Choose what depends on the GPUs that a local start sees; called before the run folder is made."""
 
     def check(self) -> None:

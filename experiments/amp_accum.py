@@ -94,7 +94,7 @@ def accumulate_gradients(
         with model.no_sync() if waits and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
             with make_autocast(cfg, x.device):
                 loss = F.cross_entropy(model(lay_out(cfg, x)), y)
-            footprint.look()
+            footprint.record_peak()
             loss = loss / len(microbatches)  # the real number: an epoch's last step may have fewer than cfg.accumulate
             if not reduced:  # so far no rank has waited for the others
                 step.mark("backward")

@@ -108,14 +108,16 @@ def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
 def list_candidates(folder: Folder) -> list[CheckpointPath]:
     """Return all checkpoints that a new attempt may resume, the best choice first."""
     found: list[CheckpointPath] = []
-    for attempt, bound in folder.chain():
+    for attempt, bound in folder.trace_attempts():
         found += [c for c in reversed(list_checkpoints(attempt)) if bound is None or c.step <= bound]
     return found
 
 
 def list_unfinished(folder: Folder) -> list[Path]:
     """Return the staging folders that killed ranks left."""
-    return [path for attempt, _ in folder.chain() for path in sorted(checkpoints_dir(attempt).glob(".step-*.new"))]
+    return [
+        path for attempt, _ in folder.trace_attempts() for path in sorted(checkpoints_dir(attempt).glob(".step-*.new"))
+    ]
 
 
 # ---- reading

@@ -49,7 +49,7 @@ class Process(NamedTuple):
     """Clock ticks from boot to its start."""
 
     @staticmethod
-    def of(pid: int) -> Process:
+    def identify(pid: int) -> Process:
         """Return the running process with a pid. Raises OSError."""
         return Process(pid, int(read_stat(pid)[19]))
 

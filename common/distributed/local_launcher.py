@@ -216,12 +216,12 @@ def wait_for_ranks(
 def find_first_cause(failed: list[ChildRank], private: Path) -> ChildRank:
     """Return, of ranks found dead at the same time, the first to fail: a killed one, else the first that raised."""
 
-    def when(child: ChildRank) -> float:
+    def read_failure_time(child: ChildRank) -> float:
         with contextlib.suppress(OSError):
             return (private / f"error-{child.rank}.json").stat().st_mtime
         return 0.0
 
-    return min(failed, key=when)
+    return min(failed, key=read_failure_time)
 
 
 def reap_child(child: ChildRank) -> bool:

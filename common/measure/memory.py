@@ -19,7 +19,7 @@ FULL = ("not enough memory", "out of memory", "Cannot allocate memory", "std::ba
 
 
 class Footprint:
-    """The most memory that was held at any call of `look`, beyond that held at the start; in bytes.
+    """The most memory that was held at any call of `record_peak`, beyond that held at the start; in bytes.
 
     On a CPU this process's own pages, files that it maps left out; on a GPU what torch's tensors take there.
     """
@@ -32,7 +32,7 @@ class Footprint:
         self.start = self._read_held()
         self.most = 0
 
-    def look(self) -> None:
+    def record_peak(self) -> None:
         """Update the maximum; call it where most is held, between a forward and its backward."""
         self.most = max(self.most, self._read_held() - self.start)
 

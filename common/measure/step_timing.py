@@ -94,14 +94,14 @@ class StepTimes:
         self.began: list[Stamp] = []
         for layer in sharded:  # after fully_shard has put its own hooks around the layer
             layer.register_forward_pre_hook(lambda *_: self.began.append(self.clock.stamp()))
-            layer.register_forward_hook(self._computed, prepend=True)
+            layer.register_forward_hook(self._record_forward, prepend=True)
         self.history: deque[MarkedStep] = deque(maxlen=HISTORY)
         self.marks: dict[str, Stamp] = {}
         self.skip = WARM_UP
         # backward reaches the first layer last
         next(model.parameters()).register_hook(lambda _: self.mark("last gradient"))
 
-    def _computed(self, *_: object) -> None:
+    def _record_forward(self, *_: object) -> None:
         self.computing.append((self.began.pop(), self.clock.stamp()))
 
     def mark(self, name: str) -> None:
@@ -120,9 +120,9 @@ class StepTimes:
             self.mark("data")
             yield batch
             self.mark("end")
-            self._keep()
+            self._keep_step()
 
-    def _keep(self) -> None:
+    def _keep_step(self) -> None:
         waited = take_waiting_seconds(self.model)
         if "backward" not in self.marks:  # the experiment does not mark it
             return
@@ -153,7 +153,7 @@ class StepTimes:
             return None
         return median(step["data"] + step["forward"] for step in map(self._measure, done))
 
-    def summarise(self) -> RankTimes | None:
+    def summarize(self) -> RankTimes | None:
         """Return the numbers of all kept steps; None before there is one."""
         if not self.history:
             return None
@@ -170,7 +170,7 @@ class StepTimes:
 
 def gather_times(world: World, times: StepTimes | None) -> list[RankTimes]:
     """Return the numbers of all ranks that have some, on rank 0. All ranks call it."""
-    return [own for own in world.gather(times.summarise() if times else None) if own]
+    return [own for own in world.gather(times.summarize() if times else None) if own]
 
 
 def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:

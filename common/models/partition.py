@@ -80,12 +80,12 @@ def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str,
         twin = copy.deepcopy(layer).to(x.device).train()  # a copy: BatchNorm updates its statistics
         keep_input(twin)
         x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
-        costs[name] = median(time_calls(partial(differentiate, twin, x), x.device, repeats))
+        costs[name] = median(time_calls(partial(run_forward_backward, twin, x), x.device, repeats))
         x = twin(x)
     return costs
 
 
-def differentiate(layer: nn.Module, x: Tensor) -> None:
+def run_forward_backward(layer: nn.Module, x: Tensor) -> None:
     """Compute the output of a layer for x [N, ...], and the gradients of its parameters and of x if it requires one."""
     out = layer(x)
     wanted = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad]

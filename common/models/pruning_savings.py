@@ -177,14 +177,14 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
     """Return the rows of the final table; `facts` are sizes and measured values, times of `samples` samples."""
     csr, fp32, bf16 = (facts[f"{name}_seconds"] for name in ("csr", "fp32", "bf16"))
 
-    def relate(dense: float) -> str:
+    def compare(dense: float) -> str:
         return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
 
     raw, squeezed = (f"{facts[name]:,}" for name in ("bytes_raw", "bytes_compressed"))
     times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g}, linear layers in CSR {csr * 1e3:.3g}"
     found = {
         "file": f"{raw} bytes, compressed {squeezed}; in CSR {facts['bytes_csr']:,}",
-        format_count(samples, "sample"): f"{times}: sparse is {relate(fp32)} than fp32, {relate(bf16)} than bf16",
+        format_count(samples, "sample"): f"{times}: sparse is {compare(fp32)} than fp32, {compare(bf16)} than bf16",
     }
     if with_int8:
         found["int8"] = int8.MISSING

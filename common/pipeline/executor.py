@@ -97,12 +97,12 @@ class PipelineEngine:
         for action in self.plan[self.world.rank]:
             kind, stage, _ = action
             # the first forward and the last backward receive no message
-            given = messages.take(action) if stage != (0 if kind == "F" else last) else None
+            given = messages.receive(action) if stage != (0 if kind == "F" else last) else None
             start = stamp()
             made = self._forward(action, given) if kind == "F" else self._backward(action, given)
             marks.append((action, start, stamp()))
             if made is not None:
-                messages.give(*made)
+                messages.send(*made)
         messages.end()
         self.history.append(marks)
         return self.total

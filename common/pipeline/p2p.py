@@ -63,21 +63,21 @@ class Messages:
         """Post all receives of a step."""
         self.coming = {action: (self.network.receive(action, value), value) for action, value in self.buffers}
 
-    def give(self, consumer: Action, value: Tensor) -> None:
+    def send(self, consumer: Action, value: Tensor) -> None:
         """Send a tensor (activation or gradient of a microbatch) to the action that consumes it."""
         if consumer.stage % self.world.size == self.world.rank:
             self.inside[consumer] = value
         elif self.memory and consumer in self.near:
-            self.memory.give(consumer, value)
+            self.memory.send(consumer, value)
         else:
             self.network.send(consumer, value)
 
-    def take(self, consumer: Action) -> Tensor:
+    def receive(self, consumer: Action) -> Tensor:
         """Wait for the tensor that an action consumes. It is valid until the next step begins."""
         if consumer in self.inside:
             return self.inside.pop(consumer)
         if self.memory and consumer in self.near:
-            return self.memory.take(consumer)
+            return self.memory.receive(consumer)
         work, value = self.coming.pop(consumer)
         work.wait()
         return value

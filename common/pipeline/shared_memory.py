@@ -120,12 +120,12 @@ class SharedMemory:
         self.full: set[int] = set()
         self.spin = choose_spin(world.local_size)
 
-    def give(self, consumer: Action, value: Tensor) -> None:
+    def send(self, consumer: Action, value: Tensor) -> None:
         """Copy a tensor to its slot and notify the rank that consumes it."""
         self.slots[consumer].copy_(value)
         os.write(self.pipes[consumer.stage % self.world.size], array.array("I", [self.numbers[consumer]]).tobytes())
 
-    def take(self, consumer: Action) -> Tensor:
+    def receive(self, consumer: Action) -> Tensor:
         """Wait for a message and return its slot. Raises TimeoutError after launch.step_timeout."""
         number = self.numbers[consumer]
         if number not in self.full:

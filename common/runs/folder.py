@@ -162,7 +162,7 @@ class Folder:
         path = self.path.absolute()
         return path.name if path.parent == Path("runs").absolute() else str(path)
 
-    def claim(self) -> Folder:
+    def claim_attempt(self) -> Folder:
         """Claim the next attempt by an exclusive mkdir: two that start at once get one each. Raises UserError."""
         number = max((a.number for a in self.attempts()), default=0) + 1
         with disk_errors(self.path):
@@ -198,7 +198,7 @@ class Folder:
         with disk_errors(self.attempt):
             fsync_path(self.attempt.parent)
 
-    def chain(self) -> list[tuple[Folder, int | None]]:
+    def trace_attempts(self) -> list[tuple[Folder, int | None]]:
         """Return the attempts that count, newest first, each with its last step that counts (None: all of them).
 
         An attempt counts up to the step at which the next one resumed it; an older one that none resumed, not at all.
@@ -257,7 +257,7 @@ class Folder:
 
     def read_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `metrics` one by one, so that a long run need not fit into memory."""
-        chain = self.chain()
+        chain = self.trace_attempts()
         for i, (attempt, bound) in reversed(list(enumerate(chain))):
             # an evaluation after the last step that counts is repeated, so steps alone do not decide
             count = read_json(chain[i - 1][0].attempt / "attempt.json").get("rows") if i else None

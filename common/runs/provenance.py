@@ -158,7 +158,7 @@ def identify_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot": read_boot_id(),
         "pid": os.getpid(),
-        "pid_started": Process.of(os.getpid()).start,
+        "pid_started": Process.identify(os.getpid()).start,
     }
 
 
@@ -172,7 +172,7 @@ def identify_launcher() -> str | None:
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        agent = Process.of(os.getppid())
+        agent = Process.identify(os.getppid())
         return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent.pid} {agent.start}"
     return None
 

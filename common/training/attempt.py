@@ -116,7 +116,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     name = config.get_experiment_name(type(cfg))
     folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
-        folder = folder.claim()
+        folder = folder.claim_attempt()
     except UserError:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -134,7 +134,7 @@ def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
         raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
     warn_of_damaged_metrics(given)
     extended = given.result.get("state") == "finished"
-    folder = given.claim()
+    folder = given.claim_attempt()
     changed = config.find_changes(given.path / "config.yaml", cfg)
     if changed:
         write_json(folder.attempt / config.CHANGED, changed)

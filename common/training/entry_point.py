@@ -113,7 +113,7 @@ class ForkedRanks:
 
     def open_attempt(self, cfg: Experiment, given: Folder | None) -> Attempt | int:
         """Fit the config to this machine and claim the attempt. Raises UserError."""
-        cfg.adapt(provenance.count_visible_gpus())
+        cfg.fit_devices(provenance.count_visible_gpus())
         check_memory(cfg)
         attempt = Attempt.open(cfg, given, fallback=True)
         if given is not None:

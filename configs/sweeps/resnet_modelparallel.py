@@ -32,7 +32,7 @@ def runs_on_gpus(cfg: Config, gpus: int) -> bool:
     modes: tuple[Any, ...] = ("single", "naive", "pipelined")
     chosen = [replace(cfg, mode=mode) for mode in modes]
     for one in chosen:
-        one.adapt(gpus)
+        one.fit_devices(gpus)
     return all(gpus >= one.processes for one in chosen)
 
 

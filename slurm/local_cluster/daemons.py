@@ -23,14 +23,14 @@ BRIDGE = "switch"
 def create_cluster(plan: Plan) -> None:
     """Start a cluster. On return its first process is recorded and goes on by itself."""
 
-    def ancestor() -> None:
+    def start_controller() -> None:
         if plan.uid:
             namespaces.become_root(plan.uid, plan.gid)
         namespaces.unshare_namespaces("pid")
         pid = namespaces.fork_child(lambda: run_controller(plan))
-        Process.of(pid).save(plan.folder / "holder")
+        Process.identify(pid).save(plan.folder / "holder")
 
-    status = namespaces.wait_for_child(namespaces.fork_child(ancestor))
+    status = namespaces.wait_for_child(namespaces.fork_child(start_controller))
     if status:
         raise SystemExit(status)  # it has said why
 
@@ -61,7 +61,7 @@ def start_host(plan: Plan, number: int) -> None:
     """Plug a host in and switch it on. The calling process ends afterwards."""
     name = format_host_name(number)
 
-    def first(other_end: socket.socket) -> None:
+    def run_host(other_end: socket.socket) -> None:
         namespaces.detach_process(plan.folder / "log" / f"{name}.log", keep=other_end)
         namespaces.make_mounts()
         other_end.send(b".")
@@ -74,7 +74,7 @@ def start_host(plan: Plan, number: int) -> None:
         start_daemon(plan, "slurmd", "-N", name)
         namespaces.wait_while(lambda: True)
 
-    namespaces.plug_host(name, BRIDGE, find_record(plan, number), first)
+    namespaces.plug_host(name, BRIDGE, find_record(plan, number), run_host)
 
 
 def find_record(plan: Plan, number: int) -> Path:

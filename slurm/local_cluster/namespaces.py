@@ -200,5 +200,5 @@ def plug_host(name: str, bridge: str, record: Path, first: Callable[[socket.sock
         raise UserError(f"{name} did not start")
     # by path, not by number: the command runs in the new process table, as every child of this process does
     run_ip(f"link add {name} type veth peer name eth0 netns /proc/{pid}/ns/net", f"link set {name} master {bridge} up")
-    Process.of(pid).save(record)
+    Process.identify(pid).save(record)
     ours.send(b".")

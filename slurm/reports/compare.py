@@ -48,10 +48,10 @@ class Compared:
     label: str = ""
 
     @classmethod
-    def of(cls, folder: Folder) -> Compared:
-        world = next((read_json(a.attempt / "world.json") for a, _ in folder.chain()[:1]), {})
+    def from_folder(cls, folder: Folder) -> Compared:
+        world = next((read_json(a.attempt / "world.json") for a, _ in folder.trace_attempts()[:1]), {})
         own = selection.read_settings(folder)
-        bounds = {bound for _, bound in folder.chain() if bound is not None}
+        bounds = {bound for _, bound in folder.trace_attempts() if bound is not None}
         drawn = metric_curves.read_curves(folder.read_rows(), bounds)
         return cls(folder, status.read_status(folder), own, results.parse_result(folder.result), world, drawn)
 
@@ -65,7 +65,7 @@ class Compared:
         """True where numbers do not tell its state: it is not finished, or its result cannot be read."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
-    def final(self, name: str) -> float | None:
+    def find_value(self, name: str) -> float | None:
         """A number of the result; of an evaluation so far where there is none yet."""
         value = self.result.find_number(name)
         if value is None and name in self.curves.tests:
@@ -84,10 +84,10 @@ class Compared:
             "processes": self.world.get("processes"),
             "step": self.status.step,
             "loss": find_last(self.curves.loss),
-            "test_loss": self.final("test_loss"),
-            "test_accuracy": self.final("test_accuracy"),
+            "test_loss": self.find_value("test_loss"),
+            "test_accuracy": self.find_value("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,
-            "efficiency": self.final("efficiency"),
+            "efficiency": self.find_value("efficiency"),
             "waiting": self.result.compute_waiting_share(),
             "memory_mb": self.result.find_peak_mb(),
             "cut": format_cut(self.result),
@@ -136,7 +136,7 @@ def list_within(runs: list[Compared]) -> list[str]:
 
 def compare_runs(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
     """The runs with their labels, and the settings in which they differ."""
-    runs = [Compared.of(folder) for folder in folders]
+    runs = [Compared.from_folder(folder) for folder in folders]
     label_runs(runs)
     return runs, setting_labels.list_differences([run.settings for run in runs])
 

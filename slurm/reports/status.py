@@ -91,7 +91,7 @@ def read_status(folder: Folder) -> Status:
     """Read the status of a run from its folder and from SLURM."""
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
-    counted = [attempt for attempt, _ in folder.chain()[:1]]  # the newest that has begun to train
+    counted = [attempt for attempt, _ in folder.trace_attempts()[:1]]  # the newest that has begun to train
     rate = results.parse_result(folder.result).find_number("samples_per_second")
     rows = read_tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     signs = heartbeats.read_heartbeats(newest) if newest else []
@@ -104,7 +104,7 @@ def read_status(folder: Folder) -> Status:
         detail = "; ".join(filter(None, (detail, heartbeats.describe_slow_rank(signs))))
     speed = rate or measure_speed(rows)
     if not speed and state == "FINISHED":  # the newest attempt had too few steps left
-        earlier = [read_tail(attempt.metrics_file, TAIL) for attempt, _ in folder.chain()[1:2]]
+        earlier = [read_tail(attempt.metrics_file, TAIL) for attempt, _ in folder.trace_attempts()[1:2]]
         speed = sum(map(measure_speed, earlier))
     return Status(folder.path.name, state, len(attempts), step, speed, age, detail)
 

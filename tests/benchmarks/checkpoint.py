@@ -71,7 +71,7 @@ def size_of(content: CheckpointState) -> int:
 
 
 def ours(folder: Path, world: World, content: CheckpointState) -> Side:
-    path = world.broadcast(Folder.create(folder, "bench", "").claim().path if world.is_main else None)
+    path = world.broadcast(Folder.create(folder, "bench", "").claim_attempt().path if world.is_main else None)
     checkpoints = Checkpointer(Folder(path, 1), world, Checkpoint(), print)
     step = 0
 

@@ -187,7 +187,7 @@ def final(folder: Folder) -> list[Any]:
     """All that the checkpoint of the last step holds, but what tells of the start that saved it."""
     import torch
 
-    place = CheckpointPath(folder.chain()[0][0], STEPS)
+    place = CheckpointPath(folder.trace_attempts()[0][0], STEPS)
     parts = [torch.load(file, weights_only=True) for file in sorted(place.path.glob("rank-*.pt"))]
     for part in parts:
         part.pop("attempt")

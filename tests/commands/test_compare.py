@@ -243,7 +243,7 @@ def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
     later = folder.attempts()[1].metrics_file
     waited = [row | {"time": row["time"] + 60} for row in folder.attempts()[1].read_own_rows()]
     later.write_text("".join(json.dumps(row) + "\n" for row in waited))
-    low = compared.Compared.of(folder).curves.speed.low
+    low = compared.Compared.from_folder(folder).curves.speed.low
     assert low.min() > 0.5 * low.max()
 
 

@@ -190,7 +190,7 @@ def copy_with_two_starts(whole: Folder, place: Path) -> Folder:
     """A run as if it had been cut off after step 25, and gone on from a checkpoint of step 20."""
     folder = Folder(place / whole.path.name)
     shutil.copytree(whole.path, folder.path, ignore=shutil.ignore_patterns("wandb", "code"))
-    first, second = folder.attempts()[0], folder.claim()
+    first, second = folder.attempts()[0], folder.claim_attempt()
     lines = first.metrics_file.read_text().splitlines(keepends=True)
     first.metrics_file.write_text("".join(lines[:25]))
     second.metrics_file.write_text("".join(lines[20:]))

@@ -20,12 +20,12 @@ def drop_settling() -> None:
 
 def drop_attempts() -> None:
     """A new start writes where the one before wrote."""
-    claim = Folder.claim
+    claim = Folder.claim_attempt
 
     def claim_once(self: Folder) -> Folder:
         return self.attempts()[-1] if self.attempts() else claim(self)
 
-    Folder.claim = claim_once  # type: ignore[method-assign]
+    Folder.claim_attempt = claim_once  # type: ignore[method-assign]
 
 
 def drop_agreement() -> None:

@@ -65,7 +65,7 @@ class Case:
         if world.is_main:
             folder = Folder(path / name)
             folder.path.mkdir()
-            folder.claim().set_parent(None, 0)
+            folder.claim_attempt().set_parent(None, 0)
         world.broadcast(None)
         self.folder = Folder(path / name, 1)
         self.checkpoints = self.start()
@@ -208,7 +208,7 @@ def endless(folder: Folder, notes: Path) -> None:
     """One start: go on where the last one was, and save every step until killed."""
     place = RankInfo(master=str(Path(tempfile.mkdtemp()) / "store"))
     with rendezvous.joined_world(place, Launch(device="cpu", threads=1)) as world:
-        folder, said = folder.claim(), list[str]()
+        folder, said = folder.claim_attempt(), list[str]()
         checkpoints = Checkpointer(folder, world, SETTINGS, said.append)
         newest = newest_of(folder)
         loaded = checkpoints.load()

@@ -40,15 +40,15 @@ def exchange(what: str, place: RankInfo) -> None:
             for m in range(2):
                 value = torch.full((4, 30_000), 10.0 * step + m)
                 if world.rank == 0:
-                    messages.give(Action("F", 1, m), value)
-                    answer = messages.take(Action("B", 0, m))
+                    messages.send(Action("F", 1, m), value)
+                    answer = messages.receive(Action("B", 0, m))
                     assert answer is not None and torch.equal(answer, value + 1)
                 else:
                     if what == "silent" and step == 2:
                         time.sleep(60)
-                    given = messages.take(Action("F", 1, m))
+                    given = messages.receive(Action("F", 1, m))
                     assert given is not None
-                    messages.give(Action("B", 0, m), given.t().contiguous().t() + 1)
+                    messages.send(Action("B", 0, m), given.t().contiguous().t() + 1)
             messages.end()
         world.gather(None)
 

@@ -33,7 +33,7 @@ class Counted:
 
 
 def main(path: str, mode: str) -> int:
-    folder = Folder.create(Path(path), "mnist_pipeline", "").claim()
+    folder = Folder.create(Path(path), "mnist_pipeline", "").claim_attempt()
 
     def body(place: RankInfo) -> None:
         with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:

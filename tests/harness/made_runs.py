@@ -43,7 +43,7 @@ class Made:
         bounds = [round(done * (i + 1) / self.attempts) for i in range(self.attempts)]
         begin, rows = 0, 0
         for number, bound in enumerate(bounds, 1):
-            attempt = folder.claim()
+            attempt = folder.claim_attempt()
             attempt.set_parent(number - 1 if number > 1 else None, begin, rows)
             self.train(attempt, begin, bound, settings.batch, settings.processes)
             begin = max(0, bound - 5)  # the next start goes on from a checkpoint of five steps ago

@@ -70,7 +70,7 @@ def trained_steps(folder: Folder) -> list[int]:
 
 def final_state(folder: Folder) -> dict[str, torch.Tensor]:
     """Parameters and the optimizer's memory after the last step, over all ranks."""
-    (attempt, _), *_ = folder.chain()
+    (attempt, _), *_ = folder.trace_attempts()
     path = storage.list_checkpoints(attempt)[-1].path
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("rank-*.pt")):

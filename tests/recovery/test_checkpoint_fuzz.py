@@ -57,7 +57,7 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Folder(tmp_path_factory.mktemp("fuzz") / "run")
     folder.path.mkdir()
     for number, steps in SAVED.items():
-        attempt = folder.claim()
+        attempt = folder.claim_attempt()
         attempt.set_parent(number - 1 or None, 2 if number > 1 else 0)
         for step in steps:
             draft, entries = StagingDir(attempt, step), {}
@@ -195,7 +195,7 @@ def check(world: World, path: Path, original: Path) -> str:
     there = [place.is_symlink() or place.exists() for place in places]
     said: list[str] = []
     try:
-        loaded = Checkpointer(Folder(path).claim(), world, Checkpoint(), said.append).load()
+        loaded = Checkpointer(Folder(path).claim_attempt(), world, Checkpoint(), said.append).load()
     except UserError as error:
         assert not any(good) and f"none of the {sum(there)} checkpoints" in str(error) and len(said) == sum(there)
         return "refused"

@@ -52,7 +52,7 @@ class Disk:
     def __init__(self, world: World, path: Path) -> None:
         self.world, self.said = world, list[str]()
         (path / "run").mkdir()
-        self.folder = Folder(path / "run").claim()
+        self.folder = Folder(path / "run").claim_attempt()
         self.folder.set_parent(None, 0)
         self.checkpoints = self.start()
 
@@ -77,7 +77,7 @@ class Disk:
         return sorted(path.name for path in storage.checkpoints_dir(self.folder).iterdir())
 
     def restart(self, parent: int | None, step: int) -> None:
-        self.folder = self.folder.claim()
+        self.folder = self.folder.claim_attempt()
         self.folder.set_parent(parent, step)
         self.checkpoints = self.start()
 
@@ -556,7 +556,7 @@ def two(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
         one = Disk(world, out)
         one.save(7)
         one.folder.path.rename(out / "of_one")
-        Folder(out / "of_one").claim()
+        Folder(out / "of_one").claim_attempt()
         argv = [sys.executable, "-m", "tests.harness.checkpoints", "two", str(out)]
         done = warm.execute(argv, env=environment())
         assert done.returncode == 0, done.stderr

@@ -85,7 +85,7 @@ def test_watch_and_step_times_begin_their_steps() -> None:
         Played.now += STEP
         out.sum().backward()
         times.mark("end of backward")
-    found = times.summarise()
+    found = times.summarize()
     assert found is not None and found.step == pytest.approx(STEP, abs=2e-6)
     for (forward, backward), *_ in watch.collect_spans():
         assert forward.start == forward.end and backward.start - forward.end == pytest.approx(STEP, abs=2e-6)

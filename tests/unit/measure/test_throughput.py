@@ -80,7 +80,7 @@ def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every:
     images, _ = load_train_test(prepared, cfg.data)
     room.mkdir()
     with open(room / "stacks", "w") as log:
-        run = Run(cfg, Folder(room).claim(), world, prepared, StopRequest(60, log))
+        run = Run(cfg, Folder(room).claim_attempt(), world, prepared, StopRequest(60, log))
         model = nn.Linear(1, 1)
         loader = data.Loader(images, len(images) // epoch, 0, world.device, torch.float32)
         assert loader.steps == epoch

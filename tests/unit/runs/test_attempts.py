@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Folder:
 
 def begin(folder: Folder, parent: int | None, step: int, steps: range, tail: str = "") -> Folder:
     """A start that trained `steps`, with an evaluation of two rows after every second one."""
-    attempt = folder.claim()
+    attempt = folder.claim_attempt()
     attempt.set_parent(parent, step)
     rows: list[dict[str, Any]] = []
     for number in steps:
@@ -35,7 +35,7 @@ def losses(folder: Folder) -> list[float]:
 
 
 def chain(folder: Folder) -> list[tuple[int, int | None]]:
-    return [(attempt.number, bound) for attempt, bound in folder.chain()]
+    return [(attempt.number, bound) for attempt, bound in folder.trace_attempts()]
 
 
 def test_two_starts_at_once_get_an_attempt_each(folder: Folder) -> None:
@@ -44,7 +44,7 @@ def test_two_starts_at_once_get_an_attempt_each(folder: Folder) -> None:
     def claim() -> None:
         gate.wait()
         for _ in range(10):
-            claimed.append(folder.claim().number)
+            claimed.append(folder.claim_attempt().number)
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
@@ -87,7 +87,7 @@ def test_an_evaluation_after_the_last_step_saved_comes_once(folder: Folder) -> N
 
 def test_a_start_that_did_not_come_to_training_is_skipped(folder: Folder) -> None:
     begin(folder, None, 0, range(1, 4))
-    folder.claim()
+    folder.claim_attempt()
     assert chain(folder) == [(1, None)] and losses(folder) == [1.1, 2.1, 3.1]
     begin(folder, 1, 2, range(3, 4))
     assert chain(folder) == [(3, None), (1, 2)] and losses(folder) == [1.1, 2.1, 3.3]
@@ -100,10 +100,10 @@ def test_a_fresh_start_counts_alone(folder: Folder) -> None:
 
 
 def test_a_lone_start_that_noted_nothing_is_read(folder: Folder) -> None:
-    assert folder.chain() == [] and folder.metrics() == []
+    assert folder.trace_attempts() == [] and folder.metrics() == []
     attempt = begin(folder, None, 0, range(1, 3))
     (attempt.attempt / "attempt.json").unlink()
-    folder.claim()
+    folder.claim_attempt()
     assert chain(folder) == [(1, None)] and losses(folder) == [1.1, 2.1]
 
 

@@ -17,7 +17,7 @@ BAD += ['{"global_step": 1, "samples": 8, "time": "x", "loss": 1}', '{"global_st
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Folder:
-    return Folder.create(tmp_path, "mnist_pipeline", "").claim()
+    return Folder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
 
 
 @pytest.mark.parametrize("line", BAD)
@@ -38,7 +38,7 @@ def test_rows_up_to_a_checkpoint_are_counted_by_lines(attempt: Folder) -> None:
     rows = [json.dumps(GOOD | {"global_step": step}) for step in (1, 2, 3)]
     attempt.metrics_file.write_text("\n".join([rows[0], "null", rows[1], rows[2]]) + "\n")
     attempt.set_parent(None, 0)
-    following = Folder(attempt.path).claim()
+    following = Folder(attempt.path).claim_attempt()
     following.set_parent(1, 2, rows=3)
     assert [row["global_step"] for row in Folder(attempt.path).read_rows()] == [1, 2]
 

@@ -91,7 +91,7 @@ def test_a_run_that_was_not_trained_does_not_finish(run: Run) -> None:
 
 def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Path) -> None:
     """NCCL's own time-out ends the process without a word on who is missing."""
-    folder = Folder.create(tmp_path, "mnist_pipeline", "").claim()
+    folder = Folder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     world = World(
         1,
         2,
@@ -115,7 +115,7 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    folder = Folder.create(tmp_path, "mnist_pipeline", "").claim()
+    folder = Folder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
     return Run(Config(), folder, world, Prepared("digits", tmp_path, {}))
 

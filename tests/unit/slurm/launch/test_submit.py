@@ -402,7 +402,7 @@ def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
     """A pid that has passed to another process is not signalled."""
     folder = Folder(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as sleep:
-        process = Process.of(sleep.pid)
+        process = Process.identify(sleep.pid)
         for started, state in ((process.start - 1, "LOST"), (process.start, "RUNNING")):
             entry = {"host": socket.gethostname(), "pid": sleep.pid, "pid_started": started}
             write_json(tmp_path / "meta.json", {"history": [entry]})
@@ -429,7 +429,7 @@ def test_runs_are_listed_within_seconds_when_the_controller_is_dead(fake: Fake, 
 def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) -> None:
     folder = Made(steps=10, state="running").write(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as sleep:
-        process = Process.of(sleep.pid)
+        process = Process.identify(sleep.pid)
         known = {"host": "before", "boot": provenance.read_boot_id(), "pid": sleep.pid, "pid_started": process.start}
         write_json(folder.path / "meta.json", {"history": [known]})
         old = time.time() - 100_000
@@ -489,7 +489,7 @@ def test_a_result_without_its_numbers_hides_no_other_run(
 def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:
     provenance.record_attempt(Folder(tmp_path, 1))
     (entry,) = json.loads((tmp_path / "meta.json").read_text())["history"]
-    assert Process(entry["pid"], entry["pid_started"]) == Process.of(os.getpid())
+    assert Process(entry["pid"], entry["pid_started"]) == Process.identify(os.getpid())
 
 
 def test_a_damaged_result_is_told(fake: Fake, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_starting_imports_nothing_heavy() -> None:
 
 def test_only_the_recorded_process_is_ended(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as sleep:
-        true = Process.of(sleep.pid)
+        true = Process.identify(sleep.pid)
         true.save(tmp_path / "holder")
         assert Process.load(tmp_path / "holder") == true
         recycled = true._replace(start=true.start - 1)

@@ -79,7 +79,7 @@ def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: Folder) -> None:
 def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
     """Also those that never got as far as a folder of their own; a checkpoint begins the count anew."""
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE
-    attempt = folder.claim()
+    attempt = folder.claim_attempt()
     (attempt.attempt / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE  # it had saved
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE
