@@ -64,8 +64,8 @@ cluster-shell:  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=
 .settings: $(READY)  # refuses variables that none of the targets has
 	@$(PY) -m slurm --make --check
 
-test: .settings  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k name"]
-	@$(PY) -m pytest $(if $(filter TESTS,$(GIVEN)),$${TESTS:-$(FAST)},$(FAST)) --numprocesses 2 --dist worksteal
+test: .settings  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k 'a or b'"]
+	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 2 --dist worksteal
 
 test-all: .settings  ## these, and every combination: parity, recovery, compiler, export, browser, W&B host
 	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 2 --dist worksteal

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from common.core.errors import UserError, exit_on_user_error
+from slurm.arguments import split_words
 
 
 class Setting(NamedTuple):
@@ -123,12 +124,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_variables(goals: list[str], environ: Mapping[str, str]) -> None:
-    """Raise UserError for a variable of make's command line that no goal has."""
+    """Raise UserError for a variable of make's command line that no goal has, and for TESTS that pytest cannot split."""
     given = environ.get("GIVEN", "").split()
     known = ["PYTHON", *dict.fromkeys(s.variable for goal in goals for s in TARGETS.get(goal, ()) if s.variable)]
     unknown = [name for name in given if name not in known]
     if unknown:
         raise UserError(f"make {' '.join(goals)} has no setting {' '.join(unknown)}; it has {' '.join(known)}")
+    if "TESTS" in given:
+        split_words("TESTS", environ["TESTS"])
 
 
 def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:

@@ -174,6 +174,23 @@ def test_targets_together_may_have_the_settings_of_each(place: Path) -> None:
     assert "has no setting" not in done.err and "there is no run in runs yet" in done.err
 
 
+# ---- make test
+
+
+def test_tests_are_chosen_by_words_with_quotes(place: Path) -> None:
+    script(place / ".venv/bin/python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@" --numprocesses 0')
+    for name in ("unit/test_fast.py", "cluster/test_slow.py"):
+        file = place / "tests" / name
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(f"def test_{letter}() -> None: ...\n" for letter in "abc"))
+    done = make(place, "test", "TESTS=-k 'test_a or test_b'")
+    assert done.status == 0 and "2 passed, 1 deselected" in done.out, done
+    done = make(place, "test", "TESTS=tests/cluster/*.py --rootdir='$(touch pwned)`touch pwned`'")
+    assert "/$(touch pwned)`touch pwned`' not found" in done.err and not (place / "pwned").exists(), done
+    done = make(place, "test", "TESTS=-k 'a or b")
+    assert done.status == 2 and 'error: TESTS="-k \'a or b" cannot be split into words: No closing' in done.err, done
+
+
 # ---- make exp
 
 
