@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_variables(goals: list[str], environ: Mapping[str, str]) -> None:
-    """Raise UserError for a variable of make's command line that no goal has, and for TESTS that pytest cannot split."""
+    """Raise UserError for a variable of make's command line that no goal has, or for TESTS that cannot be split."""
     given = environ.get("GIVEN", "").split()
     known = ["PYTHON", *dict.fromkeys(s.variable for goal in goals for s in TARGETS.get(goal, ()) if s.variable)]
     unknown = [name for name in given if name not in known]

@@ -259,12 +259,11 @@ def give_advice(folder: Folder, cause: str) -> str:
 
 
 def print_diagnosis(folder: Folder, as_json: bool) -> int:
-    """Print the diagnosis; returns 0 for a run that is well, else 1."""
+    """Print the diagnosis; returns the exit status: as JSON, for scripts, 1 for a run that is not well."""
     found = examine_run(folder)
-    well = found["state"] == "finished" or found["cause"] == WELL or found["state"] == "pending"
     if as_json:
         print(json.dumps(found, indent=2))
-        return 0 if well else 1
+        return 0 if found["state"] in ("finished", "pending") or found["cause"] == WELL else 1
     print(f"{found['run']} is {found['state'].upper()}" + (f": {found['detail']}" if found["detail"] else ""))
     for rank in found["ranks"]:
         age = f"{format_duration(rank['age'])} ago"
@@ -279,4 +278,4 @@ def print_diagnosis(folder: Folder, as_json: bool) -> int:
         print(f"  likely cause  {found['cause']}")
     if found["state"].upper() in OVER and found["state"] != "finished":
         print(f"  go on  {give_advice(folder, found['cause'])}")
-    return 0 if well else 1
+    return 0

@@ -248,4 +248,5 @@ def main(given: argparse.Namespace) -> int:
         raise UserError(f"WAIT={given.wait!r} is no number of seconds")
     status = wait_for_end(folder, float(given.wait or "0"))
     print_statuses([status], as_json)
-    return 1 if status.state in ("FAILED", "LOST") else 0
+    is_script = bool(given.wait) or as_json  # others have read the state, and make would print its `Error 1` below it
+    return 1 if is_script and status.state in ("FAILED", "LOST") else 0

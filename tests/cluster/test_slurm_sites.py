@@ -108,6 +108,6 @@ def test_accounting_knows_what_the_controller_has_forgotten(accounting: Site) ->
         path = str(site.run_of(name).path)
         job = json.loads((site.run_of(name).path / "meta.json").read_text())["job"]["id"]
         assert "Invalid job id" in site.inside("scontrol", "show", "job", job).stderr
-        shown = site.call("slurm", "status", path, status=status).stdout
+        shown = site.call("slurm", "status", path, "--wait=1", status=status).stdout
         assert f"  {state}  " in shown and f"job {job} {name}" in shown, shown
         site.call("slurm", "logs", path, "--follow=1", status=followed)

@@ -280,7 +280,7 @@ def test_status_is_told_to_machines(made: Path) -> None:
     (broken,) = (one for one in every if one["run"].endswith("-0003"))
     assert (broken["state"], broken["step"], broken["restarts"]) == ("failed", 500, 0)
     alone = inside.run_verb("status", f"--runs={made}", "--json=1", "--", broken["run"])
-    assert alone.returncode == 1  # as without --json
+    assert alone.returncode == 1
     assert json.loads(alone.stdout)[0]["detail"] == "the loss is nan"
 
 

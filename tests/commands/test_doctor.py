@@ -113,7 +113,7 @@ def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Pat
     words = ("optim.lr=100", "optim.weight_decay=10", "optim.decay=constant", "steps=60")
     run = experiment("mnist_pipeline", *digits, *words, runs=tmp_path)
     assert run.status == 2
-    found = doctor(f"--run={run.folder.path}", status=1)
+    found = doctor(f"--run={run.folder.path}")
     assert "training diverged; lower optim.lr" in found and "the loss of step" in found, found
     assert 'ARGS="optim.lr=50", with a lower rate than 100' in found, "the same rate would diverge again"
     facts = json.loads(doctor(f"--run={run.folder.path}", "--json=1", status=1))
@@ -126,7 +126,7 @@ def test_a_rank_that_was_killed_is_named(digits: tuple[str, ...], tmp_path: Path
         folder = only_folder(tmp_path)
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         process.wait(90)
-    found = doctor(f"--run={folder.path}", status=1)
+    found = doctor(f"--run={folder.path}")
     assert re.search("likely cause  .*rank 1 was killed by SIGKILL", found), found
     assert "stood at " not in found, found
 
@@ -143,7 +143,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
     folder = Made(steps=10, state="failed").write(tmp_path)
     reason = "rank 1 was killed by SIGKILL: the kernel ran out of memory"
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137, "reason": reason})
-    found = doctor(f"--run={folder.path}", status=1)
+    found = doctor(f"--run={folder.path}")
     assert "likely cause  out of memory; lower batch" in found, found
     assert "on a machine with more memory, or a new run with a smaller batch or model" in found, found
 
@@ -164,7 +164,7 @@ def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_p
     folder = Made(state="failed", result={"reason": why}).write(tmp_path)
     cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
     assert advice.replace("{}", str(folder.path)) in attempt.format_resume_command(folder, cfg, why)
-    told = doctor(f"--run={folder.path}", status=1)
+    told = doctor(f"--run={folder.path}")
     assert ("after removing" in told) == ("can be used" in why), told
 
 

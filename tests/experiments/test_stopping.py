@@ -19,7 +19,7 @@ def test_replicas_that_get_a_notice_save_and_leave(tmp_path: Path, quick: tuple[
 def test_a_stage_that_hangs_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(STAGED, quick, tmp_path)
     done = inside.run_verb("doctor", f"--run={only_folder(tmp_path).path}")
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert re.search("likely cause  .*rank 1 on .* did not answer within 5 s", done.stdout), done.stdout
     assert "stood at " in done.stdout
 

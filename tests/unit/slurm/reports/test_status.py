@@ -27,3 +27,12 @@ def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, m
 def test_waiting_needs_a_run(tmp_path: Path) -> None:
     done = inside.run_verb("status", f"--runs={tmp_path}", "--wait=5")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "RUN=<id>" in done.stderr
+
+
+@pytest.mark.parametrize(("state", "failed"), [("failed", 1), ("lost", 1), ("finished", 0)])
+def test_only_scripts_get_a_failing_status_for_a_run_that_failed(tmp_path: Path, state: str, failed: int) -> None:
+    run = str(Made(state=state).write(tmp_path).path)
+    asked = {"status": ["--", run], "doctor": [f"--run={run}"]}
+    for verb, words in asked.items():
+        assert [inside.run_verb(verb, *more, *words).returncode for more in ([], ["--json=1"])] == [0, failed], verb
+    assert inside.run_verb("status", "--wait=1", "--", run).returncode == failed
