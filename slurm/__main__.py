@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -91,6 +92,7 @@ VERBS = {
     "tour": Verb("slurm.launch.tour", "run every experiment at its smallest, and compare them", (
         Setting("", "words", "settings for all of them: key=value ..."),)),
 }  # fmt: skip
+REPORTS = ("compare", "doctor", "logs", "status")  # nothing that matters is left undone when nobody reads on
 TARGETS: dict[str, tuple[Setting, ...]] = {
     **{name: verb.settings for name, verb in VERBS.items()},
     "cluster-up": (
@@ -161,6 +163,19 @@ def main(words: list[str]) -> int:
     return int(importlib.import_module(VERBS[given.verb].module).main(given))
 
 
+def print_and_leave(words: list[str]) -> int:
+    """Carry out one verb like main; where the reader of its output has left, as `head` does, it ends without a word."""
+    try:
+        try:
+            return main(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        verb = words[1] if words[0] == "--make" else words[0]
+        return 0 if verb in REPORTS else 128 + signal.SIGPIPE
+
+
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(print_and_leave(sys.argv[1:]))

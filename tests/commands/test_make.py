@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ import yaml
 from slurm.__main__ import TARGETS, VERBS
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake
+from tests.harness.made_runs import Made
 from tests.harness.making import handed_over
 from tests.harness.processes import Done, environment, processes_of, script
 from tests.harness.warm import ROOT
@@ -327,6 +329,29 @@ def test_a_setting_that_a_target_does_not_have_is_refused(place: Path, target: s
 def test_the_environment_sets_nothing(place: Path) -> None:
     done = make(place, "status", NAME="DESKTOP-1", RUN="somebody's", JSON="yes", WAIT="x")
     assert done.status == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["status"], 0),
+        (["compare"], 0),
+        (["logs", "--", "0000"], 0),
+        (["doctor", "--run=0000"], 0),
+        (["doctor", "--help"], 0),
+        (["prune-runs"], 128 + signal.SIGPIPE),
+    ],
+    ids=str,
+)
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, words: list[str], status: int) -> None:
+    Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "slurm", *words]
+    env = environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, cwd=tmp_path, env=env, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (status, b"")
 
 
 @pytest.mark.parametrize("verb", ["logs", "cancel"])
