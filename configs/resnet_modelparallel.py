@@ -44,7 +44,7 @@ class Config(Sweep, Stages, InitialWeights):
     stages of a copy stay on one host."""
     memory_cap: int = at_least(0, 0)
     """MB that each rank may take for training, beside what it has after its start; 0 sets no limit. It shows what
-    a model needs: address space that is written on the CPU, memory of tensors on a GPU."""
+    a model needs: address space that can be written on the CPU, memory of tensors on a GPU."""
 
     @property
     def in_one_process(self) -> bool:

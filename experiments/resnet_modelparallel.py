@@ -92,7 +92,7 @@ def main(cfg: Config, run: Run) -> None:
     shard = dp.rank, dp.size
     names = model_split.check_devices(cfg.devices) if cfg.in_one_process else []
     devices = [torch.device(name) for name in names] or [run.device]
-    with limit_memory(cfg.memory_cap, devices):
+    with limit_memory(cfg.memory_cap, devices) as taken:
         pipe = build_stages(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
         batches = run.batches(shard=shard, inputs=pipe.has_first, targets=pipe.has_last)
@@ -113,20 +113,31 @@ def main(cfg: Config, run: Run) -> None:
                     sync_batchnorm.average_tensors(averaged if loss is None else [*averaged, loss], dp.group)
                 optimizer.step()  # each rank updates its own stages
                 step.log(loss=loss)
-    run.report(describe_devices(cfg, run, devices), report_pipeline(cfg, run, pipe, pp))
+    run.report(describe_devices(cfg, run, devices, taken), report_pipeline(cfg, run, pipe, pp))
 
 
-def describe_devices(cfg: Config, run: Run, devices: list[torch.device]) -> Facts:
-    """Report which device held what, and the memory that it took."""
+def describe_devices(cfg: Config, run: Run, devices: list[torch.device], taken: dict[str, int]) -> Facts:
+    """Report which device held what, and its memory; `taken` are bytes for training by device. All ranks call it."""
+    own = [sum(rank.values()) for rank in run.world.gather(taken)]
+    trained = taken if cfg.in_one_process else {f"rank {rank}": each for rank, each in enumerate(own)}
     held = {str(device): read_peak(device) for device in devices} if cfg.in_one_process else run.memory
+    on_gpu = run.device.type == "cuda"
     count = cfg.pipeline().stages_per_process
     stages = "all layers" if cfg.mode == "single" else f"{count} stages" if count > 1 else "a stage"
     shown = {
         "mode": f"{cfg.mode}, {cfg.model}, {describe_microbatches(cfg)}",
         "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else f"one rank holds {stages}",
-        "peak memory": "  ".join(f"{name}: {most / 2**20:,.0f} MiB" for name, most in held.items()),
+        "peak memory": join_megabytes(held) + ("of tensors" if on_gpu else "of the whole process, libraries included"),
+        "training memory": join_megabytes(trained)
+        + ("reserved by torch" if on_gpu else "of writable address space, beyond that at the start")
+        + (f"; memory_cap={cfg.memory_cap} is the limit" if cfg.memory_cap else ""),
     }
-    return Facts(shown, memory=held)
+    return Facts(shown, measured={"training_bytes": max(trained.values(), default=0)}, memory=held)
+
+
+def join_megabytes(held: dict[str, int]) -> str:
+    """Return bytes by rank or device in words, as in "rank 0: 12 MB  rank 1: 8 MB  "."""
+    return "".join(f"{name}: {number / 1e6:,.0f} MB  " for name, number in held.items())
 
 
 def describe_microbatches(cfg: Config) -> str:

@@ -15,7 +15,9 @@ import torch
 from common.core.errors import UserError
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-FULL = ("not enough memory", "out of memory", "Cannot allocate memory", "std::bad_alloc")  # as libraries say it
+FULL = (  # as libraries say it, the last one oneDNN
+    "not enough memory", "out of memory", "Cannot allocate memory", "std::bad_alloc", "could not create a primitive",
+)  # fmt: skip
 
 
 class Footprint:
@@ -61,26 +63,27 @@ def read_peak(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[None]:
+def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[dict[str, int]]:
     """Let this process take so many MB more than it has now, within the block; 0 sets no limit.
 
     Of tensors on each GPU, else of address space that it can write: malloc reserves 64 MB beside it for each thread,
-    which are not counted. Raises UserError where that is too little.
+    which are not counted. Yields the bytes of it that were taken, by device, known after the block: at most on a GPU,
+    at the end of the block on a CPU. Raises UserError where the limit is too low.
     """
-    if not megabytes:
-        yield
-        return
-    before = resource.getrlimit(resource.RLIMIT_DATA)
+    before, taken = resource.getrlimit(resource.RLIMIT_DATA), dict[str, int]()
+    start = {device: read_limited(device) for device in devices}
     try:
-        for gpu in {device for device in devices if device.type == "cuda"}:
+        for gpu in {device for device in devices if device.type == "cuda" and megabytes}:
             everything = torch.cuda.get_device_properties(gpu).total_memory
             wanted = torch.cuda.memory_reserved(gpu) + megabytes * 1e6
             torch.cuda.set_per_process_memory_fraction(min(1.0, wanted / everything), gpu)
-        if any(device.type == "cpu" for device in devices):
+        if megabytes and any(device.type == "cpu" for device in devices):
             resource.setrlimit(resource.RLIMIT_DATA, (read_writable_bytes() + megabytes * 1_000_000, before[1]))
-        yield
+        yield taken
+        taken |= {str(device): read_limited(device) - bytes for device, bytes in start.items()}
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not any(words in str(error) for words in FULL):
+        is_full = isinstance(error, MemoryError) or any(words in str(error) for words in FULL)
+        if not megabytes or not is_full:
             raise
         lift_limit(devices, before)
         raise UserError(
@@ -97,6 +100,11 @@ def lift_limit(devices: Sequence[torch.device], before: tuple[int, int]) -> None
     for device in devices:
         if device.type == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def read_limited(device: torch.device) -> int:
+    """Return the bytes that `limit_memory` counts: the most that torch has reserved on a GPU, else address space."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else read_writable_bytes()
 
 
 def read_writable_bytes() -> int:

@@ -50,7 +50,7 @@ class PrecisionReport:
             "step": f"batch {cfg.batch} = {sizes}",
             "precision": f"{outcome['computed_in']}, {cfg.model}{scale}",
             "steps skipped": str(outcome["steps_skipped"]),
-            "peak memory": f"{max(self.held) / 1e6:.1f} MB beyond the model, on the rank that takes most",
+            "training memory": f"{max(self.held) / 1e6:.1f} MB beyond the model, on the rank that takes most",
             "sent": f"{outcome['bytes_sent'] / 1e6:.2f} MB of gradients by each rank in a step",
         }
 
