@@ -45,7 +45,7 @@ from common.api import (
 from common.core.seeds import derive_seed
 from common.distributed.mesh import create_mesh_groups
 from common.distributed.rendezvous import World
-from common.measure.memory import limit_memory, read_peak
+from common.measure.memory import describe_peak, join_megabytes, limit_memory, read_peak
 from common.models.model_file import load_initial_weights
 from common.pipeline.executor import Loss
 from common.pipeline.single_process import SingleProcessPipeline
@@ -121,23 +121,17 @@ def describe_devices(cfg: Config, run: Run, devices: list[torch.device], taken: 
     own = [sum(rank.values()) for rank in run.world.gather(taken)]
     trained = taken if cfg.in_one_process else {f"rank {rank}": each for rank, each in enumerate(own)}
     held = {str(device): read_peak(device) for device in devices} if cfg.in_one_process else run.memory
-    on_gpu = run.device.type == "cuda"
     count = cfg.pipeline().stages_per_process
     stages = "all layers" if cfg.mode == "single" else f"{count} stages" if count > 1 else "a stage"
     shown = {
         "mode": f"{cfg.mode}, {cfg.model}, {describe_microbatches(cfg)}",
         "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else f"one rank holds {stages}",
-        "peak memory": join_megabytes(held) + ("of tensors" if on_gpu else "of the whole process, libraries included"),
+        "peak memory": describe_peak(held, run.device),
         "training memory": join_megabytes(trained)
-        + ("reserved by torch" if on_gpu else "of writable address space, beyond that at the start")
+        + ("reserved by torch" if run.device.type == "cuda" else "of writable address space, beyond that at the start")
         + (f"; memory_cap={cfg.memory_cap} is the limit" if cfg.memory_cap else ""),
     }
     return Facts(shown, measured={"training_bytes": max(trained.values(), default=0)}, memory=held)
-
-
-def join_megabytes(held: dict[str, int]) -> str:
-    """Return bytes by rank or device in words, as in "rank 0: 12 MB  rank 1: 8 MB  "."""
-    return "".join(f"{name}: {number / 1e6:,.0f} MB  " for name, number in held.items())
 
 
 def describe_microbatches(cfg: Config) -> str:

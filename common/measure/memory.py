@@ -7,12 +7,17 @@ import ctypes
 import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from common.core.errors import UserError
+from common.distributed.rendezvous import World
+from common.runs.result import Facts
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FULL = (  # as libraries say it, the last one oneDNN
@@ -60,6 +65,45 @@ def read_peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def describe_peak(held: Mapping[str, int], device: torch.device) -> str:
+    """Return in words what `read_peak` gave by rank or device, in MB (1e6 bytes)."""
+    return f"{join_megabytes(held)}of {'tensors' if device.type == 'cuda' else 'the whole process, libraries included'}"
+
+
+def join_megabytes(held: Mapping[str, int]) -> str:
+    """Return bytes by rank or device in words, as in "rank 0: 12.1 MB  rank 1: 8.0 MB  "."""
+    return "".join(f"{name}: {number / 1e6:,.1f} MB  " for name, number in held.items())
+
+
+def report_state_bytes(optimizer: Optimizer, world: World) -> Facts:
+    """Report the bytes of parameters, gradients and optimizer state that each rank holds. All ranks call it.
+
+    Beside them stands what each rank would hold if nothing were sharded, as with DDP.
+    """
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
+    held = {
+        "parameters": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer": [value for value in state if isinstance(value, Tensor)],
+    }
+    local = {name: sum(shard_of(tensor).nbytes for tensor in tensors) for name, tensors in held.items()}
+    whole = sum(tensor.nbytes for tensors in held.values() for tensor in tensors)
+    ranks = world.gather(local)
+    if not ranks:
+        return Facts()
+    totals = {f"rank {rank}": sum(own.values()) for rank, own in enumerate(ranks)}
+    words = join_megabytes(totals) + "of parameters, gradients and optimizer state"
+    words += f"; with ddp {whole / 1e6:,.1f} MB each" if whole > max(totals.values()) else ""
+    by_kind = {name: [own[name] for own in ranks] for name in held}
+    return Facts({"training state": words}, measured={"state_bytes": by_kind, "unsharded_state_bytes": whole})
+
+
+def shard_of(tensor: Any) -> Tensor:
+    """Return the part of a tensor that this rank holds: all of it, unless it is a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from common.data.loader import Loader
 from common.distributed import ddp
+from common.measure.memory import describe_peak, report_state_bytes
 from common.measure.step_timing import ScalingReport, gather_times, time_communication
 from common.measure.timing import time_calls
 from common.models import networks
@@ -99,4 +100,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     times = gather_times(run.world, run.times)
     batch = f"batch {cfg.batch} = {run.world.size} x {cfg.plan.shard}"
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})
-    return [strategy, ScalingReport(times, run.world.hosts, run.step_seconds(), communication, alone)]
+    assert run.state is not None
+    state = report_state_bytes(run.state.optimizer, run.world)
+    peak = Facts({"peak memory": describe_peak(run.memory, run.device)})
+    return [strategy, state, peak, ScalingReport(times, run.world.hosts, run.step_seconds(), communication, alone)]

@@ -122,12 +122,28 @@ def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
     assert times.estimate_recent() is not None
 
 
+def test_fsdp_shows_the_state_that_a_rank_holds_beside_that_of_ddp(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    done = run("ddp_multinode", *digits, "strategy=fsdp", "optim.name=adam", "batch=16", "steps=1", runs=tmp_path)
+    assert done.status == 0, done.err
+    bytes = 4 * sum(parameter.numel() for parameter in networks.ConvNet((28, 28), 10).parameters())
+    held, whole = done.result["state_bytes"], done.result["unsharded_state_bytes"]
+    assert whole == pytest.approx(4 * bytes, rel=1e-4)  # Adam keeps two numbers a parameter, and counts steps
+    for kind, times in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+        assert sum(held[kind]) == pytest.approx(times * bytes, rel=1e-4), kind
+        assert max(held[kind]) == pytest.approx(times * bytes / 2, rel=0.01), kind
+    each = f"{whole / 2e6:.1f} MB"
+    told = (
+        f"rank 0: {each}  rank 1: {each}  of parameters, gradients and optimizer state; with ddp {whole / 1e6:.1f} MB"
+    )
+    assert told in done.out and "of the whole process, libraries included" in done.out, done.out
+
+
 def test_ddp_multinode_reports_its_efficiency_if_asked(tmp_path: Path, digits: tuple[str, ...]) -> None:
     done = run("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
     assert done.status == 0, done.err
     result = done.result
     assert 0 < result["efficiency"] < 4 and 0 < result["communication_exposed"] <= 1
-    assert "efficiency" in done.out and len(result["ranks"]) == 2
+    assert "efficiency" in done.out and len(result["ranks"]) == 2 and "; with ddp" not in done.out
 
 
 # ---- data
