@@ -42,19 +42,19 @@ class FlatLinearReLU(LinearReLU):
 
 
 class SimpleNN(nn.Sequential):
-    """The 784-128-64-10 network for MNIST, or with `width` and `depth` a wider and deeper one.
+    """The 784-128-64-10 network for MNIST, or a wider and deeper one, or one for inputs of another shape.
 
     Each of `depth` hidden layers has `width` units, the last one half as many. Layers are named fc1, fc2, ...
-    Images [N, 28, 28] to logits [N, 10].
+    Inputs [N, *shape] to logits [N, classes].
     """
 
-    def __init__(self, width: int = 128, depth: int = 2) -> None:
+    def __init__(self, width: int = 128, depth: int = 2, shape: Sequence[int] = (28, 28), classes: int = 10) -> None:
         super().__init__()
-        sizes = [28 * 28, *[width] * (depth - 1), width // 2 if depth > 1 else width]
+        sizes = [math.prod(shape), *[width] * (depth - 1), width // 2 if depth > 1 else width]
         for i, (before, after) in enumerate(pairwise(sizes), start=1):
             self.add_module(f"fc{i}", LinearReLU(before, after) if i > 1 else FlatLinearReLU(before, after))
-        self.add_module(f"fc{depth + 1}", nn.Linear(sizes[-1], 10))
-        self.recipe = make_recipe("SimpleNN", width=width, depth=depth)
+        self.add_module(f"fc{depth + 1}", nn.Linear(sizes[-1], classes))
+        self.recipe = make_recipe("SimpleNN", width=width, depth=depth, shape=list(shape), classes=classes)
 
 
 class Toy(nn.Sequential):
