@@ -78,13 +78,15 @@ class Command:
         cwd: Path = ROOT,
         session: bool = False,
         real: bool = False,
+        root: Path = ROOT,
     ) -> None:
+        """`root` is the checkout whose sources are executed; those of a copy are imported anew, torch is not."""
         self.argv = list(argv)
         self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (closed with this object)
         self._client: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.returncode: int | None = None
-        if real or not can_fork(argv, env, cwd):
+        if real or not can_fork(argv, env, cwd, root):
             self._process = subprocess.Popen(
                 argv,
                 cwd=cwd,
@@ -97,7 +99,7 @@ class Command:
             )
             self.pid = self._process.pid
             return
-        request = {"argv": list(argv[1:]), "env": dict(env), "cwd": str(cwd), "session": session}
+        request = {"argv": list(argv[1:]), "env": dict(env), "session": session, "cwd": str(cwd), "root": str(root)}
         self._client = Server.connect()
         with open(os.devnull) as nothing:
             streams = [nothing.fileno(), self._out.fileno(), self._err.fileno()]
@@ -149,13 +151,13 @@ def read(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
 
 
-def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> bool:
+def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path, root: Path = ROOT) -> bool:
     """Whether a fork of the server does what a real process would."""
-    if argv[0] != sys.executable or Path(cwd) != ROOT or not (argv[1] == "-m" or argv[1].endswith(".py")):
+    if argv[0] != sys.executable or Path(cwd) != root or not (argv[1] == "-m" or argv[1].endswith(".py")):
         return False
     if early_variables(env) != Server.early():
         return False
-    return argv[1] == "-m" or Path(argv[1]).is_relative_to(ROOT)
+    return argv[1] == "-m" or Path(argv[1]).is_relative_to(root)
 
 
 def early_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -173,10 +175,11 @@ def execute(
     cwd: Path = ROOT,
     timeout: float = 120,
     real: bool = False,
+    root: Path = ROOT,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, as subprocess.run with captured text does."""
-    command = Command(argv, env=env, cwd=cwd, session=True, real=real)
+    command = Command(argv, env=env, cwd=cwd, session=True, real=real, root=root)
     try:
         status = command.wait(timeout)
     except BaseException:

@@ -32,6 +32,7 @@ from typing import Any
 
 from tests.harness import warm
 
+PROJECT = ("common", "configs", "experiments", "slurm", "tests")
 LARGEST = 1 << 18  # bytes of a request
 COMMAND = "warm-command"  # the name of the open file that holds a forked command's line and environment
 # what experiments import inside functions, each 0.2 to 2 s
@@ -137,6 +138,10 @@ def become(request: dict[str, Any]) -> None:
     os.write(told, "\0".join([*request["argv"], *variables]).encode())
     take_command_line(request["argv"])
     os.execve = exec_here  # type: ignore[assignment]
+    if request["root"] != str(warm.ROOT):
+        for name in [name for name in sys.modules if name.partition(".")[0] in PROJECT]:
+            del sys.modules[name]
+        sys.path.insert(1, request["root"])
 
 
 def take_command_line(words: list[str]) -> None:
