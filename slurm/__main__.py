@@ -63,6 +63,8 @@ VERBS = {
         NAME, NODES, ARGS, LAUNCH, CLUSTER, FOLLOW, DRY_RUN,
         Setting("STRICT", "--strict", "1: refuse a checkout with changes that are not committed"),
         Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run"))),
+    "new-experiment": Verb("slurm.launch.new_experiment", "write the files of a new experiment that trains as it is", (
+        Setting("NAME", "name", "name of the new experiment, such as my_mlp"),)),
     "rerun": Verb("slurm.launch.rerun", "repeat a run from its own settings and source, and compare to the bit", (
         RUN, ARGS, LAUNCH, CLUSTER)),
     "evaluate": Verb("slurm.reports.trained_model", "measure the trained model of a finished run again", (RUN, ARGS)),

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.core import config
 from common.core.errors import UserError, exit_on_user_error
 from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
@@ -35,6 +36,7 @@ def all_parts() -> list[Part]:
         checkpoint,
         ddp_multinode,
         mnist_pipeline,
+        ranks,
         resnet_dataparallel,
         resnet_modelparallel,
         sparse_prune,
@@ -42,7 +44,9 @@ def all_parts() -> list[Part]:
     )
 
     modules = (mnist_pipeline, ddp_multinode, resnet_modelparallel, resnet_dataparallel, amp_accum, sparse_prune)
-    return [part for module in (*modules, checkpoint, tools) for part in module.PARTS]
+    parts = [part for module in (*modules, checkpoint, tools) for part in module.PARTS]
+    known = {part.name.partition("/")[0] for part in parts}
+    return parts + [ranks.make_part(name) for name in config.list_experiments() if name not in known]
 
 
 def choose_parts(names: Sequence[str]) -> list[Part]:

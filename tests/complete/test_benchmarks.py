@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import amp_accum, mnist_pipeline, parts, resnet_modelparallel, sparse_prune
+from tests.benchmarks import amp_accum, mnist_pipeline, parts, ranks, resnet_modelparallel, sparse_prune
+from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
 from tests.harness import warm
 from tests.harness.processes import environment
@@ -43,17 +44,36 @@ def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) ->
     assert part["rounds"] == len(part["samples"]["bf16"]["seconds"]) >= 1 and part["facts"] == {"threads": 2}
 
 
-@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
-def test_benchmarks_read_the_results_of_each_experiment(
-    entry: Entry, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of benchmarks are forks of the warm process."""
+
     def run(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         return warm.execute([command[0], str(ROOT / command[1]), *command[2:]], env=env)
 
     monkeypatch.setattr(parts, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
     data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
     words = (*entry.smallest, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
     found = run_of(tmp_path, "side", entry.name, *words, keep=KEEP.get(entry.name, ())).run(0)
     assert found["seconds"] > 0 and found["first_loss"] > 0 and found["last_loss"] > 0
     missing = [name for name in KEEP.get(entry.name, ()) if not any(key.startswith(name) for key in found)]
     assert not missing
+
+
+@pytest.mark.usefixtures("forked")
+def test_an_experiment_without_comparisons_is_measured_with_one_rank_and_two(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = ("data.name=digits", f"data.cache={cache}", "steps=6", "data.test_limit=50")
+    monkeypatch.setattr(ranks, "BRIEF", brief)
+    part, taken = ranks.make_part("ddp_multinode"), list[Samples]()
+    interleave(part.sides(tmp_path), Pace(1, 0, 60), taken.append)
+    rows = {row.what: row.cells for row in part.table(taken[-1]).rows}
+    assert list(rows)[:2] == ["ms a step: 1 process", "ms a step: 2 processes"] and len(rows) == 3
+    one, two, gain = (cells[0].value for cells in rows.values() if isinstance(cells[0], Number))
+    assert gain == pytest.approx(one / two / 2)

@@ -7,7 +7,6 @@ import difflib
 import json
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -181,7 +180,7 @@ def test_answers_need_no_torch() -> None:
     ]
     assert "runs.wandb_tracker" in free
     commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status", "reports.logs"]
-    commands += ["reports.compare", "reports.doctor", "local_cluster.cli"]
+    commands += ["launch.new_experiment", "reports.compare", "reports.doctor", "local_cluster.cli"]
     modules = ", ".join([*(f"slurm.{name}" for name in commands), *(f"common.{name}" for name in free)])
     program = f"import sys, {modules}\nprint('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -202,24 +201,3 @@ def test_the_common_import_loads_nothing_that_only_some_runs_need() -> None:
     program = f"import sys, common.api\nprint([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_the_experiment_of_the_contributing_page_trains(cache: Path, tmp_path: Path) -> None:
-    config_file, script = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    assert len((config_file + script).splitlines()) < 60
-    for name in ("common", "configs", "experiments", "slurm"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "configs" / "noise_mlp.py").write_text(config_file)
-    (tmp_path / "configs" / "noise_mlp.yaml").write_text("# the values of the dataclass\n")
-    (tmp_path / "experiments" / "noise_mlp.py").write_text(script)
-    words = ["data.name=digits", f"data.cache={cache}", "data.test_limit=50", "steps=3", "processes_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, "experiments/noise_mlp.py", *words],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0 and "noise " in done.stdout, done.stdout + done.stderr

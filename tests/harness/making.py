@@ -1,13 +1,28 @@
-"""What make hands over: the words of the command behind a target, told by a python that only writes them down."""
+"""Folders for make, and what it hands over: the words behind a target, told by a python that only writes them down."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from slurm.__main__ import translate_target
 from tests.harness import inside
 from tests.harness.processes import environment, script
+from tests.harness.warm import ROOT
+
+
+def copy_checkout(place: Path, *more: str) -> Path:
+    """A copy of the project's source, and of the folders `more`, in which make finds everything set up."""
+    for name in ("common", "configs", "experiments", "slurm", *more):
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, place)
+    script(place / ".venv/bin/python", f'PYTHONPATH="{place}" exec "{sys.executable}" "$@"')
+    (place / ".venv/.ready").touch()
+    return place
 
 
 def handed_over(place: Path, *words: str) -> list[str]:

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "make leet": "tests/complete/test_wandb_host.py",
     "make dashboard PROJECT=distributed-experiments DRY_RUN=1": "tests/commands/test_upload.py",
     "make tour": "tests/complete/test_tour.py",
+    "make new-experiment NAME=my_mlp": "tests/commands/test_new_experiment.py",
+    "make exp NAME=my_mlp": "tests/commands/test_new_experiment.py",
     "make exp NAME=mnist_pipeline NODES=2": "tests/commands/test_make.py",
     "make exp NAME=mnist_pipeline NODES=2 FOLLOW=1": "tests/commands/test_make.py",
     "make exp 'RESUME=<id>'": "tests/recovery/test_resume.py",

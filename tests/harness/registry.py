@@ -1,11 +1,17 @@
-"""The one list of experiments: what every experiment must do is tested for each entry of it."""
+"""The one list of experiments: what every experiment must do is tested for each entry of it.
+
+An experiment whose ranks all train the same model needs no entry of its own (`make_entry`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.core import config
 from slurm.launch.tour import SMALLEST
+
+SCORES = ("test_accuracy", "test_loss", "test_samples", "samples_per_second")
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ EXPERIMENTS = [
         name="mnist_pipeline",
         smallest=SMALLEST["mnist_pipeline"],
         processes=2,
-        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second"),
+        produces=SCORES,
         spread=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
         others=(
             ("engine=torch", "schedule=zero_bubble", "stages=2", "microbatches=2"),
@@ -38,7 +44,7 @@ EXPERIMENTS = [
         name="ddp_multinode",
         smallest=SMALLEST["ddp_multinode"],
         processes=2,
-        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "ranks", "communication_exposed"),
+        produces=(*SCORES, "ranks", "communication_exposed"),
         spread=lambda count: (f"processes_per_node={count}",),
         others=(
             ("strategy=fsdp", "optim.name=adam", "clip=1"),
@@ -69,14 +75,14 @@ EXPERIMENTS = [
         name="resnet_dataparallel",
         smallest=SMALLEST["resnet_dataparallel"],
         processes=2,
-        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "devices", "memory"),
+        produces=(*SCORES, "devices", "memory"),
         spread=lambda count: ("model=convnet", "compare=false", f"processes_per_node={count}"),
     ),
     Entry(
         name="resnet_modelparallel",
         smallest=SMALLEST["resnet_modelparallel"],
         processes=2,
-        produces=("test_accuracy", "test_loss", "test_samples", "samples_per_second", "idle_share", "memory"),
+        produces=(*SCORES, "idle_share", "memory"),
         spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
         others=(
             ("width=8", "replicas=2", "split_size=6", "plot=false"),
@@ -132,6 +138,19 @@ EXPERIMENTS = [
     ),
 ]
 
+
+def make_entry(name: str) -> Entry:
+    """The entry of an experiment that has none in the list: one of configs.dataparallel.Replicated."""
+    return Entry(
+        name=name,
+        smallest=SMALLEST.get(name, ("batch=16",)),
+        processes=config.load_config(config.import_schema(name), [], {}).processes,
+        produces=SCORES,
+        spread=lambda count: (f"processes_per_node={count}",),
+    )
+
+
+EXPERIMENTS += [make_entry(name) for name in config.list_experiments() if name not in {e.name for e in EXPERIMENTS}]
 BY_NAME = {entry.name: entry for entry in EXPERIMENTS}
 STAGED, REPLICATED = BY_NAME["mnist_pipeline"], BY_NAME["ddp_multinode"]
 ARCHETYPES = [STAGED, REPLICATED]
