@@ -167,10 +167,10 @@ def masks_per_rank() -> Any:
     return in_two(work)
 
 
-def made(*names: str) -> dict[str, Any]:
-    """What two processes find when they make mistakes of tests/harness/ddp_pitfalls.py."""
-    words = [sys.executable, "-m", "tests.harness.ddp_pitfalls", *names]
-    done = warm.execute(words, env=environment(), timeout=250)
+def made(*names: str, module: str = "ddp_pitfalls", **variables: str) -> dict[str, Any]:
+    """What processes find when they make mistakes of a module of tests/harness."""
+    words = [sys.executable, "-m", f"tests.harness.{module}", *names]
+    done = warm.execute(words, env=environment(**variables), timeout=250)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
