@@ -71,6 +71,31 @@ def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache:
     assert windows.steps == 3 and windows.count_samples(5) == 100 + 80
 
 
+def test_without_zero_grad_steps_grow_and_one_overflow_ends_the_training() -> None:
+    def steps(precision: Any, zero_grad: bool, overflow: int = 0) -> list[float]:
+        """The lengths of six steps where every gradient is 1; that of step number `overflow` is infinite."""
+        cfg, cpu = AmpConfig(precision=precision, init_scale=1024), torch.device("cpu")
+        layer, found = nn.Linear(1, 1, bias=False), []
+        optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=1), amp_accum.make_scaler(cfg, cpu)
+        for number in range(1, 7):
+            before = layer.weight.item()
+            if zero_grad:
+                optimizer.zero_grad()
+            with amp_accum.make_autocast(cfg, cpu):
+                loss = layer(torch.ones(1, 1)).sum()
+            scaler.scale(loss * float("inf") if number == overflow else loss).backward()
+            amp_accum.update_weights(cfg, layer, optimizer, scaler)
+            found.append(before - layer.weight.item())
+        return found
+
+    ones = pytest.approx([1] * 6, abs=1e-2)
+    assert steps("bf16", zero_grad=True) == ones and steps("fp16", zero_grad=True) == ones
+    assert steps("bf16", zero_grad=False) == pytest.approx([1, 2, 3, 4, 5, 6], abs=1e-2)
+    assert steps("fp16", zero_grad=False) == ones, "what is left of the old gradients is unscaled once more"
+    assert steps("fp16", zero_grad=True, overflow=3) == pytest.approx([1, 1, 0, 1, 1, 1], abs=1e-2)
+    assert steps("fp16", zero_grad=False, overflow=3) == pytest.approx([1, 1, 0, 0, 0, 0], abs=1e-2), "inf stays"
+
+
 def test_clipping_before_unscaling_clips_the_scale() -> None:
     cfg = AmpConfig(precision="fp16", clip=0.01)
 
