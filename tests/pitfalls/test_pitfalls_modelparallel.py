@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.models import partition
+from common.checkpoint import storage
+from common.models import model_file, partition
 from common.models.networks import ResNet, SimpleNN
+from common.pipeline.single_process import SingleProcessPipeline
 from tests.harness.processes import run
+from tests.harness.registry import BY_NAME
+from tests.harness.shared import Make
 
 
-def held(parts: list[nn.Sequential]) -> list[dict[str, int]]:
+def held(parts: Sequence[nn.Module]) -> list[dict[str, int]]:
     """Parameters of each part by the kind of device they are on."""
     found: list[dict[str, int]] = []
     for part in parts:
@@ -33,6 +40,41 @@ def test_moving_the_placed_model_puts_both_parts_on_one_device() -> None:
     assert held(parts) == [{"cpu": sizes[0]}, {"meta": sizes[1]}]
     model.to("meta")  # the usual line after building a model
     assert held(parts) == [{"meta": sizes[0]}, {"meta": sizes[1]}], "nothing is saved, and nothing tells"
+
+
+class TwoDevices(nn.Module):
+    """The well-known example of two linear layers, each moved to its device."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(10, 10).to(first), nn.Linear(10, 5).to(second)
+        self.devices = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.net1(x.to(self.devices[0])).relu()
+        return cast(torch.Tensor, self.net2(hidden.to(self.devices[1])))
+
+
+def test_two_halves_on_one_device_are_the_unsplit_model(finished: Make) -> None:
+    sizes = [10 * 10 + 10, 5 * 10 + 5]
+    split, same = TwoDevices("cpu", "meta"), TwoDevices("cpu", "cpu")
+    assert held([split.net1, split.net2]) == [{"cpu": sizes[0]}, {"meta": sizes[1]}]
+    assert held([same.net1, same.net2]) == [{"cpu": size} for size in sizes], "one device holds everything"
+    x = torch.randn(4, 10)
+    whole = nn.Sequential(same.net1, nn.ReLU(), same.net2)
+    assert same(x).device.type == "cpu" and torch.equal(same(x), whole(x)), "and nothing tells"
+
+    halves = [nn.Sequential(same.net1), nn.Sequential(nn.ReLU(), same.net2)]
+    how: Any = {"size": 1, "microbatches": 4, "schedule": "gpipe", "pipelined": True, "dtype": torch.float32}
+    pipe = SingleProcessPipeline(halves, F.cross_entropy, same.devices, **how)
+    pipe.step(x, torch.arange(4))
+    spans = sorted((span.start, span.end) for steps in pipe.collect_spans() for span in steps[0])
+    assert len(spans) == 2 * 2 * 4 and all(a[1] <= b[0] for a, b in pairwise(spans)), "one half works at a time"
+    folder = finished(BY_NAME["resnet_modelparallel"]).folder
+    checkpoint = storage.list_candidates(folder)[0].path
+    one, two = (torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)["model"] for rank in range(2))
+    assert one and two and not one.keys() & two.keys(), "a rank holds its own stage and nothing else"
+    assert one.keys() | two.keys() == model_file.read_model(folder)[1].keys()
 
 
 def test_layers_registered_twice_stand_twice_in_the_state_dict() -> None:
