@@ -90,4 +90,5 @@ class Process(NamedTuple):
 
 def read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, process group and so on. Raises OSError."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    name = "self" if pid == os.getpid() else pid  # /proc may be that of another pid namespace
+    return Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
