@@ -45,7 +45,8 @@ def main(cfg: Config, run: Run) -> None:
             loss = pipe.step(step.x, step.y)  # every microbatch forward and backward, in the order of the schedule
             optimizer.step()  # each rank updates its own stages
             step.log(loss=loss)
-    run.report(PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None))
+    words = f"SimpleNN (width {cfg.width}, depth {cfg.depth}), batch {cfg.batch}"
+    run.report(PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None, words))
 
 
 if __name__ == "__main__":

@@ -142,13 +142,12 @@ def describe_microbatches(cfg: Config) -> str:
 
 def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineReport:
     """Report idle shares and one step of the first replica. All ranks call it."""
-    title = f"one step of {cfg.model}, {cfg.mode}, {describe_microbatches(cfg)}"
+    model = f"{cfg.model}, {cfg.mode}, batch {cfg.batch}"
     folder = run.folder.path if cfg.plot else None
     if not cfg.in_one_process:
-        return PipelineReport.gather(pipe, pp, cfg.pipeline(), folder, title)
-    own: Any = {"layers": pipe.layers, "lane": "stage"} | (
-        {"picture": (folder / "timeline.png", title)} if folder else {}
-    )
+        return PipelineReport.gather(pipe, pp, cfg.pipeline(), folder, model)
+    title = f"one step of {model}, 1 rank: {describe_microbatches(cfg)}"
+    own: Any = {"layers": pipe.layers, "lane": "stage", "picture": (folder / "timeline.png", title) if folder else None}
     return PipelineReport.from_spans(pipe.collect_spans(), pipe.plan, len(pipe.layers), **own)
 
 

@@ -20,10 +20,10 @@ def make_axes(width: float = 7.0, height: float = 4.2) -> Any:
 
 
 def save_figure(at: Any, path: Path) -> None:
-    """Write a figure as PNG and close it."""
+    """Write a figure as PNG or SVG, with its title as metadata, too, and close it."""
     from matplotlib import pyplot
 
-    at.figure.savefig(path, dpi=150)
+    at.figure.savefig(path, dpi=150, metadata={"Title": at.get_title()})
     pyplot.close(at.figure)
 
 

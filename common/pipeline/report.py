@@ -29,23 +29,34 @@ WORK = {  # the name of a kind of action, and its colours for even and odd micro
 
 
 def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = "") -> None:
-    """Draw one lane for each stage, a bar for each action with its microbatch's number; empty is waiting."""
+    """Draw one lane for each stage, a bar for each action with its microbatch's number; empty is waiting.
+
+    Where a bar is too narrow for its number, that of a forward stands above it and others below; numbers that would
+    overlap are left out.
+    """
     at = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
     start = min(span.start for spans in lanes.values() for span in spans)
     length = max(span.end for spans in lanes.values() for span in spans) - start
     in_legend: set[str] = set()
     for row, spans in enumerate(lanes.values()):
+        free = {-1: -1.0, 1: -1.0}  # where the next number above and below the lane may begin, in ms
         for (kind, _, microbatch), begin, end in spans:
             word, colours = WORK[kind]
             left, width = (begin - start) * 1e3, (end - begin) * 1e3
             label = None if word in in_legend else word
             in_legend.add(word)
             at.barh(row, width, left=left, height=0.7, color=colours[microbatch % 2], label=label)
-            if width > 14 * length:  # in ms, of seconds: room for the number
-                at.text(left + width / 2, row, str(microbatch), ha="center", va="center", color="white", fontsize=8)
+            number, middle, side = str(microbatch), left + width / 2, -1 if kind == "F" else 1
+            wide = 8.5 * length * len(number)  # ms that the number takes across, by a length in seconds
+            if width > wide:
+                colour = "black" if microbatch % 2 else "white"  # on the lighter and the darker colour
+                at.text(middle, row, number, ha="center", va="center", color=colour, fontsize=8)
+            elif middle - 0.4 * wide > free[side]:
+                at.text(middle, row + 0.42 * side, number, ha="center", va="center", fontsize=6)
+                free[side] = middle + 0.4 * wide
     at.set_yticks(range(len(lanes)), list(lanes))
-    at.set(xlabel="ms", xlim=(0, length * 1e3), title=title)
-    at.invert_yaxis()
+    at.set(xlabel="ms", xlim=(0, length * 1e3), ylim=(len(lanes) - 0.45, -0.55))  # the first lane on top
+    at.set_title(title, fontsize=10)
     at.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32 if len(lanes) < 4 else -0.2), ncols=3, frameon=False)
     plots.save_figure(at, path)
 
@@ -97,15 +108,16 @@ class PipelineReport:
 
     @classmethod
     def gather(
-        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path | None, title: str = ""
+        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path | None, model: str
     ) -> PipelineReport:
         """Make the report on a pipeline of the ranks of a group, which call it together; complete on its rank 0.
 
-        With a `folder` it draws one step there, as timeline.png.
+        With a `folder` it draws one step there, as timeline.png; `model` are model and batch in the words of its title.
         """
         sizes = f"{format_count(cfg.stages, 'stage')}, {format_count(cfg.microbatches, 'microbatch')}"
         schedule = f"{cfg.schedule} ({cfg.engine}), {sizes}"
-        picture = (folder / "timeline.png", title or f"one step: {schedule}") if folder else None
+        title = f"one step of {model}, {format_count(group.size, 'rank')}: {schedule}"
+        picture = (folder / "timeline.png", title) if folder else None
         own: Any = {"layers": pipe.layers, "schedule": schedule, "picture": picture}
         return cls.from_spans(group.gather(pipe.collect_spans()), pipe.plan, cfg.stages, **own)
 

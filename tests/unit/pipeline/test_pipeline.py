@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from common.core.errors import UserError
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import choose_device
 from configs.shared import Launch
 from tests.harness import warm
-from tests.harness.processes import environment
+from tests.harness.processes import environment, run
 
 
 def test_pieces_in_memory_and_batchnorm_equal_one_process() -> None:
     """Gradients, running statistics and evaluation, for every engine and schedule."""
     done = warm.execute([sys.executable, "-m", "tests.harness.pieces"], env=environment())
     assert done.returncode == 0, done.stderr
+
+
+def test_the_drawing_of_a_step_names_model_batch_ranks_and_schedule(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    done = run("mnist_pipeline", *digits, "plot=true", "steps=3", "batch=16", "schedule=1f1b", runs=tmp_path)
+    title = "one step of SimpleNN (width 128, depth 2), batch 16, 2 ranks: 1f1b (own), 2 stages, 4 microbatches"
+    assert Image.open(done.folder.path / "timeline.png").info["Title"] == title
 
 
 @pytest.mark.parametrize(
