@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common.core import host_memory
 from common.core.errors import EXIT_RESUMABLE, UserError
-from common.core.processes import die_with_parent
+from common.core.processes import die_with_parent, exit_at_once
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import disk_errors
@@ -169,10 +169,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, p
         with contextlib.suppress(OSError):
             (private / f"error-{info.rank}.json").write_text(json.dumps(note))
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        exit_at_once(status)
 
 
 def redirect_output(log: Path, *, keep_stdout: bool) -> None:

@@ -18,6 +18,7 @@ from common.checkpoint import state_dicts, storage
 from common.checkpoint.preemption import StopRequest, StopRequested, name_silent_ranks, synchronize_exit
 from common.core import config, host_memory, seeds
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
+from common.core.processes import exit_at_once
 from common.core.text import format_count
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
@@ -36,28 +37,34 @@ Main = Callable[[T, Run], None]
 
 def start(main: Main[T], schema: type[T]) -> None:
     """Run an experiment from its command line, with `sweep=true` the grid; never returns."""
-    with exit_on_user_error():
-        cfg = config.load_config(schema, sys.argv[1:])
-        schedules.check_config(cfg)
-        wandb_account.read_requested_mode(cfg)
-        rank_info = read_rank_info(os.environ)
-        path = config.parse_command_line(sys.argv[1:]).resume
-        given = Folder(path.absolute()) if path else None
-        if getattr(cfg, "sweep", False):
-            if given is not None or rank_info is not None:
-                raise UserError(
-                    "sweep=true starts its runs itself, one after the other: start it without srun, torchrun, "
-                    "RESUME and --resume; make sweep runs a grid on a cluster"
-                )
-            sys.exit(sweep.run_sweep(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks())))
-        ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
-        _, status = run_experiment(main, cfg, ranks, given)
-        if rank_info is None:
-            sys.exit(status)
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)  # like a forked rank: a library's thread that still runs would abort an ordinary exit
+    rank_info = None
+    try:
+        with exit_on_user_error():
+            rank_info = read_rank_info(os.environ)
+            sys.exit(run_command_line(main, schema, rank_info))
+    except SystemExit as end:
+        if rank_info is not None:
+            exit_at_once(end.code)
+        raise
+
+
+def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
+    """Run what the command line asks for, with ranks of its own or as one rank; return the exit status."""
+    cfg = config.load_config(schema, sys.argv[1:])
+    schedules.check_config(cfg)
+    wandb_account.read_requested_mode(cfg)
+    path = config.parse_command_line(sys.argv[1:]).resume
+    given = Folder(path.absolute()) if path else None
+    if getattr(cfg, "sweep", False):
+        if given is not None or rank_info is not None:
+            raise UserError(
+                "sweep=true starts its runs itself, one after the other: start it without srun, torchrun, "
+                "RESUME and --resume; make sweep runs a grid on a cluster"
+            )
+        return sweep.run_sweep(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks()))
+    ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
+    _, status = run_experiment(main, cfg, ranks, given)
+    return status
 
 
 def run_experiment(

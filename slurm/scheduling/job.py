@@ -17,6 +17,7 @@ from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
 from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, exit_on_user_error
+from common.core.processes import exit_at_once
 from common.runs.folder import Folder
 from slurm.scheduling.requeue import note_refusal
 
@@ -34,29 +35,12 @@ class Job:
         JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # Submitit kept it of an earlier attempt
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
-        from common.core import config
-        from common.distributed.rank_info import read_rank_info
-        from common.training import entry_point  # takes seconds
-
-        with exit_on_user_error():
-            name = folder.experiment
-            schema = config.import_schema(name)
-            settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
-            rank_info = read_rank_info(os.environ)
-            assert rank_info is not None, "srun starts this"
-            main = importlib.import_module(f"experiments.{name}").main
-            try:
-                rank = entry_point.LaunchedRank(rank_info, settings)
-                _, status = entry_point.run_experiment(main, settings, rank, folder, submitted=True)
-            except UserError as error:
-                is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-                if is_restart and isinstance(error, Unreachable):  # another attempt may get another host
-                    print(f"error: {error}", file=sys.stderr)
-                    sys.exit(1)
-                note_refusal(folder, rank_info.rank, str(error))
-                raise
-        if status:
-            sys.exit(status)
+        try:
+            with exit_on_user_error():
+                sys.exit(train_as_rank(folder))
+        except SystemExit as end:
+            if end.code:
+                exit_at_once(end.code)
 
     def checkpoint(self) -> DelayedSubmission:
         """Return the same task, for Submitit's requeue; the progress is in the run folder."""
@@ -66,3 +50,26 @@ class Job:
 def exit_resumable(number: int, frame: object) -> None:
     """Exit as resumable: the stop request came before there was anything to save."""
     sys.exit(EXIT_RESUMABLE)
+
+
+def train_as_rank(folder: Folder) -> int:
+    """Train as the rank that srun started here; return the exit status. Raises UserError."""
+    from common.core import config
+    from common.distributed.rank_info import read_rank_info
+    from common.training import entry_point  # takes seconds
+
+    schema = config.import_schema(folder.experiment)
+    settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
+    rank_info = read_rank_info(os.environ)
+    assert rank_info is not None, "srun starts this"
+    main = importlib.import_module(f"experiments.{folder.experiment}").main
+    try:
+        rank = entry_point.LaunchedRank(rank_info, settings)
+        return entry_point.run_experiment(main, settings, rank, folder, submitted=True)[1]
+    except UserError as error:
+        is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        if is_restart and isinstance(error, Unreachable):  # another attempt may get another host
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        note_refusal(folder, rank_info.rank, str(error))
+        raise

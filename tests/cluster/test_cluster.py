@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from common.core.processes import Process
 from slurm.local_cluster import cluster
 from tests.harness.site import folder, until
 from tests.harness.warm import ROOT
@@ -103,9 +104,18 @@ def namespaces(pid: int | str) -> set[str]:
         return set()
 
 
-def members(spaces: set[str]) -> set[int]:
-    """The processes in any of the namespaces."""
-    return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if namespaces(entry.name) & spaces}
+def members(spaces: set[str]) -> list[Process]:
+    """The processes in any of the namespaces. Another cluster may get the numbers of namespaces that are gone."""
+    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if namespaces(entry.name) & spaces]
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            found.append(Process.identify(pid))
+    return found
+
+
+def wait_for_end(processes: list[Process]) -> None:
+    until("no process left", lambda: not any(process.is_alive() for process in processes))
 
 
 def machine() -> tuple[str, list[str], str]:
@@ -127,13 +137,14 @@ def test_a_started_cluster_is_idle_at_once_and_leaves_nothing_behind() -> None:
         inside = tool.out("exec", "sh", "-c", "for p in /proc/[0-9]*; do readlink $p/ns/*; done").split()
         spaces = {space for space in inside if space.startswith(("net", "mnt", "pid", "uts"))} - mine
         assert len({space for space in spaces if space.startswith("net")}) == 3  # the controller and two hosts
-        assert len(members(spaces)) > 5
+        running = members(spaces)
+        assert len(running) > 5
         assert "is up already" in tool.out("up", "--nodes", "2")
         assert "is up already, with NODES=2; first: make cluster-down" in tool("up", "--nodes", "3", status=2).stderr
         began = time.monotonic()
         tool("down")
         print(f"down took {time.monotonic() - began:.2f} s")
-        until("no process left", lambda: not members(spaces))
+        wait_for_end(running)
         assert machine() == before
         assert "is not up" in tool("status", status=2).stderr
         assert "is not up" in tool.out("down")
@@ -144,9 +155,9 @@ def test_one_kill_ends_a_cluster_and_its_next_start_is_clean() -> None:
     with laboratory("--nodes", "1") as tool:
         job = tool.submit("sleep 1000")
         until("the job runs", lambda: tool.job(job) == "RUNNING")
-        spaces = namespaces(tool.holder())
+        running = members(namespaces(tool.holder()))
         os.kill(tool.holder(), signal.SIGKILL)
-        until("no process left", lambda: not members(spaces))
+        wait_for_end(running)
         assert "is not up" in tool("exec", "true", status=2).stderr
         tool("up", "--nodes", "1")
         assert tool.out("exec", "squeue", "--noheader") == ""
@@ -173,9 +184,9 @@ def test_a_cluster_ends_when_its_folder_is_deleted() -> None:
     with folder() as base:
         tool = Tool(base)
         tool("up", "--nodes", "1")
-        spaces = namespaces(tool.holder())
+        running = members(namespaces(tool.holder()))
         shutil.rmtree(base / f"cluster-{os.getuid()}-local")
-        until("no process left", lambda: not members(spaces))
+        wait_for_end(running)
 
 
 def test_a_clusters_mounts_stay_inside_where_the_machine_shares_mounts() -> None:
@@ -377,7 +388,7 @@ def test_an_ordinary_user_starts_a_cluster_without_root() -> None:
             tool("power-off", "2")
             tool("power-on", "2")
             assert [line.split()[2] for line in tool.out("status").splitlines()[2:]] == ["cut", "in"]
-            spaces = namespaces(tool.holder())
+            running = members(namespaces(tool.holder()))
         finally:
             tool("down")
-        until("no process left", lambda: not members(spaces))
+        wait_for_end(running)
