@@ -57,7 +57,7 @@ leet:  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE=
 prune-runs:  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
 tour:  ## every experiment at its smallest, then all of them side by side
 new-experiment:  ## write the files of a new experiment that trains as it is: NAME=my_mlp
-cluster-up:  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [DB=1, with accounting]
+cluster-up:  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [RATE=200mbit] [DELAY=5ms] [DB=1, with accounting]
 cluster-down:  ## end it [NAME=local]
 cluster-status:  ## its hosts and their state [NAME=local]
 cluster-shell:  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]

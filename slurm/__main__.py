@@ -100,6 +100,8 @@ TARGETS: dict[str, tuple[Setting, ...]] = {
     "cluster-up": (
         CLUSTER_NAME,
         Setting("NODES", "--nodes", "number of hosts"),
+        Setting("RATE", "--rate", "of each cable in each direction, such as 200mbit"),
+        Setting("DELAY", "--delay", "of each cable in each direction, such as 5ms"),
         Setting("DB", "--db", "1: accounting in a private database"),
     ),
     **dict.fromkeys(("cluster-down", "cluster-status", "cluster-shell"), (CLUSTER_NAME,)),

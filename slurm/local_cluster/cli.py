@@ -1,6 +1,6 @@
 """A real SLURM cluster on one machine: real daemons, each host with its own name, address and processes.
 
-    python -m slurm cluster up [--nodes 2] [--cpus N] [--db] [--conf Key=Value ...]
+    python -m slurm cluster up [--nodes 2] [--cpus N] [--rate 200mbit] [--delay 5ms] [--db] [--conf Key=Value ...]
     python -m slurm cluster status | shell | exec CMD... | node N CMD... | down
     python -m slurm cluster cut N | join N | power-off N | power-on N | preempt [JOB] | requeue JOB
 
@@ -30,7 +30,7 @@ from common.core.errors import UserError
 from common.core.processes import Process
 from common.core.text import format_count
 from slurm.arguments import parse_count, parse_switch
-from slurm.local_cluster import daemons, slurm_conf
+from slurm.local_cluster import cables, daemons, slurm_conf
 from slurm.local_cluster.cluster import DEFAULT, Cluster, find_folder, find_running, require_running
 from slurm.local_cluster.namespaces import check_user
 from slurm.local_cluster.slurm_conf import Plan
@@ -56,21 +56,26 @@ def start_cluster(given: argparse.Namespace) -> None:
     nodes = parse_count("--nodes", given.nodes or "2", slurm_conf.MOST_NODES)
     cpus = parse_count("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
     settings, database = slurm_conf.parse_settings(given.conf), parse_switch("--db", given.db)
+    shape = cables.parse_shape(given.rate, given.delay)
     auth = given.auth or slurm_conf.choose_auth()
     slurm_conf.check_programs(auth, database)
+    cables.check_support(shape)
     user = check_user(os.getuid())
     with lock_folder(given.name) as folder:
         if found := find_running(given.name):
-            if given.nodes and nodes != found.plan.nodes:
+            there = cables.Shape(found.plan.rate, found.plan.delay)
+            asked = (bool(given.nodes), nodes, found.plan.nodes), (any(shape), shape, there)
+            if any(is_given and wanted != had for is_given, wanted, had in asked):
                 down = "make cluster-down" + ("" if given.name == DEFAULT else f" NAME={given.name}")
-                raise UserError(f"cluster {given.name} is up already, with NODES={found.plan.nodes}; first: {down}")
+                has = f"NODES={found.plan.nodes}" + (f" and cables {there.describe()}" if any(shape + there) else "")
+                raise UserError(f"cluster {given.name} is up already, with {has}; first: {down}")
             print(f"cluster {given.name} is up already")
             return
         began = time.monotonic()
         last = (folder / "first_job").read_text() if (folder / "first_job").exists() else "0"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
         uid, gid, first = os.getuid(), os.getgid(), slurm_conf.choose_first_job_id(int(last), time.time())
-        plan = Plan(given.name, folder, nodes, cpus, memory, user, uid, gid, auth, database, first, settings)
+        plan = Plan(given.name, folder, nodes, cpus, memory, user, uid, gid, auth, database, first, settings, *shape)
         slurm_conf.write_files(plan)
         daemons.create_cluster(plan)
         try:
@@ -78,7 +83,8 @@ def start_cluster(given: argparse.Namespace) -> None:
         except BaseException:  # also Ctrl-C: half a cluster is of no use
             end_cluster(folder)
             raise
-    hosts = f"{format_count(nodes, 'host')} with {format_count(cpus, 'CPU')} each"
+    slow = f", cables {shape.describe()}" if any(shape) else ""
+    hosts = f"{format_count(nodes, 'host')} with {format_count(cpus, 'CPU')} each{slow}"
     print(f"cluster {given.name} is up: {hosts}, idle after {time.monotonic() - began:.1f} s")
 
 
@@ -212,6 +218,8 @@ def make_parser() -> argparse.ArgumentParser:
     options = add("up", start_cluster)
     options.add_argument("--nodes", default="", help=f"hosts, 1 to {slurm_conf.MOST_NODES} (2)")
     options.add_argument("--cpus", default="", help="CPUs that each host claims to have (the machine's, at least 2)")
+    options.add_argument("--rate", default="", help="of each cable in each direction, such as 200mbit (the machine's)")
+    options.add_argument("--delay", default="", help="of each cable in each direction, such as 5ms (none)")
     options.add_argument("--db", nargs="?", const="1", default="", help="accounting in a private MariaDB")
     options.add_argument("--conf", action="append", default=[], metavar="Key=Value", help="a line of slurm.conf")
     options.add_argument("--auth", choices=("none", "munge"), help="none if SLURM was built with it")

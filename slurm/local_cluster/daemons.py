@@ -14,7 +14,8 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from common.core.processes import Process
-from slurm.local_cluster import namespaces
+from slurm.local_cluster import cables, namespaces
+from slurm.local_cluster.cables import Shape
 from slurm.local_cluster.slurm_conf import CONTROLLER, Plan, format_host_address, format_host_name
 
 BRIDGE = "switch"
@@ -59,7 +60,7 @@ def run_controller(plan: Plan) -> None:
 
 def start_host(plan: Plan, number: int) -> None:
     """Plug a host in and switch it on. The calling process ends afterwards."""
-    name = format_host_name(number)
+    name, shape = format_host_name(number), Shape(plan.rate, plan.delay)
 
     def run_host(other_end: socket.socket) -> None:
         namespaces.detach_process(plan.folder / "log" / f"{name}.log", keep=other_end)
@@ -71,10 +72,12 @@ def start_host(plan: Plan, number: int) -> None:
         socket.sethostname(name)
         up, route = "link set eth0 up", f"route add default via {CONTROLLER}"
         namespaces.run_ip("link set lo up", f"addr add {format_host_address(number)}/24 dev eth0", up, route)
+        cables.shape_device("eth0", shape)
         start_daemon(plan, "slurmd", "-N", name)
         namespaces.wait_while(lambda: True)
 
     namespaces.plug_host(name, BRIDGE, find_record(plan, number), run_host)
+    cables.shape_device(name, shape)
 
 
 def find_record(plan: Plan, number: int) -> Path:
@@ -199,10 +202,11 @@ VERBS: dict[str, Callable[[Plan, int], None]] = {
 
 
 def print_hosts(plan: Plan, states: dict[str, str]) -> None:
-    """Print each host's address, its cable (in, cut, or off without power), and its state in SLURM."""
-    plugged = namespaces.list_cables()
-    print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}SLURM")
+    """Print each host's address, its cable (in, cut, or off without power) and what it carries, and its SLURM state."""
+    plugged, shapes = namespaces.list_cables(), cables.read_shapes()
+    print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}{'RATE':14}SLURM")
     for number in range(1, plan.nodes + 1):
         name = format_host_name(number)
         cable = ("in" if plugged.get(name) else "cut") if Process.load(find_record(plan, number)) else "off"
-        print(f"{name:10}{format_host_address(number):14}{cable:8}{states.get(name, 'unknown')}")
+        shape = shapes.get(name, Shape()).describe()
+        print(f"{name:10}{format_host_address(number):14}{cable:8}{shape:14}{states.get(name, 'unknown')}")

@@ -73,6 +73,10 @@ class Plan:
     first_job: int
     settings: dict[str, str]
     """Lines of slurm.conf that replace or extend the ones below."""
+    rate: float = 0.0
+    """Bits per second of each cable in each direction; 0 is as fast as the machine."""
+    delay: float = 0.0
+    """Seconds that each cable holds a packet back, in each direction."""
 
     def save(self) -> None:
         (self.folder / "plan.json").write_text(json.dumps(asdict(self), default=str, indent=2))

@@ -165,6 +165,46 @@ def test_one_kill_ends_a_cluster_and_its_next_start_is_clean() -> None:
         assert int(tool.submit("true")) >= int(job) + 900  # an id never comes twice
 
 
+SEND = """
+import socket, sys, time
+if sys.argv[1] == "receive":
+    with socket.create_server(("0.0.0.0", 7000)) as server:
+        print("ready", flush=True)
+        taken, _ = server.accept()
+        began = time.monotonic()
+        while taken.recv(1 << 16):
+            pass
+        print(time.monotonic() - began)
+else:
+    with socket.create_connection(("10.77.0.2", 7000)) as taken:
+        taken.sendall(bytes(1_000_000))
+"""
+
+
+def test_cables_carry_the_rate_that_was_asked_for() -> None:
+    with laboratory("--nodes", "2", "--rate", "20mbit") as tool:
+        tool("power-off", "1")
+        tool("power-on", "1")
+        assert [line.split()[3] for line in tool.out("status").splitlines()[2:]] == ["20mbit"] * 2
+        assert "rate 20Mbit" in tool.out("node", "1", "tc", "qdisc", "show", "dev", "eth0"), "the other end of the cable"
+        receiver = tool.start("node", "2", sys.executable, "-c", SEND, "receive")
+        assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        tool("node", "1", sys.executable, "-c", SEND, "send")
+        seconds = float(receiver.communicate()[0])
+        print(f"1 MB over 20 Mbit/s in {seconds:.3f} s")
+        assert seconds > 0.38, "1 MB without what the buckets let through takes at least that long"
+        refused = tool("up", "--rate", "10mbit", status=2).stderr
+        assert "is up already, with NODES=2 and cables 20mbit; first: make cluster-down" in refused
+        done = tool("up", "--name", "far", "--delay", "5ms", status=None)
+        try:
+            if done.returncode:
+                assert "DELAY needs the kernel's netem, which is not here" in done.stderr
+            else:
+                assert "5ms" in tool.out("status", "--name", "far")
+        finally:
+            tool("down", "--name", "far")
+
+
 NAMES = """
 import os, socket, time
 name = socket.gethostname()

@@ -1,0 +1,53 @@
+"""Rates and delays of the local cluster's cables, as text and as commands of tc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.core.errors import UserError
+from slurm.local_cluster import cables, slurm_conf
+from slurm.local_cluster.cables import Shape
+
+
+@pytest.mark.parametrize(
+    ("rate", "delay", "shape", "text"),
+    [
+        ("", "", Shape(), "-"),
+        ("200mbit", "", Shape(200e6), "200mbit"),
+        ("2.5gbit", "500us", Shape(2.5e9, 5e-4), "2.5gbit 500us"),
+        ("", "1500ms", None, ""),
+        ("100kbit", "1s", Shape(1e5, 1.0), "100kbit 1s"),
+    ],
+)
+def test_rates_and_delays_have_units(rate: str, delay: str, shape: Shape | None, text: str) -> None:
+    if shape is None:
+        with pytest.raises(UserError, match=r"DELAY='1500ms': write a number with its unit, from 1us to 1s"):
+            cables.parse_shape(rate, delay)
+        return
+    found = cables.parse_shape(rate, delay)
+    assert found == pytest.approx(shape) and found.describe() == text
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "200", "0mbit", "99kbit", "101gbit", "1e3mbit", "1mbit; reboot"])
+def test_rates_that_no_cable_has_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="from 100kbit to 100gbit, such as 200mbit"):
+        cables.parse_shape(text, "")
+
+
+def test_a_delay_is_outside_and_a_rate_inside() -> None:
+    delay, rate = cables.list_commands("eth0", Shape(8e6, 0.005))
+    assert delay[5:] == ["root", "handle", "1:", "netem", "delay", "5000us", "limit", "100000"]
+    assert " ".join(rate[5:]) == "parent 1:1 handle 10: tbf rate 8000000bit burst 5000b latency 400ms"
+    assert not cables.list_commands("eth0", Shape())
+
+
+def test_a_machine_without_tc_is_refused_only_where_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_conf, "ADMIN_PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cables.check_support(Shape())
+    with pytest.raises(UserError, match="apt-get install iproute2"):
+        cables.check_support(Shape(rate=1e6))
