@@ -186,7 +186,8 @@ def test_cables_carry_the_rate_that_was_asked_for() -> None:
         tool("power-off", "1")
         tool("power-on", "1")
         assert [line.split()[3] for line in tool.out("status").splitlines()[2:]] == ["20mbit"] * 2
-        assert "rate 20Mbit" in tool.out("node", "1", "tc", "qdisc", "show", "dev", "eth0"), "the other end of the cable"
+        host = tool.out("node", "1", "tc", "qdisc", "show", "dev", "eth0")
+        assert "rate 20Mbit" in host, "the other end of the cable"
         receiver = tool.start("node", "2", sys.executable, "-c", SEND, "receive")
         assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
         tool("node", "1", sys.executable, "-c", SEND, "send")
