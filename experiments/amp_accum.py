@@ -138,10 +138,10 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, inner, run)
     optimizer = build_optimizer(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = make_scaler(cfg, run.device)
-    windows = run.windows(cfg.accumulate, shard=run.shard)  # the microbatches of one step
+    batches = run.microbatches(cfg.accumulate, shard=run.shard)  # one item is the list of them for one step
     with make_autocast(cfg, run.device):
         ddp.warm_up_buckets(model, lay_out(cfg, run.load_example(cfg.plan.microbatch)))
-    state = TrainState([inner], optimizer, windows, run.world, replicated=True, scaler=scaler)
+    state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 
     def predict(x: Tensor | None, _: int) -> Tensor:

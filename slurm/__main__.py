@@ -27,7 +27,7 @@ class Setting(NamedTuple):
     variable: str
     """Its name in make; empty where make has no such variable."""
     option: str
-    """Such as `--nodes`; without dashes an argument by its place."""
+    """Such as `--nodes`; without dashes a positional argument."""
     help: str
 
 
@@ -146,9 +146,9 @@ def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:
     given = environ.get("GIVEN", "").split()
     settings = [setting for setting in TARGETS.get(target, ()) if setting.variable in given]
     options = [f"{one.option}={environ[one.variable]}" for one in settings if one.option.startswith("--")]
-    places = [environ[one.variable] for one in settings if not one.option.startswith("--")]
+    positional = [environ[one.variable] for one in settings if not one.option.startswith("--")]
     verb = ["cluster", target.removeprefix("cluster-")] if target.startswith("cluster-") else [target]
-    return [*verb, *options, *(["--", *places] if places else [])]
+    return [*verb, *options, *(["--", *positional] if positional else [])]
 
 
 def main(words: list[str]) -> int:

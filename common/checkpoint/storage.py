@@ -260,15 +260,15 @@ def prune_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path
             complete += is_complete(candidate)
     if complete < max(2, keep):
         return left
-    old = [snapshot for one in attempts for snapshot in list_checkpoints(one) if snapshot.path not in kept]
-    return [rename_to_tombstone(snapshot) for snapshot in old] + left
+    old = [checkpoint for one in attempts for checkpoint in list_checkpoints(one) if checkpoint.path not in kept]
+    return [rename_to_tombstone(checkpoint) for checkpoint in old] + left
 
 
-def is_complete(snapshot: CheckpointPath) -> bool:
+def is_complete(checkpoint: CheckpointPath) -> bool:
     """Check that all files are there and as long as the manifest says, without reading them."""
     try:
-        files = read_manifest(snapshot).files
-        return all((snapshot.path / name).stat().st_size == entry.bytes for name, entry in files.items())
+        files = read_manifest(checkpoint).files
+        return all((checkpoint.path / name).stat().st_size == entry.bytes for name, entry in files.items())
     except (InvalidCheckpoint, OSError):
         return False
 

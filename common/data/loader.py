@@ -220,10 +220,10 @@ class Loader:
 
 
 class AccumulationLoader:
-    """A loader's batches in windows of `count`, the microbatches of one optimizer step, from any position on.
+    """A loader's batches in lists of `count`, the microbatches of one optimizer step, from any position on.
 
-    If the number of batches in an epoch is no multiple of `count`, its last window is shorter. The state is the
-    loader's; between two windows it is that of an optimizer step.
+    If the number of batches in an epoch is no multiple of `count`, its last list is shorter. The state is the loader's;
+    between two lists it is that of an optimizer step.
     """
 
     def __init__(self, loader: Loader, count: int) -> None:
@@ -231,11 +231,11 @@ class AccumulationLoader:
 
     @property
     def steps(self) -> int:
-        """Number of windows in an epoch."""
+        """Number of optimizer steps in an epoch."""
         return -(-self.loader.steps // self.count)
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of samples in the first `steps` windows, over all ranks."""
+        """Return the number of samples in the first `steps` optimizer steps, over all ranks."""
         epochs, rest = divmod(steps, self.steps)
         return (epochs * self.loader.steps + rest * self.count) * self.loader.batch
 
@@ -251,10 +251,10 @@ class AccumulationLoader:
         """Yield the rest of the current epoch; at its end the next epoch begins."""
         source, left = iter(self.loader), self.loader.steps - self.loader.position // self.loader.batch
         while left > 0:
-            window = list(itertools.islice(source, min(self.count, left)))
-            left -= len(window)
-            yield window
-        next(source, None)  # not before the last window was used: here the loader turns to the next epoch
+            microbatches = list(itertools.islice(source, min(self.count, left)))
+            left -= len(microbatches)
+            yield microbatches
+        next(source, None)  # not before the last microbatches were used: here the loader turns to the next epoch
 
 
 class BlockDataset(torch.utils.data.Dataset[Any]):

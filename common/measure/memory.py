@@ -90,15 +90,15 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> Facts:
         "optimizer": [value for value in state if isinstance(value, Tensor)],
     }
     local = {name: sum(shard_of(tensor).nbytes for tensor in tensors) for name, tensors in held.items()}
-    whole = sum(tensor.nbytes for tensors in held.values() for tensor in tensors)
+    full = sum(tensor.nbytes for tensors in held.values() for tensor in tensors)
     ranks = world.gather(local)
     if not ranks:
         return Facts()
     totals = {f"rank {rank}": sum(own.values()) for rank, own in enumerate(ranks)}
     words = join_megabytes(totals) + "of parameters, gradients and optimizer state"
-    words += f"; with ddp {whole / 1e6:,.1f} MB each" if whole > max(totals.values()) else ""
+    words += f"; with ddp {full / 1e6:,.1f} MB each" if full > max(totals.values()) else ""
     by_kind = {name: [own[name] for own in ranks] for name in held}
-    return Facts({"training state": words}, measured={"state_bytes": by_kind, "unsharded_state_bytes": whole})
+    return Facts({"training state": words}, measured={"state_bytes": by_kind, "unsharded_state_bytes": full})
 
 
 def shard_of(tensor: Any) -> Tensor:

@@ -4,8 +4,8 @@ const {runs, charts} = JSON.parse(document.getElementById("data").textContent);
 const byId = name => document.getElementById(name), all = (what, of = document) => [...of.querySelectorAll(what)];
 const view = {along: 0, logX: false, logY: false, smooth: 0.6, zoom: null, hot: -1};
 const AXES = ["step", "samples", "seconds", "part of the run"], FEW = 6, POINTS = 30;
-const places = runs.map((_, i) => all(`[data-run="${i}"]`)); // of a run: its entry in the legend, its row
-const boxes = runs.map((_, i) => places[i][0].querySelector("input")), left_out = runs.map(() => false);
+const elements = runs.map((_, i) => all(`[data-run="${i}"]`)); // of a run: its entry in the legend, its row
+const boxes = runs.map((_, i) => elements[i][0].querySelector("input")), left_out = runs.map(() => false);
 all(".chart").forEach((box, i) => { charts[i].box = box; });
 const isShown = run => boxes[run].checked && !left_out[run];
 
@@ -73,8 +73,8 @@ function findRangeY(curves, [left, right], percent, log, few) { // of what is dr
   });
   if (low > high) return null;
   if (log) return low < high ? [low / 1.1, high * 1.1] : [low / 2, high * 2];
-  const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1, floor = low >= 0 ? 0 : -Infinity;
-  return [Math.max(floor, low - room), Math.min(percent ? 1 : Infinity, high + room)];
+  const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1, floor = low >= 0 ? 0 : -Infinity;
+  return [Math.max(floor, low - margin), Math.min(percent ? 1 : Infinity, high + margin)];
 }
 
 // ---- drawing
@@ -119,7 +119,7 @@ function draw(chart) {
   const ticksX = makeTicks(...range, Math.max(2, (right - left) / 75), view.logX);
   const grid = ticksY.map(([v, text]) => `<path class="grid" d="M${left} ${sy(v).toFixed(1)}H${right}"/>`
       + `<text x="${left - 5}" y="${(sy(v) + 4).toFixed(1)}" text-anchor="end">${text}</text>`);
-  let free = -Infinity; // pixels from which on the next number finds room
+  let free = -Infinity; // pixels from which on the next number fits
   for (const [v, step] of ticksX) {
     const text = formatTick(v, step, view.along === 3), half = 3.8 * text.length, x = Math.min(sx(v), width - half);
     grid.push(`<path class="grid" d="M${sx(v).toFixed(1)} ${top}V${bottom}"/>`);
@@ -146,7 +146,7 @@ function setHot(run) {
   view.hot = run;
   byId("charts").classList.toggle("dim", run >= 0);
   if (run < 0) return;
-  places[run].forEach(element => element.classList.add("hot"));
+  elements[run].forEach(element => element.classList.add("hot"));
   for (const chart of charts) {
     const own = chart.box.querySelector(`[data-own="${run}"]`), curve = (chart.drawn || []).find(c => c.run === run);
     if (!own || !curve) continue;
@@ -207,8 +207,8 @@ charts.forEach(chart => {
     tip.hidden = true;
     const to = at(event), svg = chart.box.querySelector("svg");
     pick ??= svg.appendChild(document.createElementNS(svg.namespaceURI, "rect"));
-    const place = {class: "pick", x: Math.min(from, to), y: chart.top, width: Math.abs(to - from), height: chart.bottom - chart.top};
-    for (const name in place) pick.setAttribute(name, place[name]);
+    const box = {class: "pick", x: Math.min(from, to), y: chart.top, width: Math.abs(to - from), height: chart.bottom - chart.top};
+    for (const name in box) pick.setAttribute(name, box[name]);
   });
   const end = event => {
     const ends = from === null ? [0, 0] : [from, at(event)].sort((a, b) => a - b);
@@ -261,9 +261,9 @@ byId("legend").addEventListener("dblclick", event => { // a run alone; once more
 byId("filter").oninput = () => {
   const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   runs.forEach((_, i) => {
-    const told = places[i].find(place => place.dataset.words !== undefined).dataset.words;
+    const told = elements[i].find(element => element.dataset.words !== undefined).dataset.words;
     left_out[i] = !words.every(word => told.includes(word));
-    places[i].forEach(place => { place.hidden = left_out[i]; });
+    elements[i].forEach(element => { element.hidden = left_out[i]; });
   });
   all("#results .group").forEach(head => { head.hidden = !all(".run", head.parentNode).some(row => !row.hidden); });
   const kept = left_out.filter(out => !out).length;

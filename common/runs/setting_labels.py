@@ -27,9 +27,8 @@ def list_differences(runs: Sequence[Settings]) -> list[str]:
 
 
 def rank_setting(key: str) -> int:
-    """The place of a setting in a label: what the experiment alone has, then what all have, then how it is reported."""
-    places = [place for place, name in enumerate((*GENERAL, *REPORTING), 1) if matches(key, name)]
-    return places[0] if places else 0
+    """Return the order of settings in a label: what one experiment has, then what all have, then how it is reported."""
+    return next((order for order, name in enumerate((*GENERAL, *REPORTING), 1) if matches(key, name)), 0)
 
 
 def sort_differences(runs: Sequence[Settings]) -> list[str]:

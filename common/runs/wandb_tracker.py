@@ -44,7 +44,7 @@ class Tracker:
 
     @classmethod
     def start(cls, cfg: Experiment, folder: Folder) -> Tracker | None:
-        """Start tracking, or return None where it is switched off or has no room to start."""
+        """Start tracking, or return None where it is switched off or cannot be started."""
         mode = read_requested_mode(cfg)
         if mode == "disabled":
             return None

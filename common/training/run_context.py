@@ -117,7 +117,7 @@ class RunContext:
             self.train_set, self.cfg, self.device, shard=shard, drop_last=drop, inputs=inputs, targets=targets
         )
 
-    def windows(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
+    def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
         """Return the batches in `count` microbatches each, whose gradients one optimizer step adds up."""
         size = self.cfg.batch // count
         loader = Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard)

@@ -130,7 +130,7 @@ def parse_settings(lines: list[str]) -> dict[str, str]:
 def check_folder(folder: Path) -> Path:
     """Return a folder whose path slurm.conf can hold. Raises UserError.
 
-    There must be room for a socket (at most 107 bytes) named /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
+    A socket there has a name of at most 107 bytes: /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
     """
     if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > LONGEST:
         raise UserError(f"{folder}: slurm.conf needs a short path without blanks; set CLUSTER_DIR, as in /tmp/mine")

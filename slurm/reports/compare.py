@@ -129,7 +129,7 @@ def label_runs(runs: list[Compared]) -> None:
 def list_within(runs: list[Compared]) -> list[str]:
     """The settings that differ between runs of the same experiment: those in labels, then the others."""
     groups = group_runs(runs).values()
-    told = [key for place in range(NAMED) for own in groups for key in own[0].telling[place : place + 1]]
+    told = [key for i in range(NAMED) for own in groups for key in own[0].telling[i : i + 1]]
     rest = [key for own in groups for key in setting_labels.list_differences([run.settings for run in own])]
     return list(dict.fromkeys([*told, *sorted(rest, key=setting_labels.rank_setting)]))
 
@@ -198,13 +198,13 @@ def format_table(given: list[Compared], width: int) -> str:
         text.append(f"{name}:")
         text += [lines.pop(0) for _ in own]
     missing = [column.head for column in columns if column not in chosen]
-    text += [f"no room for: {', '.join(missing)}"] if missing else []
+    text += [f"not shown, the terminal is too narrow: {', '.join(missing)}"] if missing else []
     words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if run.needs_words]
     return "\n".join(text + [word.removesuffix(": ") for word in words])
 
 
-def make_picture(run: Compared, names: list[str], place: Path) -> ComparedRun:
-    """The data of a run for the page, with these columns and with links relative to the folder `place`."""
+def make_picture(run: Compared, names: list[str], beside: Path) -> ComparedRun:
+    """The data of a run for the page in the folder `beside`, with these columns and relative links."""
     facts = run.facts()
     columns = {}
     for name in names:
@@ -222,19 +222,19 @@ def make_picture(run: Compared, names: list[str], place: Path) -> ComparedRun:
         columns,
         run.settings,
         run.status.detail if run.needs_words else "",
-        list_links(run.folder, place),
+        list_links(run.folder, beside),
     )
 
 
-def list_links(folder: Folder, place: Path) -> dict[str, str]:
-    """Titles and addresses, relative to `place`, of the files in a run folder."""
+def list_links(folder: Folder, beside: Path) -> dict[str, str]:
+    """Titles and addresses, relative to the folder `beside`, of the files in a run folder."""
     files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
     for attempt in folder.attempts()[-1:]:
         logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
         files |= {f"log {path.stem.rpartition('-')[2]}": path for path in logs[:LOGS]}
         files |= {"all logs": attempt.attempt / "logs"} if len(logs) > LOGS else {}
         files |= {"job": find_rank_0_log(folder)} if (folder.path / "submit").exists() else {}
-    found = {word: quote(os.path.relpath(path, place.absolute())) for word, path in files.items() if path.exists()}
+    found = {word: quote(os.path.relpath(path, beside.absolute())) for word, path in files.items() if path.exists()}
     online = str(read_json(folder.path / "wandb" / "status.json").get("url"))
     return found | ({"W&B": online} if online.startswith("https://") else {})
 

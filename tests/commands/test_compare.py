@@ -67,7 +67,7 @@ def test_the_table_is_as_wide_as_the_terminal(made: Path, width: int) -> None:
     assert len(table) == 5 and max(map(len, table)) <= width
     assert head.split()[:2] == ["run", "state"] and (width < 80 or "accuracy" in head)
     whole = any(path.name in lines[1] for path in made.glob("mnist_pipeline-*"))
-    assert whole == (width == 200) and ("no room for: " in done.stdout) == (width < 120)
+    assert whole == (width == 200) and ("the terminal is too narrow: " in done.stdout) == (width < 120)
 
 
 def test_json_writes_no_page(made: Path, tmp_path: Path) -> None:

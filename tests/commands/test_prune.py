@@ -92,12 +92,12 @@ def test_a_strange_switch_removes_nothing(runs: Path) -> None:
 
 def test_the_best_model_goes_only_if_its_run_is_named(runs: Path) -> None:
     finished = sorted(runs.iterdir())[0]
-    (room,) = finished.glob("attempts/*/checkpoints")
-    (room / "step-00000005").mkdir()
-    (room / "step-00000005" / "rank-0.pt").write_bytes(bytes(1000))
-    (room / "best").write_text("step-00000005\n")
+    (saved,) = finished.glob("attempts/*/checkpoints")
+    (saved / "step-00000005").mkdir()
+    (saved / "step-00000005" / "rank-0.pt").write_bytes(bytes(1000))
+    (saved / "best").write_text("step-00000005\n")
     done = prune(runs, "--dry-run=0")
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in room.iterdir()) == ["best", "step-00000005"]
+    assert sorted(path.name for path in saved.iterdir()) == ["best", "step-00000005"]
     done = prune(runs, f"--pick={finished.name}", "--dry-run=0")
-    assert done.returncode == 0 and not room.exists(), done.stderr
+    assert done.returncode == 0 and not saved.exists(), done.stderr

@@ -39,8 +39,8 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 class Host:
     """The W&B host of a test, with its account."""
 
-    def __init__(self, room: Path) -> None:
-        self.record, self.room = room / "record", room
+    def __init__(self, folder: Path) -> None:
+        self.record, self.folder = folder / "record", folder
         words = [sys.executable, "-m", "tests.harness.wandb_host", "127.0.0.1", str(self.record)]
         self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -48,7 +48,7 @@ class Host:
 
     @property
     def environment(self) -> dict[str, str]:
-        own = {"HOME": str(self.room), "WANDB_BASE_URL": self.url, "WANDB_API_KEY": SECRET}
+        own = {"HOME": str(self.folder), "WANDB_BASE_URL": self.url, "WANDB_API_KEY": SECRET}
         return environment(WANDB_ERROR_REPORTING="false", **own) | {"WANDB_MODE": "offline"}  # it is about runs
 
     def sent(self, part: str) -> list[Any]:

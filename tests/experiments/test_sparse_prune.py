@@ -247,9 +247,9 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
     begun = run("sparse_prune", *all_words, runs=tmp_path)
     last = max(states(begun))
     (begun.folder.path / "result.json").unlink()  # as if it had been killed
-    room = begun.folder.attempts()[0].attempt / "checkpoints"
+    saved = begun.folder.attempts()[0].attempt / "checkpoints"
     for step in range(last - 4, last + 1):
-        shutil.rmtree(room / f"step-{step:08d}")
+        shutil.rmtree(saved / f"step-{step:08d}")
     done = run("sparse_prune", "--resume", str(begun.folder.path), runs=tmp_path)
     assert done.status == 0, done.err
     for attempt in done.folder.attempts():

@@ -102,8 +102,8 @@ class FullWindows(loader.AccumulationLoader):
 
 
 class FullWindowsRun(Run):
-    def windows(self, count: int, **options: Any) -> loader.AccumulationLoader:
-        return FullWindows(super().windows(count, **options).loader, count)
+    def microbatches(self, count: int, **options: Any) -> loader.AccumulationLoader:
+        return FullWindows(super().microbatches(count, **options).loader, count)
 
 
 class Reluctant:

@@ -503,8 +503,8 @@ def small(world: World, tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-@pytest.mark.parametrize("room", [0, 100, 4096, 20_000, 40_000])
-def test_a_full_disk_is_told_and_training_goes_on(small: Disk, room: int) -> None:
+@pytest.mark.parametrize("free", [0, 100, 4096, 20_000, 40_000])
+def test_a_full_disk_is_told_and_training_goes_on(small: Disk, free: int) -> None:
     small.save(1, 2)
     ballast = small.folder.path / "ballast"
     with open(ballast, "wb", buffering=0) as file:
@@ -512,7 +512,7 @@ def test_a_full_disk_is_told_and_training_goes_on(small: Disk, room: int) -> Non
             while file.write(bytes(4096)):
                 pass
         except OSError:
-            os.truncate(ballast, ballast.stat().st_size - room)
+            os.truncate(ballast, ballast.stat().st_size - free)
     content = CheckpointState({"w": torch.rand(20_000)}, {}, {})
     assert small.checkpoints.save(3, content) is False
     assert small.said[0].startswith("WARNING: no checkpoint of step 3: ")
@@ -536,10 +536,10 @@ def test_a_read_only_disk_is_told_and_training_goes_on(small: Disk) -> None:
 def test_writing_is_tried_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the way goes away during the pause."""
     monkeypatch.setattr(checkpointer, "PAUSE", 0.3)
-    room = storage.checkpoints_dir(disk.folder)
-    room.write_text("in the way")
+    saved = storage.checkpoints_dir(disk.folder)
+    saved.write_text("in the way")
     assert not disk.start(retries=0).save(1, state_of(1))
-    timer = threading.Timer(0.1, room.unlink)
+    timer = threading.Timer(0.1, saved.unlink)
     timer.start()
     assert disk.start(retries=1).save(1, state_of(1))
     timer.join()

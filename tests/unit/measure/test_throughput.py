@@ -68,7 +68,7 @@ def world() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every: int, total: int, cuda: bool) -> Run:
+def train(gpu: Played, world: World, cache: Path, folder: Path, epoch: int, every: int, total: int, cuda: bool) -> Run:
     """A run whose epochs have so many steps, that saves every so many, and has nothing to compute."""
     cfg = Config(
         steps=total,
@@ -78,9 +78,9 @@ def train(gpu: Played, world: World, cache: Path, room: Path, epoch: int, every:
     )
     prepared = prepare.prepare_dataset(cfg.data)
     images, _ = load_train_test(prepared, cfg.data)
-    room.mkdir()
-    with open(room / "stacks", "w") as log:
-        run = Run(cfg, Folder(room).claim_attempt(), world, prepared, StopRequest(60, log))
+    folder.mkdir()
+    with open(folder / "stacks", "w") as log:
+        run = Run(cfg, Folder(folder).claim_attempt(), world, prepared, StopRequest(60, log))
         model = nn.Linear(1, 1)
         loader = data.Loader(images, len(images) // epoch, 0, world.device, torch.float32)
         assert loader.steps == epoch
