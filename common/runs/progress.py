@@ -76,9 +76,11 @@ class Screen:
         if self.bars is None:
             # the elapsed time moves even while one batch takes long
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-            self.bars = Progress("{task.description}", *columns, TextColumn("{task.fields[text]}"))
+            text = TextColumn("{task.fields[text]}")
+            # a batch of an evaluation may take longer than the 30 s from which rich tells the time that is left
+            self.bars = Progress("{task.description}", *columns, text, speed_estimate_period=300)
             self.bars.start()
-        self.tasks[work] = self.bars.add_task(work, text="")
+        self.tasks[work] = self.bars.add_task(work, total=None, text="")
 
     def close(self) -> None:
         if self.bars is not None:
