@@ -25,6 +25,7 @@ from tests.harness.warm import ROOT
 
 pytestmark = pytest.mark.timeout(500)
 PLAN = faults.plan(int(os.environ.get("FAULT_ROUNDS", "1")), [])
+NOTICES = int(os.environ.get("FAULT_NOTICES", "3"))
 SMALL = ("epochs=400", "steps=0", "width=64", "data.train_limit=6400")  # minutes, if nobody ends it
 
 
@@ -57,9 +58,10 @@ def test_a_notice_to_a_starting_run_queues_it_again(small: Lab) -> None:
     assert not faults.problems(running.folder, small.reference("mnist_pipeline"))
 
 
+@pytest.mark.timeout(400 + 40 * NOTICES)
 def test_notices_at_random_moments_of_jobs_lose_nothing(small: Lab) -> None:
     """From the first process of a job to its end: while it starts, trains, saves, evaluates and exports."""
-    seed, left = os.environ["FAULT_SEED"], int(os.environ.get("FAULT_NOTICES", "3"))
+    seed, left = os.environ["FAULT_SEED"], NOTICES
     chance, reference = random.Random(f"{seed} notices"), small.reference("mnist_pipeline")
     ended, made = ((reference.path / name).stat().st_mtime for name in ("result.json", "config.yaml"))
     while left:
