@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 POINTS, EARLY = 400, 80  # of one curve; of these, for a logarithmic axis, the more the earlier
 AXES = ("global_step", "samples", "time")
+NO_CURVE = (*AXES, "test_samples")  # the same in every evaluation
 Numbers = NDArray[np.float64]
 
 
@@ -62,7 +63,7 @@ def read_curves(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> R
             continue
         broken = True
         for name, value in row.items():
-            if name not in AXES and isinstance(value, int | float):
+            if name not in NO_CURVE and isinstance(value, int | float):
                 tests.setdefault(name, []).append((*at, value))
     table = to_table(steps, 5)
     found = {name: to_table(values, 4) for name, values in tests.items()}

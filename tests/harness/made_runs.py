@@ -68,7 +68,8 @@ class Made:
             head = f'{{"global_step": {step}, "samples": {step * batch}, "time": {seconds:.6f}'
             lines.append(f'{head}, "loss": {loss:.17g}}}\n')
             if step % max(1, self.steps // 5) == 0:
-                lines.append(f'{head}, "test_loss": {loss:.17g}, "test_accuracy": {1 - loss / 3:.6g}}}\n')
+                scores = f'"test_loss": {loss:.17g}, "test_accuracy": {1 - loss / 3:.6g}, "test_samples": 10000'
+                lines.append(f"{head}, {scores}}}\n")
         attempt.metrics_file.write_text("".join(lines))
         for rank in range(processes):
             attempt.write_heartbeat(rank, end, time.time() if self.state == "running" else STARTED)
