@@ -6,7 +6,6 @@ compare_page.html is its frame, compare_page.css its look, compare_page.js draws
 from __future__ import annotations
 
 import base64
-import colorsys
 import hashlib
 import html
 import json
@@ -67,14 +66,10 @@ BARS = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "
 
 
 def choose_colours(count: int) -> list[str]:
-    """Return `count` colours, distinct as far as there are so many; neighbours resemble each other."""
+    """Return `count` colours, distinct as far as there are so many; neighbours differ most, by the golden angle."""
     if count <= len(DISTINCT):
         return list(DISTINCT[:count])
-    found = []
-    for i in range(count):
-        parts = colorsys.hls_to_rgb(0.94 * i / count, 0.38 + 0.12 * (i % 2), 0.75)
-        found.append("#" + "".join(f"{round(255 * part):02x}" for part in parts))
-    return found
+    return [f"oklch({0.5 + 0.08 * (i % 3):.2f} 0.14 {137.508 * i % 360:.1f})" for i in range(count)]
 
 
 def group_runs(runs: Iterable[ComparedRun]) -> dict[str, list[ComparedRun]]:
@@ -142,9 +137,11 @@ def parse_cell(text: str) -> Cell:
 
 
 def format_name(run: ComparedRun) -> str:
-    """A run's label as HTML, and its state unless it is finished."""
+    """A run's label as HTML, and its state unless it is finished. Lines break between settings, else within names."""
+    words = (re.sub("(?<=[=_.:/,])", "<wbr>", html.escape(word)) for word in run.label.split(" "))
+    label = " ".join(f'<span class="name">{word}</span>' for word in words)
     state = "" if run.state == "finished" else f" <small>{html.escape(run.state)}</small>"
-    return html.escape(run.label) + state
+    return label + state
 
 
 def format_run(number: int, run: ComparedRun, colour: str, cells: Iterable[str]) -> str:

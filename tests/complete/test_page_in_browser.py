@@ -28,8 +28,15 @@ const found = [], among = list => list.forEach(([e, a], i) => list.slice(i + 1).
   if (meet(a, b)) found.push(`${e.textContent} / ${f.textContent}`); }));
 document.querySelectorAll('.chart').forEach(chart => among(boxes('text', chart)));
 among(boxes('figure, #legend, #controls, header, section', document));
-among(boxes('.kind .run span', document));
+among(boxes('.kind .run > span', document));
+const parts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT, node =>
+  node.parentNode.className === 'name' ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_SKIP);
+for (const range = new Range(); parts.nextNode();) {
+  range.selectNodeContents(parts.currentNode);
+  if (range.getClientRects().length > 1) found.push(`${parts.currentNode.data} is broken`);
+}
 return found;"""
+LINES = "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.line').length)"
 
 
 def make_many(count: int, steps: int) -> list[ComparedRun]:
@@ -55,6 +62,7 @@ def make_many(count: int, steps: int) -> list[ComparedRun]:
         columns["waiting"] = Cell("15%", 0.15) if number % 2 else Cell("-")
         settings = {"model.depth": f"{number % 7}", "optim.lr": f"{0.1 / (number + 1):.4f}", "batch": "64"}
         name, label = f"experiment_{number % 6}", f"{number:04x} depth={number % 7} lr={0.1 / (number + 1):.4f}"
+        label += " gradient_as_bucket_view=true" if number == 1 else ""
         state = ["finished", "finished", "failed", "running"][number % 4]
         links = {"folder": f"{number}", "settings": f"{number}", "log 0": f"{number}"}
         more: dict[str, Any] = {"detail": "the loss is nan in step 12" if state == "failed" else "", "links": links}
@@ -84,8 +92,7 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     assert [url for url in requests(chrome) if not url.startswith(("data:", "blob:"))] == [page.as_uri()]
     titles = chrome.execute_script("return [...document.querySelectorAll('figure h3')].map(t => t.textContent)")
     assert titles == ["training loss", "test accuracy", "test loss", HOSTILE, "samples/s"]
-    count = "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.line').length)"
-    assert chrome.execute_script(count) == [5, 5, 5, 1, 5]  # all but the run that never began
+    assert chrome.execute_script(LINES) == [5, 5, 5, 1, 5]  # all but the run that never began
     links = re.findall(r'<a href="([^"]+)">', page.read_text())
     assert len(links) > 20 and "attempts/0003/logs/rank-1.log" in " ".join(links)
     assert all((page.parent / link).exists() for link in links)
@@ -146,23 +153,28 @@ def check_axes(chrome: Any) -> None:
 
 
 def check_legend(chrome: Any) -> None:
-    """A switch hides a run in all charts, that of an experiment all of its runs; the pointer shows what a point is."""
+    """A click hides a run or an experiment in all charts, a double click the others; the pointer tells of a point."""
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
 
-    count = "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.line').length)"
-    assert chrome.execute_script(count) == [14, 14, 14]
+    assert chrome.execute_script(LINES) == [14, 14, 14]
     switches = chrome.find_elements(By.CSS_SELECTOR, "#legend .kind:first-child input")
     for switch, left in ((switches[1], 13), (switches[0], 11), (switches[0], 14)):
         switch.click()
-        assert chrome.execute_script(count) == [left] * 3
+        assert chrome.execute_script(LINES) == [left] * 3
+    alone = "return [...new Set([...document.querySelectorAll('.own')].map(own => own.dataset.own))]"
+    for number, shown in ((4, ["4"]), (9, ["9"]), (9, [str(i) for i in range(14)])):
+        name = chrome.find_element(By.CSS_SELECTOR, f"#legend [data-run='{number}'] .name")
+        ActionChains(chrome, duration=0).double_click(name).perform()
+        assert chrome.execute_script(alone) == shown, number
+    assert chrome.execute_script("return getSelection().toString()") == ""
     chart = chrome.find_elements(By.CSS_SELECTOR, ".chart")[0]
-    ActionChains(chrome).move_to_element(chart).perform()
+    ActionChains(chrome, duration=0).move_to_element(chart).perform()
     told = chrome.find_element(By.ID, "tip").text
     assert re.fullmatch(r"experiment_\d \w{4} .*\ntraining loss [\d.]+\n(.* to .*\n)?step .* samples, .* s", told)
     assert len(chrome.find_elements(By.CSS_SELECTOR, "tr.hot, #legend .hot")) == 2
     last = read_axes(chrome, "training loss")
-    ActionChains(chrome).drag_and_drop_by_offset(chart, 60, 0).perform()
+    ActionChains(chrome, duration=0).drag_and_drop_by_offset(chart, 60, 0).perform()
     assert read_axes(chrome, "training loss") != last
     chrome.find_element(By.ID, "whole").click()
     assert read_axes(chrome, "training loss") == last
@@ -191,8 +203,7 @@ def check_table(chrome: Any) -> None:
     chrome.find_element(By.ID, "filter").send_keys("DEPTH=3 failed")
     left = ["000a depth=3 lr=0.0091 failed"]
     assert column("run") == [[], [], [], [], left, []]
-    counted = "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.line').length)"
-    assert chrome.execute_script(counted) == [1, 1, 1]
+    assert chrome.execute_script(LINES) == [1, 1, 1]
     entries = chrome.find_elements(By.CSS_SELECTOR, "#legend .run")
     assert [entry.text for entry in entries if entry.is_displayed()] == left
     assert chrome.find_element(By.ID, "count").text == "1 of 14 runs"
@@ -208,4 +219,10 @@ def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
     drawn = chrome.execute_script("return document.querySelectorAll('.chart .line').length")
     print(f"50 runs of 10,000 steps: {page.stat().st_size / 1e6:.1f} MB, drawn in {time.perf_counter() - began:.2f} s")
     assert drawn == 150 and page.stat().st_size < 4e6
-    assert chrome.execute_script("return new Set(runs.map(run => run.colour)).size") == 50
+    drawn = chrome.execute_script(
+        "return [...document.querySelectorAll('.kind .line')].map(l => getComputedStyle(l).stroke)"
+    )
+    colours = np.array([[float(part) for part in re.findall(r"-?[\d.]+", colour)[:3]] for colour in drawn])  # in oklab
+    apart = [np.linalg.norm(colours[i] - colours[j]) for i in range(50) for j in range(i)]
+    beside = [np.linalg.norm(colours[i] - colours[j]) for i in range(50) for j in range(max(0, i - 6), i)]
+    assert min(apart) > 0.01 and min(beside) > 0.07, (min(apart), min(beside))
