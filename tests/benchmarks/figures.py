@@ -163,7 +163,8 @@ def photograph(page: Path, to: Path, width: int = 1200, height: int = 480) -> No
         )
     from PIL import Image
 
-    Image.open(to).convert("RGB").quantize(48).save(to, optimize=True)
+    # median cut, the default, gives thin coloured lines to grey
+    Image.open(to).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE).save(to, optimize=True)
 
 
 if __name__ == "__main__":
