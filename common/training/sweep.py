@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.core import config
-from common.core.errors import EXIT_RESUMABLE, UserError
-from common.core.signals import STOP_SIGNALS
+from common.core.errors import UserError
+from common.core.signals import STOP_SIGNALS, STOPPED_STATUSES
 from common.measure import plots
 from common.runs import provenance
 from common.runs import result as results
@@ -82,7 +82,7 @@ def run_sweep(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folde
         rows.append(row | {"run": made.path.name, "exit_status": status} | values)
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         write_tables(folder, name, rows)
-        if status in (EXIT_RESUMABLE, *(128 + number for number in STOP_SIGNALS)):
+        if status in STOPPED_STATUSES:
             return status  # the stop request was for the sweep
         if stops:  # too late for a run that was at its end, which counts as finished
             return 128 + stops[0]

@@ -48,8 +48,8 @@ class Job:
 
 
 def exit_resumable(number: int, frame: object) -> None:
-    """Exit as resumable: the stop request came before there was anything to save."""
-    sys.exit(EXIT_RESUMABLE)
+    """Exit as resumable at once: there is nothing to save yet, and an exception in a library's import could abort."""
+    os._exit(EXIT_RESUMABLE)
 
 
 def train_as_rank(folder: Folder) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,12 @@ def requeues(fake: Fake) -> int:
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), [(EXIT_RESUMABLE, "the ranks stopped on request"), (137, "failed with exit status 137")]
+    ("status", "words"),
+    [
+        (EXIT_RESUMABLE, "the ranks stopped on request"),
+        (128 + signal.SIGUSR2, "the ranks stopped on request"),
+        (137, "failed with exit status 137"),
+    ],
 )
 def test_a_run_goes_back_into_the_queue(fake: Fake, folder: Folder, status: int, words: str) -> None:
     done = end(fake, folder, status, OURS)
@@ -74,6 +80,12 @@ def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: Folder) -> None:
     done = end(fake, folder, EXIT_RESUMABLE, OURS, requeue="echo 'requeue is disabled' >&2; exit 1")
     assert done.returncode == EXIT_RESUMABLE and folder.result["state"] == "failed"
     assert "cannot be queued again" in folder.result["reason"] and "requeue is disabled" in folder.result["reason"]
+
+
+def test_stop_requests_before_a_rank_could_answer_are_no_failures(fake: Fake, folder: Folder) -> None:
+    for _ in range(4):
+        assert end(fake, folder, 128 + signal.SIGTERM, OURS).returncode == EXIT_RESUMABLE
+    assert requeues(fake) == 4 and not folder.result
 
 
 def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
