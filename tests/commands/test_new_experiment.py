@@ -41,7 +41,7 @@ def test_a_new_experiment_changed_as_the_contributing_page_says_trains(tmp_path:
             execute(place, sys.executable, "-m", "ruff", *lint, "--no-cache", "experiments", "configs")
     script = [sys.executable, str(place / "experiments" / "my_mlp.py"), "data.name=digits", f"data.cache={cache}"]
     words = [*script, "data.test_limit=50", "steps=5", "noise=10"]
-    done = warm.execute(words, cwd=place, root=place, env=environment())
+    done = warm.execute(words, cwd=place, root=place, env=environment(PYTHONPATH=str(place)))
     assert done.returncode == 0 and "  noise          10\n" in done.stdout, done.stdout + done.stderr
     (loss,) = re.findall(r"test loss +([\d.]+)", done.stdout)
     assert float(loss) > 5, "the noise reaches the weights"

@@ -26,6 +26,7 @@ EARLY = (
     *("OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_"),
     *("PYTHON", "TORCH", "COVERAGE_", "FAKETIME"),
 )
+OWN = "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in the process that imports it, such as this one
 
 
 class Server:
@@ -155,15 +156,15 @@ def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path, root: Path 
     """Whether a fork of the server does what a real process would."""
     if argv[0] != sys.executable or Path(cwd) != root or not (argv[1] == "-m" or argv[1].endswith(".py")):
         return False
-    if early_variables(env) != Server.early():
+    if early_variables(env, root) != Server.early():
         return False
     return argv[1] == "-m" or Path(argv[1]).is_relative_to(root)
 
 
-def early_variables(env: Mapping[str, str]) -> dict[str, str]:
+def early_variables(env: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
     """The variables that count when an interpreter or a library starts, but for a path that the server has anyway."""
-    found = {key: value for key, value in env.items() if key.startswith(EARLY)}
-    if found.get("PYTHONPATH") == str(ROOT):
+    found = {key: value for key, value in env.items() if key.startswith(EARLY) and key != OWN}
+    if found.get("PYTHONPATH") == str(root):
         del found["PYTHONPATH"]
     return found
 
