@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from configs.batch_plan import BatchPlan
 from configs.dataparallel import Replicated
 from configs.optional import Sweep
-from configs.shared import BatchPlan, at_least, between
+from configs.shared import at_least, between
 
 
 @dataclass

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from configs.batch_plan import BatchPlan
 from configs.pipeline import PipelineConfig
-from configs.shared import BatchPlan, Experiment, between
+from configs.shared import Experiment, between
 
 
 @dataclass

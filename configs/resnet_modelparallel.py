@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from configs.batch_plan import BatchPlan
 from configs.optional import InitialWeights, Sweep
 from configs.pipeline import OWN, PipelineConfig, Stages
-from configs.shared import RESNETS, BatchPlan, at_least, between, divisors
+from configs.shared import RESNETS, at_least, between, divisors
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from configs.batch_plan import BatchPlan
+
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # parameters, of width 64
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where they are known beforehand
 
@@ -173,28 +175,6 @@ class Checkpoint:
     evaluation batch, and a checkpoint take."""
     max_restarts: int = at_least(0, 3)
     """On a cluster, attempts in a row that may fail without a new checkpoint before the job is given up."""
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Division of the samples of one optimizer step: shards for the replicas, and microbatches of these."""
-
-    batch: int
-    """Samples of a step, over all ranks."""
-    replicas: int = 1
-    """Ranks, or pipelines, that take a shard each."""
-    microbatches: int = 1
-    """Parts of a shard that are computed one after the other, and whose gradients add up."""
-
-    @property
-    def shard(self) -> int:
-        """Samples that a replica gets."""
-        return self.batch // self.replicas
-
-    @property
-    def microbatch(self) -> int:
-        """Samples of a replica's microbatch."""
-        return self.shard // self.microbatches
 
 
 @dataclass

@@ -1,0 +1,27 @@
+"""How the samples of an optimizer step are divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Division of the samples of one optimizer step: shards for the replicas, and microbatches of these."""
+
+    batch: int
+    """Samples of a step, over all ranks."""
+    replicas: int = 1
+    """Ranks, or pipelines, that take a shard each."""
+    microbatches: int = 1
+    """Parts of a shard that are computed one after the other, and whose gradients add up."""
+
+    @property
+    def shard(self) -> int:
+        """Samples that a replica gets."""
+        return self.batch // self.replicas
+
+    @property
+    def microbatch(self) -> int:
+        """Samples of a replica's microbatch."""
+        return self.shard // self.microbatches
