@@ -16,7 +16,7 @@ class Config(Sweep, Replicated):
     """Settings of mixed precision and gradient accumulation."""
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
-    """mlp is the 784-128-64-10 network for 28x28 images; convnet has two 3x3 convolutions; the ResNets have
+    """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; the ResNets have
     BatchNorm, whose statistics are those of one process's microbatch: there `accumulate` changes the result."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """What products of matrices and convolutions are computed in. bf16 and fp16: autocast, parameters stay float32;
@@ -46,7 +46,5 @@ class Config(Sweep, Replicated):
         super().check()
         if self.dtype == "float64" and self.precision in ("bf16", "fp16"):
             raise ValueError(f"dtype=float64: precision={self.precision} rounds float32 only; use precision=fp32")
-        if self.model == "mlp" and self.data.name not in ("mnist", "digits"):
-            raise ValueError(f"data.name={self.data.name}: model=mlp takes 28x28 images; use model=convnet")
         if self.model == "mlp" and self.channels_last:
             raise ValueError("channels_last=true: model=mlp has no convolutions; use model=convnet")

@@ -29,8 +29,6 @@ class Config(PipelineConfig, Experiment):
         return sum(before * after + after for before, after in pairwise(sizes))
 
     def check(self) -> None:
-        if self.data.name not in ("mnist", "digits"):
-            raise ValueError(f"data.name={self.data.name}: this network takes 28x28 images; use mnist or digits")
         self.check_pipeline(self.batch)
         layers = self.depth + 1
         if self.stages > layers:

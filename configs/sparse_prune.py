@@ -11,7 +11,6 @@ from configs.dataparallel import Replicated
 from configs.optional import Sweep
 from configs.shared import at_least, between
 
-SMALL = ("lenet300", "mlp")  # they take 28x28 images
 CRITERIA = ("magnitude", "gradient", "taylor", "random")
 
 
@@ -20,8 +19,8 @@ class Config(Sweep, Replicated):
     """Settings of pruning."""
 
     model: Literal["lenet300", "lenet5", "mlp", "convnet", "resnet18"] = "lenet300"
-    """lenet300 is LeNet-300-100 and mlp the 784-128-64-10 network, both for 28x28 images; lenet5 has two 5x5
-    convolutions and 500 units, convnet two 3x3 convolutions and 100 units; resnet18 has the CIFAR stem."""
+    """lenet300 is LeNet-300-100 and mlp, on MNIST, the 784-128-64-10 network; lenet5 has two 5x5 convolutions and 500
+    units, convnet two 3x3 convolutions and 100 units; resnet18 has the CIFAR stem."""
     processes_per_node: int = at_least(1, 1)
     """Ranks on each host, which share each batch and average their gradients."""
     criterion: Literal["magnitude", "gradient", "taylor", "random"] = "magnitude"
@@ -74,8 +73,6 @@ class Config(Sweep, Replicated):
 
     def check(self) -> None:
         super().check()
-        if self.model in SMALL and self.data.name not in ("mnist", "digits"):
-            raise ValueError(f"data.name={self.data.name}: model={self.model} takes 28x28 images; use model=lenet5")
         if self.model == "lenet5" and self.data.name in ("generated", "imagefolder") and self.data.image_size < 16:
             raise ValueError(f"data.image_size={self.data.image_size}: model=lenet5 needs 16 pixels; use 16 or more")
         if self.normalize == "layer" and self.scope != "global":

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 
 def main(cfg: Config, run: Run) -> None:
-    model = networks.SimpleNN(cfg.width, cfg.depth)  # every rank draws the same weights
+    model = networks.SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # every rank draws the same weights
     stages = model_split.split_model(cfg, model, run)  # at named layers, by parameter counts, or by measured times
     pipe = model_split.build_pipeline(cfg, stages, F.cross_entropy, run)  # this rank keeps its own stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)

@@ -68,7 +68,9 @@ class Toy(nn.Sequential):
 
 
 def count_channels(shape: Sequence[int]) -> int:
-    """Return C of one image's shape [C, H, W]; 1 for [H, W]."""
+    """Return C of one image's shape [C, H, W]; 1 for [H, W]. Raises UserError for a vector."""
+    if len(shape) < 2:
+        raise UserError(f"this network takes images, and a sample is a vector of {shape[0]} numbers; use another one")
     return shape[0] if len(shape) == 3 else 1
 
 
@@ -100,14 +102,14 @@ class ConvNet(nn.Sequential):
 
 
 class LeNet300(nn.Sequential):
-    """LeNet-300-100 (LeCun et al. 1998), for images [N, 28, 28]: 266,610 parameters."""
+    """LeNet-300-100 (LeCun et al. 1998): 266,610 parameters for images [N, 28, 28] of 10 classes."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Sequence[int] = (28, 28), classes: int = 10) -> None:
         super().__init__()
-        self.fc1 = FlatLinearReLU(28 * 28, 300)
+        self.fc1 = FlatLinearReLU(math.prod(shape), 300)
         self.fc2 = LinearReLU(300, 100)
-        self.fc3 = nn.Linear(100, 10)
-        self.recipe = make_recipe("LeNet300")
+        self.fc3 = nn.Linear(100, classes)
+        self.recipe = make_recipe("LeNet300", shape=list(shape), classes=classes)
 
 
 class LeNet5(nn.Sequential):
@@ -129,8 +131,14 @@ class LeNet5(nn.Sequential):
 
 @torch.no_grad()
 def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
-    """Return the number of outputs of the layers for one image, by a forward of zeros [1, *shape]."""
-    return layers(torch.zeros(1, *shape)).numel()
+    """Return the number of outputs of the layers for one image, by a forward of zeros [1, *shape].
+
+    Raises UserError where the image is too small for them.
+    """
+    try:
+        return layers(torch.zeros(1, *shape)).numel()
+    except RuntimeError as error:
+        raise UserError(f"images of shape {list(shape)} are too small for this network ({error})") from None
 
 
 def make_shortcut(before: int, after: int, stride: int) -> nn.Module:
@@ -237,12 +245,11 @@ class ResNet18(ResNet):
 def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
     """Build the network of that name for images of one shape ([H, W] or [C, H, W])."""
     if name == "mlp":
-        return SimpleNN()
-    if name == "lenet300":
-        return LeNet300()
+        return SimpleNN(shape=shape, classes=classes)
     if name == "resnet50":
         return ResNet(name, shape, classes)
-    return {"lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}[name](shape, classes)
+    kinds = {"lenet300": LeNet300, "lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}
+    return kinds[name](shape, classes)
 
 
 KINDS: dict[str, Callable[..., nn.Sequential]] = {

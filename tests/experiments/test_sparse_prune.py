@@ -189,7 +189,6 @@ def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int
         (["begin=0.7", "end=0.6"], ["begin=0.7", "end=0.6", "lower begin"]),
         (["schedule=rigl", "criterion=taylor"], ["criterion=taylor", "rigl", "criterion=magnitude"]),
         (["schedule=rigl", "scope=structured"], ["scope=structured", "rigl", "scope=layer"]),
-        (["data.name=cifar10"], ["data.name=cifar10", "28x28", "model=lenet5"]),
         (["batch=63", "processes_per_node=2"], ["batch=63", "2 ranks", "batch=62 or 64"]),
     ],
 )

@@ -18,7 +18,6 @@ from common.measure.step_timing import RankTimes, ScalingReport
 from common.models import networks
 from common.training.evaluate import slice_shard
 from configs.ddp_multinode import Config
-from configs.mnist_pipeline import Config as Pipelined
 from tests.harness.ddp_pitfalls import made
 from tests.harness.processes import run
 
@@ -68,11 +67,6 @@ def test_data_parallel_processes_follow_from_the_nodes() -> None:
     assert config.load_config(Config, [], {}).processes == 2
     assert config.load_config(Config, ["launch.nodes=4"], {}).processes == 4
     assert config.load_config(Config, ["launch.nodes=2", "processes_per_node=8"], {}).processes == 16
-
-
-def test_the_pipeline_takes_only_its_own_images() -> None:
-    with pytest.raises(UserError, match="28x28"):
-        config.load_config(Pipelined, ["data.name=cifar10"], {})
 
 
 def test_resnet_is_torchvisions_with_another_stem() -> None:

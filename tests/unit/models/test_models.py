@@ -127,6 +127,30 @@ def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
         load(model, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["mlp", "lenet300", "lenet5", "convnet", "resnet18", "resnet50"])
+def test_networks_take_images_of_any_shape_and_name_what_they_do_not_take(name: str) -> None:
+    model = networks.build_network(name, (3, 20, 16), 7)
+    assert model(torch.zeros(2, 3, 20, 16)).shape == (2, 7)
+    again = model_file.build_model(model.recipe)  # type: ignore[arg-type]
+    assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
+    if name in ("mlp", "lenet300"):
+        assert networks.build_network(name, (9,), 4)(torch.zeros(2, 9)).shape == (2, 4)
+        return
+    with pytest.raises(UserError, match="takes images, and a sample is a vector of 9 numbers"):
+        networks.build_network(name, (9,), 4)
+    if name in ("lenet5", "convnet"):
+        with pytest.raises(UserError, match=r"images of shape \[3, 2, 2\] are too small"):
+            networks.build_network(name, (3, 2, 2), 4)
+
+
+def test_models_of_runs_from_before_networks_took_any_shape_are_built() -> None:
+    for recipe in (
+        {"class": "SimpleNN", "arguments": {"width": 8, "depth": 3}},
+        {"class": "LeNet300", "arguments": {}},
+    ):
+        assert model_file.build_model(recipe)(torch.zeros(2, 28, 28)).shape == (2, 10)
+
+
 def test_the_toy_is_10_10_5() -> None:
     assert [tuple(p.shape) for p in networks.Toy((10,), 5).parameters()] == [(10, 10), (10,), (5, 10), (5,)]
 
