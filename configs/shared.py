@@ -13,6 +13,7 @@ from typing import Any, Literal
 from configs.batch_plan import BatchPlan
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # parameters, of width 64
+DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where they are known beforehand
 
 
@@ -30,9 +31,11 @@ def between(low: float, high: float, default: float) -> Any:
 class Data:
     """Settings of the data set and of its loader."""
 
-    name: Literal["mnist", "digits", "cifar10", "imagefolder", "generated", "vectors"] = "mnist"
-    """The data set. imagefolder reads root/train/<class>/* and root/val/<class>/*; generated is random pixels and
-    labels, for throughput only; vectors are 10 numbers in 5 classes. After a fallback this names the set that was
+    name: str = "mnist"
+    """mnist, digits, cifar10; imagefolder reads root/train/<class>/* and root/val/<class>/*; generated is random pixels
+    and labels, for throughput only; vectors are 10 numbers in 5 classes; FILE.py:function is a set of your own:
+    function(root) returns train images, train labels, test images, test labels as NumPy arrays, of images uint8
+    [N, H, W] or [N, 3, H, W], or vectors uint8 [N, D], and labels from 0. After a fallback this names the set that was
     really used."""
     root: str = "data"
     """Folder with the raw files, as torchvision lays them out. The variable DATA_ROOT sets the default."""
@@ -66,6 +69,11 @@ class Data:
         """Return the samples of the training part, where the settings tell."""
         held = self.samples if self.name in ("generated", "vectors") else TRAIN_SAMPLES.get(self.name)
         return min(held, self.train_limit) if held and self.train_limit else held or self.train_limit or None
+
+    def check(self) -> None:
+        """Raise ValueError for a name that is neither a set nor looks like a function of a file."""
+        if self.name not in DATA_SETS and ":" not in self.name:
+            raise ValueError(f"data.name={self.name} is unknown; use {', '.join(DATA_SETS)} or FILE.py:function")
 
 
 @dataclass
@@ -253,6 +261,7 @@ class Experiment:
         for name, folder in (("runs", self.runs), ("data.cache", self.data.cache)):
             if not folder:
                 raise ValueError(f"{name}= is empty; name a folder, or leave it out")
+        self.data.check()
         if self.data.name == "vectors" and not self.takes_vectors:
             remedy = "use another set, or resnet_modelparallel with model=toy"
             raise ValueError(f"data.name=vectors: the model takes images; {remedy}")

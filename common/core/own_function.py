@@ -16,14 +16,20 @@ from typing import Any
 from common.core.errors import UserError
 
 
+def check_file(setting: str, value: str, known: str) -> str:
+    """Return the file of `FILE.py:function`; `known` are the other values of the setting. Raises UserError."""
+    file = value.rpartition(":")[0]
+    if Path(file).suffix != ".py" or not Path(file).is_file():
+        raise UserError(f"{setting}={value}: neither one of {known} nor an existing FILE.py:function")
+    return file
+
+
 def load_function(setting: str, value: str, known: str) -> Callable[..., Any]:
     """Return the function that `setting=FILE.py:function` names.
 
     `known` are the other values of the setting, for messages. Raises UserError.
     """
-    file, _, name = value.rpartition(":")
-    if Path(file).suffix != ".py" or not Path(file).is_file():
-        raise UserError(f"{setting}={value}: neither one of {known} nor an existing FILE.py:function")
+    file, name = check_file(setting, value, known), value.rpartition(":")[2]
     with locate_errors(setting, value):
         found = runpy.run_path(file, run_name="own_function")  # an import would leave a __pycache__ beside the file
     function: Callable[..., Any] | None = found.get(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,17 @@ IMAGE = (28, 28)  # of mnist and digits
 Block = tuple[Tensor | None, Tensor | None, int, int]
 
 
+def get_statistics(prepared: Prepared) -> tuple[Any, Any]:
+    """Return mean and standard deviation of the training images: a number each, or one for each colour.
+
+    Raises UserError where they are lost.
+    """
+    known = prepared.statistics or STATISTICS.get(prepared.name)
+    if known is None:
+        raise UserError(f"{prepared.path} is damaged: it has no statistics; delete it and start again")
+    return known
+
+
 class Images:
     """The train or test part of a prepared set: images uint8 [N, H, W] (grey) or [N, 3, H, W], labels int64 [N]."""
 
@@ -44,7 +55,7 @@ class Images:
         labels = torch.from_numpy(prepared.array(f"{part}_labels")).long()
         self.classes = int(labels.max()) + 1
         self.images, self.labels = (images[:limit], labels[:limit]) if limit else (images, labels)
-        self.mean, self.std = (to_channel_tensor(values) for values in STATISTICS[prepared.name])
+        self.mean, self.std = (to_channel_tensor(values) for values in get_statistics(prepared))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -71,8 +82,8 @@ class Images:
 
 
 def to_channel_tensor(values: Any) -> Any:
-    """Return a number unchanged, and a tuple with one number a channel as a float64 tensor [C, 1, 1]."""
-    return torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) if isinstance(values, tuple) else values
+    """Return a number unchanged, and several, one for each channel, as a float64 tensor [C, 1, 1]."""
+    return values if isinstance(values, float) else torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
 
 
 def draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -87,10 +98,10 @@ class Augment:
     augments the rest of an epoch as an uninterrupted one does. torch's global stream is left as it was.
     """
 
-    def __init__(self, kind: str, side: int, seed: int) -> None:
+    def __init__(self, kind: str, size: Sequence[int], seed: int) -> None:
         from torchvision.transforms import v2  # a second to import, so only when asked for
 
-        crop = v2.RandomCrop(side, padding=max(1, side // 8))
+        crop = v2.RandomCrop(size, padding=max(1, min(size) // 8))
         self.change = v2.Compose([crop, v2.RandomHorizontalFlip()] if kind == "crop_flip" else [crop])
         self.seed = seed
 
@@ -115,7 +126,7 @@ class Loader:
     together they see the batches that one rank would see. Slices of a partial batch differ by at most one sample, the
     longer ones come first, and the last may be empty. `augment` is data.augment (see `Augment`).
 
-    Raises UserError if no batch is full, or if the ranks cannot share a batch evenly.
+    Raises UserError if no batch is full, if the ranks cannot share a batch evenly, or if vectors would be augmented.
     """
 
     data: Images
@@ -139,7 +150,9 @@ class Loader:
             raise UserError(f"batch={self.batch} cannot be shared evenly by {self.shard[1]} ranks")
         self.epoch = self.position = 0
         self.size = self.batch
-        self.transform = Augment(self.augment, self.data.shape[-1], self.seed) if self.augment != "none" else None
+        if self.augment != "none" and len(self.data.shape) < 2:
+            raise UserError(f"data.augment={self.augment} changes images, and this set has vectors; leave it out")
+        self.transform = Augment(self.augment, self.data.shape[-2:], self.seed) if self.augment != "none" else None
 
     @classmethod
     def from_config(cls, data: Images, cfg: Experiment, device: torch.device, **more: Any) -> Loader:

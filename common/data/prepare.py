@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -16,15 +15,15 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.core import network
 from common.core.errors import UserError
-from common.data import image_folder, sources, synthetic_digits
+from common.core.own_function import check_file, locate_errors
+from common.data import image_folder, own_data, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import disk_errors, read_json
 from common.runs.progress import Screen
@@ -60,6 +59,19 @@ class Prepared:
         except (OSError, ValueError, TypeError):
             return None
 
+    @property
+    def statistics(self) -> tuple[Any, Any] | None:
+        """Mean and standard deviation of the training images, of each colour or of all, where they are stored."""
+        known = read_json(self.path / own_data.STATISTICS)
+        return (known["mean"], known["std"]) if known.keys() >= {"mean", "std"} else None
+
+    def keep_source(self, code: Path) -> None:
+        """Copy the file of a set of one's own into the source of a run, which reads it there. Raises UserError."""
+        if (self.path / own_data.SOURCE).is_file():
+            with disk_errors(code):
+                (code / own_data.KEPT).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.path / own_data.SOURCE, code / own_data.KEPT)
+
     def verify(self) -> None:
         """Raise UserError if an array has changed since it was prepared."""
         for part, expected in self.sha256.items():
@@ -72,23 +84,21 @@ class Prepared:
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
 
-def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None) -> Prepared:
+def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, code: Path | None = None) -> Prepared:
     """Find or make the set that `data` asks for; digits replace a missing MNIST if `fallback` and the config allow it.
 
-    The progress of what takes long is shown as `log` asks, without it not at all.
+    The progress of what takes long is shown as `log` asks, without it not at all. `code` is the source of the run that
+    has this set already: the file of a set of one's own is read there.
 
     Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
     """
+    if ":" in data.name:
+        return prepare_own(data, code)
     match data.name:
         case "digits":
             return prepare_digits(Path(data.cache))
-        case "generated":
+        case "generated" | "vectors":
             return prepare_generated(data)
-        case "vectors":
-            state = f"seed {DATA_SEED} samples {data.samples}"
-            return store_arrays(
-                Path(data.cache), "vectors", state, lambda: sources.generate_vectors(data.samples, DATA_SEED)
-            )
         case "cifar10":
             return prepare_cifar10(data)
         case "imagefolder":
@@ -102,7 +112,7 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
     raw = root / "MNIST" / "raw"
     notice = ""
     if not any((raw / name).exists() for name in sources.MNIST_FILES):
-        problem = download_missing("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
+        problem = sources.download_missing("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
         if problem:
             notice = f"MNIST is not under {root} and cannot be downloaded ({problem})"
             if data.fallback == "none" or not fallback:
@@ -128,10 +138,14 @@ def prepare_digits(cache: Path) -> Prepared:
 
 
 def prepare_generated(data: Data) -> Prepared:
-    """Find or draw `data.samples` images of random pixels."""
-    sizes = data.samples, data.image_size, data.classes
+    """Find or draw `data.samples` images of random pixels, or vectors."""
+    cache, count = Path(data.cache), data.samples
+    if data.name == "vectors":
+        state = f"seed {DATA_SEED} samples {count}"
+        return store_arrays(cache, "vectors", state, lambda: sources.generate_vectors(count, DATA_SEED))
+    sizes = count, data.image_size, data.classes
     state = f"seed {DATA_SEED} sizes {sizes}"
-    made = store_arrays(Path(data.cache), "generated", state, lambda: sources.generate_images(*sizes, DATA_SEED))
+    made = store_arrays(cache, "generated", state, lambda: sources.generate_images(*sizes, DATA_SEED))
     return dataclasses.replace(made, notice="generated images: random pixels and labels, good for throughput only")
 
 
@@ -140,7 +154,7 @@ def prepare_cifar10(data: Data) -> Prepared:
     root = Path(data.root)
     remedy = f"set data.root to a folder with {CIFAR_FOLDER}, or data.name=generated"
     if not (root / CIFAR_FOLDER).exists():
-        problem = download_missing("CIFAR10", root, CIFAR_FOLDER, CIFAR_MIRROR, data.download_timeout)
+        problem = sources.download_missing("CIFAR10", root, CIFAR_FOLDER, CIFAR_MIRROR, data.download_timeout)
         if problem:
             raise UserError(f"CIFAR-10 is not under {root} and cannot be downloaded ({problem}); {remedy}")
     state = sources.fingerprint_folder(root / CIFAR_FOLDER)
@@ -178,6 +192,20 @@ def prepare_folder(data: Data, log: Log) -> Prepared:
     return dataclasses.replace(made, notice=made.notice + more)
 
 
+def prepare_own(data: Data, code: Path | None) -> Prepared:
+    """Find or make the set that `FILE.py:function` returns (see own_data.py). Raises UserError."""
+    value, root = own_data.find_file(data.name, code), Path(data.root)
+    file = Path(check_file("data.name", value, own_data.KNOWN))
+    with locate_errors("data.name", value):
+        state = f"{hash_file(file)} {value.rpartition(':')[2]} {root.resolve()}"
+
+    def write(beside: Path) -> str:
+        files = [beside / f"{part}.npy" for part in PARTS]
+        return str(sources.call_in_subprocess(own_data.write_arrays, value, root, files, limit=24 * 3600))
+
+    return dataclasses.replace(find_or_make(Path(data.cache), "own", state, write), name=data.name)
+
+
 def store_arrays(cache: Path, name: str, state: str, make: Callable[[], Arrays]) -> Prepared:
     """Find the set prepared from a state of its source, or store the arrays that `make` returns. Raises UserError."""
 
@@ -197,7 +225,7 @@ def find_or_make(cache: Path, name: str, state: str, write: Callable[[Path], str
     """
     path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
     if read_prepared(name, path) is None:
-        with hold_lock(cache):
+        with sources.hold_lock(cache):
             if read_prepared(name, path) is None:  # another run may have been faster
                 write_prepared(path, write)
     found = read_prepared(name, path)
@@ -242,44 +270,7 @@ def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def hold_lock(cache: Path) -> Iterator[None]:
-    """Hold the cache's lock, so that runs that start together prepare a set once."""
-    with disk_errors(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-        handle = os.open(cache / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
-    with os.fdopen(handle):
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
 def hash_file(path: Path) -> str:
     """Return a file's SHA-256 in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def download_missing(name: str, root: Path, folder: str, mirror: str, timeout: float) -> str:
-    """Download torchvision's data set `name` into its `folder` in `root`; return the problem, empty on success.
-
-    `timeout` is in seconds for one silent connection; 0 forbids downloading.
-    """
-    if timeout == 0:
-        return "data.download_timeout=0"
-    silent = network.probe_url(mirror, timeout)
-    if silent:
-        return f"no connection: {silent}"
-    print(f"downloading {folder} into {root}", flush=True)
-    try:
-        with disk_errors(root):
-            root.mkdir(parents=True, exist_ok=True)
-        with hold_lock(root):
-            if any((root / folder).glob("**/*.*")) or any((root / folder).glob("**/*-ubyte")):
-                return ""  # another run was faster
-            with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as beside:
-                # the time-out is for one silent connection; a slow but steady download may take longer
-                sources.call_in_subprocess(sources.download_dataset, name, Path(beside), timeout, limit=60 * timeout)
-                shutil.copytree(Path(beside) / folder, root / folder, dirs_exist_ok=True)
-    except (UserError, OSError, shutil.Error) as error:
-        return str(error)
-    return ""

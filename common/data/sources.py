@@ -6,20 +6,25 @@ labels [N]. The caller stores the result (common/data/prepare.py), so nothing is
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import multiprocessing
 import os
+import shutil
 import socket
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.core import seeds
+from common.core import network, seeds
 from common.core.errors import UserError
 from common.core.processes import die_with_parent
+from common.runs.folder import disk_errors
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 MNIST_FILES = {  # uncompressed sizes in bytes
@@ -66,6 +71,43 @@ def download_dataset(name: str, root: Path, timeout: float) -> None:
 
     socket.setdefaulttimeout(timeout)
     getattr(datasets, name)(str(root), download=True)
+
+
+@contextlib.contextmanager
+def hold_lock(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, so that runs that start together download or prepare a set once."""
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+    with os.fdopen(handle):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def download_missing(name: str, root: Path, folder: str, mirror: str, timeout: float) -> str:
+    """Download torchvision's data set `name` into its `folder` in `root`; return the problem, empty on success.
+
+    `timeout` is in seconds for one silent connection; 0 forbids downloading.
+    """
+    if timeout == 0:
+        return "data.download_timeout=0"
+    silent = network.probe_url(mirror, timeout)
+    if silent:
+        return f"no connection: {silent}"
+    print(f"downloading {folder} into {root}", flush=True)
+    try:
+        with disk_errors(root):
+            root.mkdir(parents=True, exist_ok=True)
+        with hold_lock(root):
+            if any((root / folder).glob("**/*.*")) or any((root / folder).glob("**/*-ubyte")):
+                return ""  # another run was faster
+            with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as beside:
+                # the time-out is for one silent connection; a slow but steady download may take longer
+                call_in_subprocess(download_dataset, name, Path(beside), timeout, limit=60 * timeout)
+                shutil.copytree(Path(beside) / folder, root / folder, dirs_exist_ok=True)
+    except (UserError, OSError, shutil.Error) as error:
+        return str(error)
+    return ""
 
 
 def read_mnist(root: Path) -> Arrays:

@@ -16,6 +16,7 @@ from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
 from configs.shared import Experiment
 
 INIT = 20.0  # seconds for an online wandb.init
+TAG = 64  # characters of a tag that W&B takes
 
 
 def load_run_config(folder: Folder) -> Experiment:
@@ -45,7 +46,7 @@ def init_wandb_run(folder: Folder, mode: str) -> Any:
         resume="allow",
         dir=str(folder.path),
         mode=mode,  # type: ignore[arg-type]
-        tags=[name, f"data:{cfg.data.name}", f"world_size:{cfg.processes}", *cfg.wandb.tags],
+        tags=[name, f"data:{Path(cfg.data.name).name}"[:TAG], f"world_size:{cfg.processes}", *cfg.wandb.tags],
         config=dataclasses.asdict(cfg) | facts,
         settings=wandb.Settings(
             console="off",

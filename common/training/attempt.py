@@ -55,6 +55,7 @@ class Attempt:
         """
         if not (self.folder.path / "meta.json").exists():
             provenance.copy_source(self.folder)
+            self.prepared.keep_source(self.folder.path / "code")
             provenance.write_metadata(self.folder, sys.argv, self.prepared.facts())
         provenance.record_attempt(self.folder)
         self.prepared.verify()
@@ -112,7 +113,7 @@ def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     """Prepare the data and make a run folder with its first attempt; the data set in use goes into the config first."""
     prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
-    cfg.data.name = prepared.name  # type: ignore[assignment]
+    cfg.data.name = prepared.name
     name = config.get_experiment_name(type(cfg))
     folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
@@ -128,7 +129,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
 
 def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
     """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
-    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log)
+    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=given.path / "code")
     known = provenance.read_metadata(given).get("data") or {}
     if known.get("sha256", prepared.facts()["sha256"]) != prepared.facts()["sha256"]:
         raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")

@@ -12,7 +12,7 @@ from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.core.text import format_count
-from common.data.loader import STATISTICS
+from common.data.loader import get_statistics
 from common.measure import tables
 from common.models import model_file
 from common.runs.result import Report, Result
@@ -87,7 +87,7 @@ def save_trained_model(run: RunContext) -> None:
     if state is None or run.saver.checkpointer.saved != run.step:
         run.say("WARNING: no model is kept: its last step was not saved", logging.WARNING)
         return
-    mean, std = STATISTICS[run.prepared.name]
+    mean, std = get_statistics(run.prepared)
     facts: dict[str, Any] = {
         "run": run.folder.path.name,
         "experiment": run.folder.experiment,

@@ -93,6 +93,7 @@ def create_folder(old: Folder, text: str, settings: Experiment, found: Prepared)
         with disk_errors(new.path):
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
+        found.keep_source(new.path / "code")
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.facts())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
@@ -234,7 +235,8 @@ def main(given: argparse.Namespace) -> int:
         settings = read_known_settings(old.experiment, text)
         submit.check_step_timeout(settings, profile)
         scheduler.check(settings.launch.nodes, profile.partition)
-    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log)
+    source = None if "data.name" in config.parse_command_line(words).values else old.path / "code"
+    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=source)
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, found, scheduler)):
         print("differs     nothing that is known before it starts", flush=True)

@@ -77,13 +77,14 @@ def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None)
     found = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
     if found.notice:
         print(found.notice, flush=True)
-    settings.data.name = found.name  # type: ignore[assignment]
+    settings.data.name = found.name
     for key, path in settings.paths().items():  # it may start in another folder
         group, _, last = key.rpartition(".")
         setattr(getattr(settings, group) if group else settings, last, str(Path(path).absolute()))
     folder = Folder.create(Path(settings.runs), name, config.format_yaml(settings))
     with remove_on_error(folder):
         provenance.copy_source(folder)
+        found.keep_source(folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, found.facts())
     return folder

@@ -46,8 +46,10 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
     schema = config.import_schema(folder.experiment)
     own = config.read_config_file(folder.path / "config.yaml")
     own |= {name: now for name, (_, now) in config.read_last_changes(folder.path).items()}
-    settings = config.build_config(schema, [own, config.parse_command_line(words).values])
-    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log)
+    given = config.parse_command_line(words).values
+    settings = config.build_config(schema, [own, given])
+    source = None if "data.name" in given else folder.path / "code"
+    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=source)
     import torch
 
     from common.data import loader

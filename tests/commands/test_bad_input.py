@@ -128,6 +128,12 @@ DATA = [
         ("test_labels.npy is damaged (checksum differs)", "delete"),
         setup=damaged(flip),
     ),
+    Case(
+        "a function of one's own: floats",
+        ("data.name={place}/own.py:f",),
+        ("data.name={place}/own.py:f: {place}/own.py:2: the train images have dtype float64; return uint8",),
+        setup=file("own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8))] * 4\n"),
+    ),
     Case("cache: cut off", ("data.cache={place}/cache",), (), status=0, setup=damaged(lambda content: content[:-9])),
 ]
 

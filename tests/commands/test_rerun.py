@@ -12,12 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.core import config
 from common.core.errors import UserError
+from common.data import prepare
 from common.runs.folder import Folder, write_json
+from configs import ddp_multinode
 from configs.profile import Profile
 from slurm.launch import rerun
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made
+from tests.harness.own_data import write_example
 from tests.harness.processes import environment, run
 from tests.harness.warm import ROOT
 
@@ -28,9 +32,13 @@ def differing(out: str) -> list[str]:
     return re.findall(r"^differs     (.*)", out, re.MULTILINE)
 
 
-def test_a_repetition_is_equal_to_the_bit_from_its_own_source(cache: Path, tmp_path: Path) -> None:
-    words = ("data.name=digits", f"data.cache={cache}", *QUICK)
+def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) -> None:
+    """On a data set of one's own, whose file and arrays are gone meanwhile."""
+    file = write_example(tmp_path)
+    words = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", *QUICK)
     old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder.path
+    file.unlink()
+    shutil.rmtree(tmp_path / "sets")
     script = old / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text() + "# as it was then\n")
     meta = json.loads((old / "meta.json").read_text())
@@ -44,8 +52,21 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(cache: Path, tmp_p
     new = Folder(path)
     assert new.metrics()[3]["loss"] == Folder(old).metrics()[3]["loss"] and new.result["state"] == "finished"
     assert (new.path / "code" / "experiments" / "mnist_pipeline.py").read_text() == script.read_text()
+    assert (new.path / "code" / "own" / "data.py").read_text() == (old / "code" / "own" / "data.py").read_text()
     meta = json.loads((new.path / "meta.json").read_text())
     assert meta["repeats"] == old.name and meta["packages"]["numpy"] == np.__version__
+
+
+def test_a_repetition_on_another_data_set_of_ones_own_keeps_that_file(tmp_path: Path) -> None:
+    old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
+    (old.path / "code" / "own").mkdir(parents=True)
+    (old.path / "code" / "own" / "data.py").write_text("the file of then")
+    file = write_example(tmp_path)
+    words = [f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"runs={tmp_path / 'new'}"]
+    settings = config.load_config(ddp_multinode.Config, words, {})
+    found = prepare.prepare_dataset(settings.data)
+    new = rerun.create_folder(old, config.format_yaml(settings), settings, found)
+    assert (new.path / "code" / "own" / "data.py").read_text() == file.read_text()
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

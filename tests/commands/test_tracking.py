@@ -142,14 +142,18 @@ def test_an_attempt_is_tracked_with_its_own_settings(offline: Offline, tmp_path:
     source = copy_with_two_starts(offline.done.folder, tmp_path / "source")
     second = source.attempts()[1]
     changed = {"wandb.tags": [["mine"], ["mine", "longer"]], "wandb.group": ["", "pair"], "optim.lr": ["0.02", "0.01"]}
+    changed |= {"data.name": ["digits", f"/far/away/{'x' * 80}.py:load"]}
     write_json(second.attempt / "changed.json", changed | {"wandb.model": ["true", "false"]})
     folder, _ = track(source, tmp_path / "place", number=2)
     rows = records(folder)
     (started,) = of_type(rows, "run")
     assert started["run_group"] == "pair" and {"mine", "longer"} <= set(started["tags"])
+    assert "data:" + "x" * 59 in started["tags"], "W&B takes 64 characters"
     assert '"lr":0.01' in json.dumps(started).replace("\\", "").replace(" ", "")
     assert "model.safetensors" not in json.dumps(rows)
-    assert not config.read_all_changes(source.path).keys() - {"optim.lr"}, "tracking does not change the training"
+    assert not config.read_all_changes(source.path).keys() - {"optim.lr", "data.name"}, (
+        "tracking does not change the training"
+    )
 
 
 def test_a_run_that_left_no_result_ends_as_failed(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "make dashboard PROJECT=distributed-experiments DRY_RUN=1": "tests/commands/test_upload.py",
     "make tour": "tests/complete/test_tour.py",
     "make new-experiment NAME=my_mlp": "tests/commands/test_new_experiment.py",
+    "make exp NAME=ddp_multinode ARGS=data.name=shapes.py:load": "tests/experiments/test_own_data.py",
     "make exp NAME=my_mlp": "tests/commands/test_new_experiment.py",
     "make exp NAME=mnist_pipeline NODES=2": "tests/commands/test_make.py",
     "make exp NAME=mnist_pipeline NODES=2 FOLLOW=1": "tests/commands/test_make.py",

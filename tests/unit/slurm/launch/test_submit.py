@@ -18,9 +18,10 @@ import pytest
 from common.core import config
 from common.core.errors import UserError
 from common.core.processes import Process
+from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import Folder, write_json
-from configs import resnet_modelparallel
+from configs import ddp_multinode, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import parse_experiment
 from slurm.launch.submit import prepare_folder
@@ -29,6 +30,7 @@ from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
 from tests.harness.made_runs import Made
+from tests.harness.own_data import write_example
 from tests.harness.warm import ROOT
 
 GOLDEN = """#!/bin/bash
@@ -156,6 +158,20 @@ def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
     assert meta["job"]["id"] == "4711" and meta["data"]["name"] == "digits"
     assert not folder.attempts(), "the job claims the attempt"
     assert re.search(r"nodes: 2", (folder.path / "config.yaml").read_text())
+
+
+def test_the_file_of_a_data_set_of_ones_own_is_in_the_source_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_example(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = [f"data.name={file.name}:load", "data.cache=sets", "runs=mine"]
+    folder = prepare_folder("ddp_multinode", config.load_config(ddp_multinode.Config, words, {}), None)
+    assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
+    monkeypatch.chdir("/")  # where the job may start
+    written = config.load_config(ddp_multinode.Config, ["--resume", str(folder.path)], {})
+    found = prepare.prepare_dataset(written.data, code=folder.path / "code")
+    assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 
 
 def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
