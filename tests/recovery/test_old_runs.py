@@ -36,7 +36,8 @@ def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path
         finished.path.name: "finished",
     }
     compared = inside.run_verb("compare", cwd=tmp_path)
-    (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name[-4:]))
+    names = (finished.path.name, finished.path.name[-4:])  # whole where the table has room
+    (line,) = (line for line in compared.stdout.splitlines() if line.startswith(names))
     score = values_of(finished)["test_accuracy"]
     assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
     evaluated = inside.run_verb("evaluate", "--", finished.path.name, cwd=tmp_path)
