@@ -64,11 +64,7 @@ def main(cfg: Config, run: Run) -> None:
     inner, memory = ddp.unwrap_ddp(model), ddp.get_powersgd_state(model)
     state = TrainState([inner], optimizer, batches, run.world, replicated=True, compression=memory)
 
-    def evaluate() -> dict[str, float]:
-        return classify_replicated(inner, run)
-
-    run.resume(state)
-    for step in run.steps(state, evaluate):
+    for step in run.steps(state, lambda: classify_replicated(inner, run)):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y)  # the mean over this rank's shard

@@ -35,11 +35,7 @@ def main(cfg: Config, run: Run) -> None:
     batches = run.batches(inputs=pipe.has_first, targets=pipe.has_last)  # the first stage sees images, the last labels
     state = TrainState(list(pipe.local.values()), optimizer, batches, run.world)
 
-    def evaluate() -> dict[str, float]:
-        return classify(pipe.predict, run, inputs=pipe.has_first)
-
-    run.resume(state)
-    for step in run.steps(state, evaluate, loss=pipe.last_rank):
+    for step in run.steps(state, lambda: classify(pipe.predict, run, inputs=pipe.has_first), loss=pipe.last_rank):
         with step:
             optimizer.zero_grad()
             loss = pipe.step(step.x, step.y)  # every microbatch forward and backward, in the order of the schedule
