@@ -104,7 +104,7 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
             raise RuntimeError(f"step {step.number} was not taken: the body of the loop is `with step:`")
         if run.saver.checkpoint_or_stop(step.number):
             run.pace.interrupt()
-        if step.number == run.total:
+        if step.number == run.total and step.number % per_epoch:  # at an epoch's end the loader turns to the next one
             return
 
 

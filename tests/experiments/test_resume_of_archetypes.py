@@ -38,6 +38,13 @@ def test_a_finished_run_does_not_go_on(
     assert len(folder.attempts()) == 1
 
 
+def test_training_on_from_the_end_of_an_epoch_evaluates_once(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    folder = run(REPLICATED.name, *quick, ALONE, "steps=13", runs=tmp_path).folder
+    done = resume(REPLICATED, folder, "steps=14")
+    assert done.returncode == 0 and done.stdout.count("epoch 1  step 13") == 1, done.stdout + done.stderr
+    assert [row["global_step"] for row in folder.metrics() if "test_loss" in row] == [13, 14]
+
+
 def test_a_run_whose_settings_are_lost_does_not_go_on(tmp_path: Path) -> None:
     (tmp_path / "mnist_pipeline-1-2-3").mkdir()
     (tmp_path / "mnist_pipeline-1-2-3" / "config.yaml").touch()
