@@ -122,7 +122,8 @@ def make_parser() -> argparse.ArgumentParser:
             if setting.option == "words":
                 parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=setting.help)
             elif setting.option.startswith("--"):
-                parser.add_argument(setting.option, default="", metavar=name, help=setting.help)
+                missing = None if setting.option == "--run" else ""  # an empty RUN is no request to examine hosts
+                parser.add_argument(setting.option, default=missing, metavar=name, help=setting.help)
             else:
                 parser.add_argument(setting.option, nargs="?", default="", metavar=name, help=setting.help)
     verbs.add_parser("cluster", help="start, end and disturb a SLURM cluster on this machine", add_help=False)

@@ -183,7 +183,7 @@ def print_facts(found: dict[str, Any]) -> None:
 def main(given: argparse.Namespace) -> int:
     """Check hosts, or examine a run; returns the exit status. Raises UserError."""
     as_json = parse_switch("JSON", given.json)
-    if given.run:
+    if given.run is not None:
         others = [name for name in ("nodes", "args", "launch", "cluster") if getattr(given, name)]
         if others:
             raise UserError(f"RUN examines a run, and {others[0].upper()} is for checking hosts; leave one of them out")

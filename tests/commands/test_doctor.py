@@ -283,6 +283,7 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     ("words", "message"),
     [
         (["--run=nothing"], "'nothing': no such run folder"),
+        (["--run="], "RUN is missing; write RUN=<id>"),
         (["--nodes=x"], "NODES='x': write a number from 1 to"),
         (["--args=--help"], "ARGS: --help is no setting"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),
