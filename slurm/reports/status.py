@@ -232,7 +232,7 @@ def main(given: argparse.Namespace) -> int:
     runs, as_json = Path(given.runs or "runs"), parse_switch("JSON", given.json)
     lists_all = parse_switch("ALL", given.all) or as_json
     if given.wait and not given.run:
-        raise UserError(f"WAIT={given.wait} waits for the end of one run; name it with RUN=<id>")
+        raise UserError("WAIT needs RUN=<id>, the run whose end is waited for")
     if given.all and given.run:
         raise UserError("ALL lists all runs; leave it or RUN out")
     if not given.run:

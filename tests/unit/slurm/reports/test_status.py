@@ -25,8 +25,8 @@ def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, m
 
 
 def test_waiting_needs_a_run(tmp_path: Path) -> None:
-    done = inside.run_verb("status", f"--runs={tmp_path}", "--wait=5")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "RUN=<id>" in done.stderr
+    done = inside.run_verb("status", f"--runs={tmp_path}", "--wait=abc")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "error: WAIT needs RUN=<id>" in done.stderr
 
 
 @pytest.mark.parametrize(("state", "failed"), [("failed", 1), ("lost", 1), ("finished", 0)])
