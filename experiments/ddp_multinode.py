@@ -15,10 +15,10 @@ built-in digits).
 `batch` is the global batch: rank r of p takes the r-th of p equal shards of it. The mean of the ranks' mean gradients
 is the gradient of the mean loss over the whole batch, so every rank takes the step that one process would take.
 DistributedDataParallel all-reduces gradients bucket by bucket while backward still runs (Li et al. 2020, arXiv
-2006.15704), if asked to in half precision or by PowerSGD (Vogels et al. 2019, arXiv 1905.13727). fully_shard keeps 1/p
-of each parameter, all-gathers a layer before use and reduce-scatters its gradient (Zhao et al. 2023, arXiv 2304.11277).
-BatchNorm sees a rank's own shard only, unless it is synchronised. The learning rate grows with the batch: the
-linear scaling rule (Goyal et al. 2017, arXiv 1706.02677).
+2006.15704), optionally in half precision or compressed by PowerSGD (Vogels et al. 2019, arXiv 1905.13727). fully_shard
+keeps 1/p of each parameter, all-gathers a layer before use and reduce-scatters its gradient (Zhao et al. 2023, arXiv
+2304.11277). BatchNorm sees a rank's own shard only, unless it is synchronised. With `optim.base_batch` the learning
+rate grows with the batch: the linear scaling rule (Goyal et al. 2017, arXiv 1706.02677).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
         mesh = init_device_mesh(run.device.type, (run.world.size,))
         for unit in (*model.children(), model):
-            fully_shard(unit, mesh=mesh)  # what is all-gathered when it is reached
+            fully_shard(unit, mesh=mesh)  # each unit is all-gathered just before its forward
         return model
     replica = ddp.wrap_ddp(
         model,
@@ -61,15 +61,15 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
     ddp.warm_up_buckets(model, run.load_example(cfg.plan.shard))
-    inner, memory = ddp.unwrap_ddp(model), ddp.get_powersgd_state(model)
-    state = TrainState([inner], optimizer, batches, run.world, replicated=True, compression=memory)
+    powersgd_state = ddp.get_powersgd_state(model)
+    state = TrainState([network], optimizer, batches, run.world, replicated=True, compression=powersgd_state)
 
-    for step in run.steps(state, lambda: classify_replicated(inner, run)):
+    for step in run.steps(state, lambda: classify_replicated(network, run)):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y)  # the mean over this rank's shard
             step.mark("backward")
-            loss.backward()  # at its end every rank holds the mean of all ranks' gradients
+            loss.backward()  # at its end: the mean of all ranks' gradients, with FSDP this rank's shard of it
             step.mark("end of backward")
             if cfg.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)

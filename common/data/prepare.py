@@ -114,7 +114,7 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
     if not any((raw / name).exists() for name in sources.MNIST_FILES):
         problem = sources.download_missing("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
         if problem:
-            notice = f"MNIST is not under {root} and cannot be downloaded ({problem})"
+            notice = f"MNIST is not in the folder {root} and cannot be downloaded ({problem})"
             if data.fallback == "none" or not fallback:
                 raise UserError(f"{notice}; set data.root to a folder with MNIST/raw, or data.name=digits")
             notice += ": training on the built-in digits set instead"
@@ -156,7 +156,7 @@ def prepare_cifar10(data: Data) -> Prepared:
     if not (root / CIFAR_FOLDER).exists():
         problem = sources.download_missing("CIFAR10", root, CIFAR_FOLDER, CIFAR_MIRROR, data.download_timeout)
         if problem:
-            raise UserError(f"CIFAR-10 is not under {root} and cannot be downloaded ({problem}); {remedy}")
+            raise UserError(f"CIFAR-10 is not in the folder {root} and cannot be downloaded ({problem}); {remedy}")
     state = sources.fingerprint_folder(root / CIFAR_FOLDER)
     try:
         return store_arrays(

@@ -239,7 +239,8 @@ def main(given: argparse.Namespace) -> int:
     found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=source)
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, found, scheduler)):
-        print("differs     nothing that is known before it starts", flush=True)
+        known = "source and versions" if scheduler else "source, versions and machine"  # a job's hosts are not
+        print(f"same        settings, {known}", flush=True)
     found.verify()
     new = create_folder(old, text, settings, found)
     code = run_on_cluster(new, settings, text, profile, scheduler) if scheduler else run_locally(new, settings)

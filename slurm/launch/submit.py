@@ -56,9 +56,9 @@ def remove_on_error(folder: Folder) -> Iterator[None]:
 
 
 def print_no_slurm(settings: Experiment) -> None:
-    """Print a line where hosts are only laid out as processes of this machine."""
+    """Print a line where hosts are simulated as processes of this machine."""
     if settings.launch.nodes > 1:
-        print(f"no SLURM is used: {settings.launch.nodes} nodes are laid out as processes on this machine", flush=True)
+        print(f"no SLURM is used: {settings.launch.nodes} nodes are simulated as processes of this machine", flush=True)
 
 
 def exec_script(name: str, settings: Experiment, words: list[str], resumed: Folder | None) -> None:

@@ -135,13 +135,13 @@ def compare_scores(scores: dict[str, float], then: dict[str, float], apart: floa
     count = int(scores["test_samples"])
     right, loss = round(scores["test_accuracy"] * count), scores["test_loss"]
     if not then:
-        print(f"right       {right} of {count} ({right / count:.2%})")
+        print(f"correct     {right} of {count} ({right / count:.2%})")
         print(f"test loss   {loss:.10g}")
         print("            not compared: these are other samples than the run was measured with, as far as it tells")
         return 0
     before, own = round(then["test_accuracy"] * count), then["test_loss"]
     far = abs(loss - own) / max(abs(own), 1e-300) if math.isfinite(own) else math.inf
-    print(f"right       {right} of {count} ({right / count:.2%}); the run's own number: {before}")
+    print(f"correct     {right} of {count} ({right / count:.2%}); the run's own number: {before}")
     print(f"test loss   {loss:.10g}; the run's own: {own:.10g}; relative difference {far:.2g}")
     if math.isinf(apart) or (right == before and far <= apart):
         return 0

@@ -295,7 +295,7 @@ def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, .
     settings = f"ARGS={' '.join(digits)} steps=3 batch=16"
     done = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "FOLLOW=1", settings, **env)
     assert done.status == 0, done
-    assert "no SLURM is used: 2 nodes are laid out as processes on this machine" in done.out
+    assert "no SLURM is used: 2 nodes are simulated as processes of this machine" in done.out
     assert not fake.calls.exists()
     assert done.folder.result["state"] == "finished"
     written = yaml.safe_load((done.folder.path / "config.yaml").read_text())

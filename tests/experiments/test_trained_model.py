@@ -57,7 +57,7 @@ def test_a_finished_model_gives_the_numbers_of_its_run(entry: Entry, finished: M
     done = evaluate(folder)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     right = round(folder.result["scores"]["test_accuracy"] * 333)
-    assert f"right       {right} of 333" in done.stdout and f"own number: {right}\n" in done.stdout
+    assert f"correct     {right} of 333" in done.stdout and f"own number: {right}\n" in done.stdout
 
 
 @every

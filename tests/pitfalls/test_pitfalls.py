@@ -1,4 +1,4 @@
-"""The mistakes of common tutorials: what they really do, and the right line beside each."""
+"""The mistakes of common tutorials: what they really do, and what is right instead."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_generated_images_are_labelled_as_such(tmp_path: Path) -> None:
 
 def test_missing_cifar10_is_refused_naming_what_would_do(tmp_path: Path) -> None:
     settings = Data(name="cifar10", root=str(tmp_path), cache=str(tmp_path / "cache"), download_timeout=0)
-    with pytest.raises(UserError, match=r"CIFAR-10 is not under .*data\.name=generated"):
+    with pytest.raises(UserError, match=r"CIFAR-10 is not in the folder .*data\.name=generated"):
         prepare.prepare_dataset(settings)
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"cut off")
