@@ -39,7 +39,7 @@ class Config(Sweep, Replicated):
     """fp16: steps in a row without overflow after which the scale is doubled."""
 
     @property
-    def plan(self) -> BatchPlan:
+    def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.processes, self.accumulate)
 
     def check(self) -> None:

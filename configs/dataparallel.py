@@ -23,7 +23,7 @@ class Replicated(Experiment):
 
     def check(self) -> None:
         super().check()
-        ranks, microbatches = self.processes, self.plan.microbatches
+        ranks, microbatches = self.processes, self.batch_plan.microbatches
         if self.batch % (ranks * microbatches):
             counts = [d for d in divisors(self.batch) if d % self.launch.nodes == 0 and d <= ranks]
             fewer = f", or processes_per_node={counts[-1] // self.launch.nodes}" if counts else ""

@@ -20,7 +20,7 @@ class Config(PipelineConfig, Experiment):
     """Hidden layers; 2 with width=128 is the 784-128-64-10 network."""
 
     @property
-    def plan(self) -> BatchPlan:
+    def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, 1, self.microbatches)
 
     @property

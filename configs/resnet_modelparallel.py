@@ -67,7 +67,7 @@ class Config(Sweep, Stages, InitialWeights):
         return self.split_size or (max(1, shard // 4) if self.mode == "pipelined" else shard)
 
     @property
-    def plan(self) -> BatchPlan:
+    def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.replicas, max(1, self.batch // self.replicas // self.microbatch))
 
     def pipeline(self) -> PipelineConfig:
@@ -79,7 +79,7 @@ class Config(Sweep, Stages, InitialWeights):
         built_in = self.mode == "single" or own["schedule"] in OWN or ":" in own["schedule"]
         choice = "auto" if self.mode == "single" else self.engine
         engine: Any = ("own" if built_in else "torch") if choice == "auto" else choice
-        return PipelineConfig(**own, engine=engine, microbatches=self.plan.microbatches)
+        return PipelineConfig(**own, engine=engine, microbatches=self.batch_plan.microbatches)
 
     @property
     def parameters(self) -> float:
@@ -99,7 +99,7 @@ class Config(Sweep, Stages, InitialWeights):
             what = f"replicas={self.replicas} cannot be shared evenly by launch.nodes={self.launch.nodes}"
             remedy = "set replicas to a multiple of the nodes"
             raise ValueError(f"{what}: a replica's stages stay on one host; {remedy}")
-        shard = self.plan.shard
+        shard = self.batch_plan.shard
         if shard % self.microbatch:
             what = f"batch={shard} does not divide into microbatches of split_size={self.microbatch}"
             raise ValueError(f"{what}; valid sizes are {', '.join(map(str, divisors(shard)))}")

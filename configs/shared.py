@@ -218,7 +218,7 @@ class Experiment:
         raise NotImplementedError
 
     @property
-    def plan(self) -> BatchPlan:
+    def batch_plan(self) -> BatchPlan:
         """Return how a batch is divided; every rank takes a shard unless an experiment says otherwise."""
         return BatchPlan(self.batch, self.processes)
 

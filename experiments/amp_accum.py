@@ -140,7 +140,7 @@ def main(cfg: Config, run: Run) -> None:
     scaler = make_scaler(cfg, run.device)
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # one item is the list of them for one step
     with make_autocast(cfg, run.device):
-        ddp.warm_up_buckets(model, lay_out(cfg, run.load_example(cfg.plan.microbatch)))
+        ddp.warm_up_buckets(model, lay_out(cfg, run.load_example(cfg.batch_plan.microbatch)))
     state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 

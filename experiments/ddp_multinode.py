@@ -60,7 +60,7 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
-    ddp.warm_up_buckets(model, run.load_example(cfg.plan.shard))
+    ddp.warm_up_buckets(model, run.load_example(cfg.batch_plan.shard))
     powersgd_state = ddp.get_powersgd_state(model)
     state = TrainState([network], optimizer, batches, run.world, replicated=True, compression=powersgd_state)
 

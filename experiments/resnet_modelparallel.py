@@ -82,7 +82,7 @@ def build_stages(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
     stages = model_split.split_model(pipeline, model, run)
     if not cfg.in_one_process:
         return model_split.build_pipeline(pipeline, stages, build_loss(cfg, run), run, pp)
-    sizes: Any = {"size": cfg.plan.microbatch, "microbatches": cfg.plan.microbatches, "dtype": run.dtype}
+    sizes: Any = {"size": cfg.batch_plan.microbatch, "microbatches": cfg.batch_plan.microbatches, "dtype": run.dtype}
     how: Any = {"schedule": pipeline.schedule, "pipelined": cfg.mode == "pipelined"}
     return SingleProcessPipeline(stages, build_loss(cfg, run), cfg.devices, **sizes, **how)
 
@@ -136,7 +136,7 @@ def describe_devices(cfg: Config, run: Run, devices: list[torch.device], taken: 
 
 def describe_microbatches(cfg: Config) -> str:
     """Return the microbatches in words, as in "4 microbatches of 16"."""
-    words = f"{cfg.plan.microbatches} microbatches of {cfg.plan.microbatch}"
+    words = f"{cfg.batch_plan.microbatches} microbatches of {cfg.batch_plan.microbatch}"
     return words + (f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else "")
 
 

@@ -137,7 +137,7 @@ def main(cfg: Config, run: Run) -> None:
     model = ddp.wrap_ddp(inner, run.device, gradient_as_bucket_view=True) if run.world.size > 1 else inner
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)
-    ddp.warm_up_buckets(model, run.load_example(cfg.plan.shard))
+    ddp.warm_up_buckets(model, run.load_example(cfg.batch_plan.shard))
     state = TrainState([inner], optimizer, batches, run.world, replicated=True)
 
     done = run.resume(state)

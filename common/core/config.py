@@ -194,7 +194,7 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
                 f"{fixed[0]} cannot change when a run goes on: it was {known.get(fixed[0])}; leave it out, or "
                 "start a new run"
             )
-    elif line.file and (changed := read_all_changes(line.file.parent)):
+    elif line.file and (changed := read_changes_of_attempts(line.file.parent)):
         raise UserError(
             f"{line.file} holds the first settings of the run; it was resumed with {describe_changes(changed)}, and no "
             "single run repeats that; to train with the first settings alone, copy the file elsewhere"
@@ -248,7 +248,7 @@ def read_last_changes(run: Path) -> Changes:
     return read_changes(starts[-1] / CHANGED) if starts else {}
 
 
-def read_all_changes(run: Path) -> Changes:
+def read_changes_of_attempts(run: Path) -> Changes:
     """Return the values that change training and in which any attempt of a run differs from config.yaml."""
     found: Changes = {}
     for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGED}")):

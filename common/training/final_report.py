@@ -66,7 +66,7 @@ def format_folder_rows(run: RunContext) -> dict[str, str]:
     """Return the last rows of the table: the run's folder, and the commands that show and repeat it."""
     path = run.folder.path
     try:
-        changed = config.read_all_changes(path)
+        changed = config.read_changes_of_attempts(path)
         repeat = f"not by one command: it was resumed with {config.describe_changes(changed)}" if changed else ""
     except UserError as error:
         repeat = f"not by one command: {error}"

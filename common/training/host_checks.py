@@ -157,7 +157,7 @@ def measure_disk_writing(folder: Path) -> dict[str, Any]:
         file.unlink(missing_ok=True)
 
 
-def check_prepared_data(cache: Path) -> dict[str, Any]:
+def collect_data_checksums(cache: Path) -> dict[str, Any]:
     """Return the checksums that the prepared sets in a folder should have, and the files that have others."""
     sets, damaged = {}, []
     for manifest in sorted(cache.glob("*/manifest.json")):
@@ -179,7 +179,7 @@ def collect_all_facts(world: World, runs: Path, cache: Path) -> dict[str, Any]:
         collect_basic_facts(world, runs) | check_all_reduce(world) | check_matrix_product(world) | sample_clock(world)
     )
     if world.local_rank == 0:
-        found |= measure_disk_writing(runs) | check_prepared_data(cache)
+        found |= measure_disk_writing(runs) | collect_data_checksums(cache)
     dist.barrier()
     return found
 

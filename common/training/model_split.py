@@ -31,7 +31,7 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
 
     A partition that was measured goes into config.yaml. Raises UserError where the model cannot be split so.
     """
-    sample = torch.randn(run.cfg.plan.microbatch, *run.sample_shape)  # to measure with
+    sample = torch.randn(run.cfg.batch_plan.microbatch, *run.sample_shape)  # to measure with
     try:
         parts = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
     except ValueError as error:
@@ -152,5 +152,5 @@ def build_pipeline(
         from common.pipeline.torch_engine import TorchPipelineEngine  # a second to import, so only when asked for
 
         kind = TorchPipelineEngine
-    shard = run.cfg.plan.shard
+    shard = run.cfg.batch_plan.shard
     return kind(cfg, stages, loss, group or run.world, batch=shard, sample=run.sample_shape, dtype=run.dtype)

@@ -98,7 +98,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         communication = time_communication(model, cfg.bucket_mb, size)
     alone = time_one_rank(run, cfg.model) if cfg.compare else 0.0
     times = gather_times(run.world, run.times)
-    batch = f"batch {cfg.batch} = {run.world.size} x {cfg.plan.shard}"
+    batch = f"batch {cfg.batch} = {run.world.size} x {cfg.batch_plan.shard}"
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})
     assert run.state is not None
     state = report_state_bytes(run.state.optimizer, run.world)

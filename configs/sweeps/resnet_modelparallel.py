@@ -19,7 +19,7 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
     device.
     """
     brief: Cell = {} if cfg.steps else {"steps": BRIEF, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
-    grid: list[Cell] = [{"mode": mode, "split_size": cfg.plan.shard} for mode in ("single", "naive")]
+    grid: list[Cell] = [{"mode": mode, "split_size": cfg.batch_plan.shard} for mode in ("single", "naive")]
     grid += [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
     some = cfg.launch.device == "auto" and gpus and not runs_on_gpus(cfg, gpus)
     alike: Cell = {"launch.device": "cpu"} if some else {}
@@ -57,7 +57,9 @@ def plot_times(cfg: Config, gpus: int, times: dict[Any, tuple[float, float, int]
     pipelined = [(size, mean * 1e3, off * 1e3) for (mode, size), (mean, off, _) in times.items() if mode == "pipelined"]
     p, computed = cfg.stages, {}
     if "naive" in levels and pipelined:
-        ideal = [(size, levels["naive"] / p * (1 + (p - 1) * size / cfg.plan.shard), 0.0) for size, _, _ in pipelined]
+        ideal = [
+            (size, levels["naive"] / p * (1 + (p - 1) * size / cfg.batch_plan.shard), 0.0) for size, _, _ in pipelined
+        ]
         computed["ideal: naive / p x (m + p - 1) / m"] = ideal
     threads = "" if cfg.launch.threads or runs_on_gpus(cfg, gpus) else "; single has the threads of all of them"
     title = f"{cfg.model}, batch {cfg.batch}, {p} stages{threads}"

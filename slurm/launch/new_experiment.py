@@ -42,7 +42,7 @@ def main(cfg: Config, run: Run) -> None:
     model = ddp.wrap_ddp(inner, run.device)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)
-    ddp.warm_up_buckets(model, run.load_example(cfg.plan.shard))
+    ddp.warm_up_buckets(model, run.load_example(cfg.batch_plan.shard))
     state = TrainState([inner], optimizer, batches, run.world, replicated=True)
 
     for step in run.steps(state, lambda: classify_replicated(inner, run)):

@@ -53,7 +53,7 @@ def find_repeatable(run: str) -> Folder:
     unknown = result.describe_unknown_format(folder.result)
     if unknown:
         raise UserError(f"{folder.path.name} cannot be compared with: {unknown}")
-    changed = config.read_all_changes(folder.path)
+    changed = config.read_changes_of_attempts(folder.path)
     if changed:
         raise UserError(
             f"{folder.path.name} was resumed with other settings ({config.describe_changes(changed)}), "

@@ -90,8 +90,8 @@ def read_sweep_file(path: str, more: list[str]) -> Grid:
     try:
         if not tree.get("experiment"):
             raise UserError(f"experiment is missing; write a line such as experiment: {config.list_experiments()[0]}")
-        experiment = parse_experiment(parse_scalar(tree.get("experiment", ""), "experiment"))
-        counts = {key: parse_scalar(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes")}
+        experiment = parse_experiment(require_one_value(tree.get("experiment", ""), "experiment"))
+        counts = {key: require_one_value(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes")}
         repeats, parallel, nodes = (parse_count(key, text, MOST) for key, text in counts.items())
         common = flatten_settings(tree.get("settings") or {}, "settings") | config.parse_command_line(more).values
         cells = list_cells(tree)
@@ -136,7 +136,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def parse_scalar(value: Any, key: str) -> str:
+def require_one_value(value: Any, key: str) -> str:
     """Return a value that is one text. Raises UserError."""
     if not isinstance(value, str):
         raise UserError(f"{key}: expected one value")

@@ -56,7 +56,7 @@ class Cluster:
 def find_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Find the folder of a cluster's state. Raises UserError."""
     base = environ.get("CLUSTER_DIR") or environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 (checked on use)
-    return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.check_name(name)}"
+    return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.check_cluster_name(name)}"
 
 
 def find_running(name: str = DEFAULT) -> Cluster | None:

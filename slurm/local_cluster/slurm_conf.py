@@ -107,7 +107,7 @@ def format_host_address(number: int) -> str:
     return f"10.77.0.{number}"
 
 
-def check_name(text: str) -> str:
+def check_cluster_name(text: str) -> str:
     """Return a cluster's name: part of a folder's name, of slurm.conf and of a database table. Raises UserError."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", text):
         raise UserError(f"NAME={text}: a cluster's name has only a-z, 0-9 and _, begins with a letter, at most 31")

@@ -85,11 +85,11 @@ def make_parameters(
     }
     if profile.memory_gb:
         asked["mem"] = f"{round(profile.memory_gb * 1024)}M"
-    return asked | {key.replace("-", "_"): value for key, value in list_resources(profile).items()}
+    return asked | {key.replace("-", "_"): value for key, value in choose_host_options(profile).items()}
 
 
-def list_resources(profile: Profile) -> dict[str, str]:
-    """List the options of sbatch and srun that choose hosts and GPUs, those that the profile sets."""
+def choose_host_options(profile: Profile) -> dict[str, str]:
+    """Return the options of sbatch and srun that choose hosts and GPUs, those that the profile sets."""
     found = {key: getattr(profile, key) for key in ("partition", "account", "qos", "constraint", "exclude")}
     if profile.gpus:
         kind = f"{profile.gpu_type}:" if profile.gpu_type else ""

@@ -134,7 +134,10 @@ def test_srun_by_hand_without_data_is_refused_in_time(site: Site) -> None:
     began = time.monotonic()
     done = site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
     assert time.monotonic() - began < SECONDS
-    check(done, f"MNIST is not in the folder {site.folder}/none and cannot be downloaded (data.download_timeout=0); set data.")
+    check(
+        done,
+        f"MNIST is not in the folder {site.folder}/none and cannot be downloaded (data.download_timeout=0); set data.",
+    )
     assert done.returncode == 2, done.stderr
     assert not (site.runs / "by-hand").exists()
 

@@ -229,7 +229,7 @@ def test_a_start_with_other_settings_leaves_the_configuration_alone(tmp_path: Pa
 def in_one_process(
     stages: list[nn.Sequential], cfg: Config, devices: list[str] | None = None, dtype: torch.dtype = torch.float32
 ) -> SingleProcessPipeline:
-    plan, schedule = cfg.plan, cfg.pipeline().schedule
+    plan, schedule = cfg.batch_plan, cfg.pipeline().schedule
     sizes: Any = {"size": plan.microbatch, "microbatches": plan.microbatches, "dtype": dtype}
     how: Any = {"schedule": schedule, "pipelined": cfg.mode == "pipelined"}
     return SingleProcessPipeline(stages, nn.functional.cross_entropy, devices or cfg.devices, **sizes, **how)
