@@ -194,8 +194,10 @@ class RunContext:
         self.logger.error("after step %d: %s", self.step, words, exc_info=None if plain else error)  # type: ignore[arg-type]
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in newest.items())
-        self.screen.show_progress("step", step, self.total, f"{shown}  {self.samples_per_second():.0f} samples/s")
+        shown, speed = [f"{name} {value:.4g}" for name, value in newest.items()], self.samples_per_second()
+        if speed:
+            shown.append(f"{speed:.0f} samples/s")
+        self.screen.show_progress("step", step, self.total, "  ".join(shown))
 
     def write_heartbeat(self, now: float) -> None:
         """Write this rank's heartbeat, at most every HEARTBEAT seconds; `now` by time.perf_counter()."""

@@ -117,8 +117,10 @@ def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
 
 
 def test_fsdp_shows_the_state_that_a_rank_holds_beside_that_of_ddp(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    done = run("ddp_multinode", *digits, "strategy=fsdp", "optim.name=adam", "batch=16", "steps=1", runs=tmp_path)
+    words = ("strategy=fsdp", "optim.name=adam", "batch=16", "steps=1", "log.progress=bar")
+    done = run("ddp_multinode", *digits, *words, runs=tmp_path)
     assert done.status == 0, done.err
+    assert "1/1" in done.out and "samples/s" not in done.out, "no speed is shown before there is one"
     bytes = 4 * sum(parameter.numel() for parameter in networks.ConvNet((28, 28), 10).parameters())
     held, whole = done.result["state_bytes"], done.result["unsharded_state_bytes"]
     assert whole == pytest.approx(4 * bytes, rel=1e-4)  # Adam keeps two numbers a parameter, and counts steps
