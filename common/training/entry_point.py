@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import sys
@@ -230,6 +231,9 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() returned without run.report(...): call it on all ranks when training is over")
+    except StopRequested:
+        run.write_heartbeat(math.inf)  # of the step that was saved
+        raise
     except (RuntimeError, TimeoutError) as error:
         if stop.all_saved and stop.wait_for_request():  # other ranks have stopped before
             raise StopRequested(together=False) from error

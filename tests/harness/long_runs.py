@@ -13,6 +13,7 @@ from pathlib import Path
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import Folder
+from slurm.reports.heartbeats import read_heartbeats
 from tests.harness.chance import open_stream
 from tests.harness.processes import PATIENCE, command, environment, processes_of, wait_until
 from tests.harness.registry import Entry
@@ -66,6 +67,8 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         folder = only_folder(runs)
         (checkpoint,) = storage.list_candidates(folder)
         assert checkpoint.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
+        beats = read_heartbeats(folder.attempts()[0])
+        assert [beat.step for beat in beats] == [checkpoint.step] * 2, "the doctor shows the newest step"
         assert folder.result["state"] == ("cancelled" if number == signal.SIGINT else "preempted"), folder.result
         assert not processes_of(str(runs))
 
