@@ -18,6 +18,13 @@ from common.distributed import ddp, sync_batchnorm
 from common.distributed.rendezvous import World
 
 
+def get_recipe(model: nn.Module) -> dict[str, Any]:
+    """Return what builds a model again: its class and the constructor's arguments, None where it does not tell them."""
+    kinds = type(model).__mro__  # FSDP2 puts a class of its own before a model's
+    name = next(kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed."))
+    return getattr(model, "recipe", None) or {"class": name, "arguments": None}
+
+
 class TrainState:
     """State of this rank's `parts` of the model, whose parameters have the names of the full model.
 
@@ -47,7 +54,7 @@ class TrainState:
         kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
         self.buffers = [(name, value) for part in parts for name, value in part.named_buffers() if name in kept]
         self.held: list[Tensor] | None = None
-        self.recipe: dict[str, Any] | None = getattr(parts[0], "recipe", None)
+        self.recipe = get_recipe(parts[0])
 
     @torch.no_grad()
     def hold_buffers(self) -> None:

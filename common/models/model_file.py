@@ -27,15 +27,15 @@ FORMAT = 1
 NEEDED = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}  # in model.json
 
 
-def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | None, facts: Mapping[str, Any]) -> None:
+def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe, facts: Mapping[str, Any]) -> None:
     """Write both files, each atomically. Raises OSError.
 
-    Of a model with a recipe, only the tensors of the built model are written: no masks, no state of hooks.
+    Where the recipe has the arguments, only the tensors of the built model are written: no masks, no state of hooks.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if recipe is not None:
+    if recipe["arguments"] is not None:
         known = build_model(recipe, torch.device("meta")).state_dict()
         state = {name: state[name] for name in known}
     tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
@@ -48,7 +48,7 @@ def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe | No
         draft.chmod(folder.path.stat().st_mode & 0o666)  # the library gives access to the owner only
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
-        own = {"format": FORMAT, "sha256": hash_file(draft)} | (recipe or {"class": None, "arguments": None})
+        own = {"format": FORMAT, "sha256": hash_file(draft)} | recipe
         draft.replace(folder.path / MODEL)
         write_json(folder.path / MODEL_FACTS, own | dict(facts))
     finally:
@@ -93,12 +93,14 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
     """Build the model that a recipe describes, untrained. Raises UserError for an unknown model."""
-    kind, arguments = networks.KINDS.get(str(recipe.get("class"))), recipe.get("arguments")
-    if kind is None or not isinstance(arguments, dict):
-        raise UserError(
-            f"the model's class {recipe.get('class')} is none of common/models/networks.py; "
-            f"build it yourself and load {MODEL}"
-        )
+    name, arguments = recipe.get("class"), recipe.get("arguments")
+    kind = networks.KINDS.get(str(name))
+    if kind is None:
+        told = "add it there and to KINDS to evaluate or export it"
+        raise UserError(f"the network {name or 'of this run'} is not in common/models/networks.py; {told}")
+    if not isinstance(arguments, dict):
+        told = 'write the constructor\'s there, such as "arguments": {"width": 128}'
+        raise UserError(f"{MODEL_FACTS} does not say with which arguments {name} was built; {told}")
     try:
         with device or torch.device("cpu"):
             return kind(**arguments)

@@ -14,6 +14,7 @@ from typing import IO
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint.train_state import get_recipe
 from common.core import config
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
@@ -40,7 +41,7 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     if empty:
         name = next(name for name, _ in empty[0].named_children())
         raise UserError(f"split: the stage from {name} on has no parameters to train; set split, or fewer stages")
-    setattr(parts[0], "recipe", getattr(model, "recipe", None))  # noqa: B010 (how to build the whole model again)
+    setattr(parts[0], "recipe", get_recipe(model))  # noqa: B010 (how to build the whole model again)
     return parts
 
 

@@ -156,10 +156,11 @@ def export_model(folder: Folder, form: str) -> int:
     """
     from common.models import model_file
 
-    facts, model = model_file.load_model(folder)
-    if form == "safetensors":
+    if form == "safetensors":  # which needs no class
+        model_file.read_model(folder)
         print(f"{folder.path / MODEL}\n{folder.path / MODEL_FACTS}")
         return 0
+    facts, model = model_file.load_model(folder)
     import torch
 
     from common.models import exporting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -39,12 +40,21 @@ def test_a_new_experiment_changed_as_the_contributing_page_says_trains(tmp_path:
         step()
         for lint in LINT:
             execute(place, sys.executable, "-m", "ruff", *lint, "--no-cache", "experiments", "configs")
-    script = [sys.executable, str(place / "experiments" / "my_mlp.py"), "data.name=digits", f"data.cache={cache}"]
+    file = place / "experiments" / "my_mlp.py"
+    own = "class MyMLP(torch.nn.Sequential):\n    pass\n\n\ndef main("
+    text = file.read_text().replace("def main(", own).replace("inner = networks.", "inner = MyMLP(networks.")
+    file.write_text(text.replace("classes=run.classes)", "classes=run.classes))"))
+    script = [sys.executable, str(file), "data.name=digits", f"data.cache={cache}"]
     words = [*script, "data.test_limit=50", "steps=5", "noise=10"]
     done = warm.execute(words, cwd=place, root=place, env=environment(PYTHONPATH=str(place)))
     assert done.returncode == 0 and "  noise          10\n" in done.stdout, done.stdout + done.stderr
     (loss,) = re.findall(r"test loss +([\d.]+)", done.stdout)
     assert float(loss) > 5, "the noise reaches the weights"
+    (folder,) = (place / "runs").iterdir()
+    facts = json.loads((folder / "model.json").read_text())
+    assert (facts["class"], facts["arguments"]) == ("MyMLP", None), "a network that the script defines"
+    told = inside.run_verb("export", "--format=torch.export", "--", str(folder))
+    assert "the network MyMLP is not in common/models/networks.py" in told.stderr
 
 
 @pytest.fixture

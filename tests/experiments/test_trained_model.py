@@ -130,9 +130,18 @@ def test_damaged_files_are_refused(damage: object, words: str, finished: Make, t
 def test_a_class_of_ones_own_is_named(finished: Make, tmp_path: Path) -> None:
     folder = copy(finished(REPLICATED).folder, tmp_path)
     facts = json.loads((folder.path / "model.json").read_text())
-    write_json(folder.path / "model.json", facts | {"class": "Mine"})
-    done = evaluate(folder)
-    assert done.returncode == 2 and "class Mine is none of common/models/networks.py" in done.stderr
+    told = "the network Mine is not in common/models/networks.py; add it there and to KINDS to evaluate or export it"
+    for own, words in (
+        ({"class": "Mine", "arguments": None}, told),
+        ({"class": None, "arguments": None}, "the network of this run is not in"),
+        ({"arguments": None}, f"does not say with which arguments {facts['class']} was built; write the constructor's"),
+    ):
+        write_json(folder.path / "model.json", facts | own)
+        done = inside.run_verb("export", "--format=torch.export", "--", str(folder.path))
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert words in evaluate(folder).stderr
+    done = inside.run_verb("export", "--", str(folder.path))
+    assert done.returncode == 0 and str(folder.path / "model.safetensors") in done.stdout, done.stderr
 
 
 def test_a_run_that_did_not_finish_has_no_model(finished: Make, tmp_path: Path) -> None:
