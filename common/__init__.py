@@ -1,15 +1,24 @@
 """The packages that experiments share, and the answer to Ctrl-C while they are imported."""
 
+import os
+import signal
 import sys
-from types import TracebackType
+import threading
+from pathlib import Path
 
 
-def _report_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ctrl-C before a command has begun, while it still imports, is answered in one line like any later one."""
-    if not issubclass(kind, KeyboardInterrupt):
-        return sys.__excepthook__(kind, error, trace)
-    print("\nstopped by Ctrl-C", file=sys.stderr)
-    raise SystemExit(130)
+def exit_on_interrupt(number: int, frame: object) -> None:
+    """Leave in one line. An exception may be lost within the import of a library, or leave it half imported."""
+    os.write(2, b"\nstopped by Ctrl-C\n")
+    os._exit(128 + number)
 
 
-sys.excepthook = _report_interrupt
+def is_command() -> bool:
+    """Check that this process executes a file of experiments, slurm or common, and ends by `exit_on_user_error`."""
+    root, file = Path(__file__).resolve().parent.parent, getattr(sys.modules.get("__main__"), "__file__", None)
+    path = Path(file or "/").resolve()
+    return path.is_relative_to(root) and path.relative_to(root).parts[0] in ("experiments", "slurm", "common")
+
+
+if threading.current_thread() is threading.main_thread() and is_command():
+    signal.signal(signal.SIGINT, exit_on_interrupt)  # until `exit_on_user_error`

@@ -1,11 +1,14 @@
-"""User-facing errors and exit statuses. Imports nothing, so that every command may start with it."""
+"""User-facing errors and exit statuses. Imports no library, so that every command may start with it."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import sys
 from collections.abc import Iterator
+
+from common import exit_on_interrupt
 
 DIVERGENCE = "the loss of step|no finite number"  # pattern in the error of a run whose training diverged
 NO_VALID_CHECKPOINT = "can be used, as told above"  # in the error of a run none of whose checkpoints is valid
@@ -38,7 +41,9 @@ def is_timeout(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a UserError into one line on stderr and exit status 2."""
+    """Turn a UserError into one line on stderr and exit status 2, and Ctrl-C into one line and status 130."""
+    if signal.getsignal(signal.SIGINT) is exit_on_interrupt:  # all is imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except UserError as error:

@@ -197,8 +197,8 @@ def wait_for_ranks(
     while any(child.exit_code is None for child in children):
         ended = [child for child in children if child.exit_code is None and reap_child(child)]
         failed = [child for child in ended if child.exit_code not in (0, EXIT_RESUMABLE)]
-        if failed and stop.number and all(child.exit_code == -signal.SIGUSR2 for child in failed):
-            raise StoppedAtOnce(stop.number)  # it had not begun to listen
+        if stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
+            raise StoppedAtOnce(stop.number)  # it had not begun to listen, and others fail without it
         if failed:
             return report_failure(
                 find_first_cause(failed, private), len(children), private, why, host_memory.count_oom_kills() > kills

@@ -235,7 +235,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         run.write_heartbeat(math.inf)  # of the step that was saved
         raise
     except (RuntimeError, TimeoutError) as error:
-        if stop.all_saved and stop.wait_for_request():  # other ranks have stopped before
+        # a rank that has nothing to lose stops at once, and another may have done its first step by then
+        if (stop.number and not is_timeout(error)) or (stop.all_saved and stop.wait_for_request()):
             raise StopRequested(together=False) from error
         silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
         run.log_failure(silent or error)
