@@ -12,6 +12,11 @@ from common import exit_on_interrupt
 
 DIVERGENCE = "the loss of step|no finite number"  # pattern in the error of a run whose training diverged
 NO_VALID_CHECKPOINT = "can be used, as told above"  # in the error of a run none of whose checkpoints is valid
+SOURCE_ERROR = (  # in the reason of a run that failed through its source, not a device or the network
+    r"failed(?: first)?: (?:after step \d+: )?"
+    r"(?:(?:Assertion|Attribute|Index|Key|Name|NotImplemented|Recursion|Type|UnboundLocal|Value|ZeroDivision)Error\b"
+    r"|RuntimeError: (?!.*(?:CUDA|NCCL|gloo|[Cc]onnection|peer|[Tt]imed out|DataLoader worker)))"
+)
 EXIT_RESUMABLE = 75  # exit status after a stop request: saved, resumable (EX_TEMPFAIL of sysexits.h)
 
 

@@ -198,3 +198,9 @@ def record_end(folder: Folder, state: str) -> None:
     if meta["history"]:
         meta["history"][-1] |= {"state": state, "end": format_utc_now()}
         write_json(folder.path / "meta.json", meta)
+
+
+def format_restart_command(folder: Folder) -> str:
+    """Return the command to type where a run's own source, which a resumed run uses, has an error."""
+    new = f'make exp NAME={folder.experiment} ARGS="..."'
+    return f"{new}, a new run, once the error is mended: RESUME would run {folder.path}/code as it was"

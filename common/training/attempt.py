@@ -19,7 +19,7 @@ from typing import IO
 
 from common.checkpoint import extension, storage
 from common.core import config
-from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, UserError
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, SOURCE_ERROR, UserError
 from common.core.text import format_count
 from common.data import prepare
 from common.data.prepare import Prepared
@@ -173,7 +173,9 @@ def lock_run(folder: Folder) -> IO[str]:
 
 
 def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:
-    """Return the command that resumes a run, changed where the same settings would fail again for the same reason."""
+    """Return the command that resumes a run, changed where it would fail again for the same reason."""
+    if re.search(SOURCE_ERROR, reason):
+        return provenance.format_restart_command(folder)
     again = f"make exp RESUME={shlex.quote(str(folder.path))}"
     if re.search(DIVERGENCE, reason):
         return f'{again} ARGS="optim.lr={cfg.optim.lr / 2:g}"'

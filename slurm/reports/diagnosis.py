@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT
+from common.checkpoint import storage
+from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT, SOURCE_ERROR
 from common.core.text import format_duration
 from common.runs import provenance
 from common.runs.folder import Folder
@@ -201,11 +202,11 @@ def judge_running(ranks: list[Rank], allowed: float) -> str:
 
 
 def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
-    """Find the likely cause in one line; empty for a run that is well."""
+    """Find the likely cause in one line; empty for a run that is well, or whose state says all."""
     if state == "FINISHED":
         return describe_slow_rank([rank.beat for rank in ranks])
     if state == "CANCELLED":
-        return "it was cancelled"
+        return ""
     if state == "RUNNING":
         return judge_running(ranks, max(SILENT, read_step_timeout(folder)))
     errors = sort_errors(ranks)
@@ -244,8 +245,10 @@ def examine_run(folder: Folder) -> dict[str, Any]:
 
 
 def give_advice(folder: Folder, cause: str) -> str:
-    """Return the command to continue with; with other settings where the present ones failed."""
+    """Return the command to continue with; another one where this source or these settings failed."""
     again = f"make exp RESUME={folder.reference}"
+    if re.search(SOURCE_ERROR, cause):
+        return provenance.format_restart_command(folder)
     if NO_VALID_CHECKPOINT in cause:
         return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
     rate = parse_float(read_settings(folder).get("optim.lr", ""))
@@ -255,7 +258,7 @@ def give_advice(folder: Folder, cause: str) -> str:
         job = provenance.read_metadata(folder).get("job")
         more = f'{again} ARGS="cluster.memory_gb=..."' if job else f"{again} on a machine with more memory"
         return f"{more}, or a new run with a smaller batch or model: it would end in the same way here"
-    return again
+    return again if storage.list_candidates(folder) else f"{again}, which begins anew: it has no checkpoint"
 
 
 def print_diagnosis(folder: Folder, as_json: bool) -> int:

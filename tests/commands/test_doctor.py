@@ -158,6 +158,8 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
             "RESUME={} after removing {}/attempts/*/checkpoints",
         ),
         ("rank 1 was killed by SIGKILL", "make exp RESUME={}"),
+        ("rank 1 failed: RuntimeError: Connection closed by peer", "make exp RESUME={}"),
+        ("rank 1 failed: TypeError: of x", 'make exp NAME=ddp_multinode ARGS="...", a new run'),
     ],
 )
 def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_path: Path) -> None:
@@ -174,6 +176,32 @@ def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path)
     words = "after step 9: rank 1 on vm did not answer within 9 s"
     folder.attempts()[-1].log_file(0).write_text(f"2026-01-01 09:00:02,500 ERROR {words}\n")
     assert diagnosis.examine_run(folder)["cause"] == words
+
+
+@pytest.mark.parametrize(
+    ("error", "mended"),
+    [
+        ("ValueError: of x", True),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", True),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", False),
+        ("OSError: Input/output error", False),
+        ("microbatches=3 does not divide the batch", False),
+    ],
+)
+def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: str, mended: bool) -> None:
+    folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
+    folder.attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
+    (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "go on  " in line)
+    new = 'make exp NAME=ddp_multinode ARGS="...", a new run, once the error is mended: RESUME would run '
+    resumed = f"make exp RESUME={folder.path}, which begins anew: it has no checkpoint"
+    assert advice.strip().removeprefix("go on  ").startswith(f"{new}{folder.path}/code" if mended else resumed)
+
+
+def test_a_run_that_was_cancelled_needs_no_cause(tmp_path: Path) -> None:
+    folder = Made(state="failed", result={"state": "cancelled", "reason": "stopped by Ctrl-C"}).write(tmp_path)
+    found = doctor(f"--run={folder.path}")
+    assert "is CANCELLED: stopped by Ctrl-C\n" in found and "likely cause" not in found
+    assert f"go on  make exp RESUME={folder.path}, which begins anew" in found
 
 
 LOST = "RuntimeError: Connection closed by peer"
