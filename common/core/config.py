@@ -88,6 +88,9 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
     config = OmegaConf.structured(schema)
     for layer in layers:
         for name, text in layer.items():
+            group = [key for key in known if key.startswith(f"{name}.")]
+            if group:
+                raise UserError(f"{name} is a group of settings: {', '.join(group)}")
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                 near = near or [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
@@ -134,7 +137,9 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
                 raise UserError(f"{option} needs a {what}")
             paths[option] = Path(value)
         elif word.startswith("-") or "=" not in word:
-            raise UserError(f"argument {word!r} not understood; usage: {USAGE}")
+            raise UserError(
+                f"argument {word!r} not understood; write key=value, without blanks and dashes; usage: {USAGE}"
+            )
         else:
             name, _, text = word.partition("=")
             if not text.isprintable():
