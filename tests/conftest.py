@@ -77,10 +77,11 @@ def quick(cache: Path) -> tuple[str, ...]:
 @pytest.fixture
 def many(tmp_path: Path) -> Data:
     """A folder whose 200 training images take 157 MB once prepared."""
-    for part, count in (("train", 200), ("val", 1)):
-        (tmp_path / part / "noise").mkdir(parents=True)
-        noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(tmp_path / part / "noise" / "0.jpg")
-        for number in range(1, count):
-            (tmp_path / part / "noise" / f"{number}.jpg").hardlink_to(tmp_path / part / "noise" / "0.jpg")
+    noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.jpg")
+    for part, count in (("train", 100), ("val", 1)):
+        for label in ("noise", "more"):
+            (tmp_path / part / label).mkdir(parents=True)
+            for number in range(count):
+                (tmp_path / part / label / f"{number}.jpg").hardlink_to(tmp_path / "noise.jpg")
     return Data(name="imagefolder", root=str(tmp_path), cache=str(tmp_path / "cache"), image_size=512)

@@ -36,8 +36,8 @@ def write_folder(
     files left out: those without an image's extension and, with `unreadable` = skip, those that cannot be decoded.
     More than SHOWN files are listed in LEFT_OUT. `report(done, total)` is called after each file.
 
-    Raises UserError for unequal classes, a class without images, a full disk, and, with `unreadable` = refuse, for
-    files that cannot be decoded.
+    Raises UserError for unequal classes, a single class, a class without images, a full disk, and, with `unreadable` =
+    refuse, for files that cannot be decoded.
     """
     parts = [list_samples(root / name) for name in ("train", "val")]
     classes = parts[0][0]
@@ -84,13 +84,16 @@ def write_folder(
 def list_samples(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
     """Return the classes (the sub-folders, sorted), the samples, and all files without an image's extension.
 
-    Raises UserError if there is no class, or one without an image.
+    Raises UserError if there are fewer than two classes, or one without an image.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if not classes:
         raise UserError(f"{folder} holds no folders, one for each class, with images in them")
+    if len(classes) == 1:
+        told = "a network tells two or more apart; set data.root to a folder with train/<class>/* for each"
+        raise UserError(to_printable(f"{folder} holds one class, {classes[0]}; {told}"))
     numbers = {name: number for number, name in enumerate(classes)}
     samples, others = [], []
     for name in list_files(folder):
@@ -162,5 +165,9 @@ def summarize_files(files: list[str]) -> str:
 
 def describe_error(error: Exception, path: Path) -> str:
     """Return the first line of an error, without the path, which the message names anyway."""
-    words = str(error).replace(repr(str(path)), "it").replace("<_io.BufferedReader name=it>", "it")
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        return "no image, or cut off"
+    words = str(error).replace(repr(str(path)), "it")
     return (words.strip().splitlines() or [type(error).__name__])[0]

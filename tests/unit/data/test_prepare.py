@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -180,12 +181,21 @@ def damaged(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_an_image_folder_with_one_class_is_refused(damaged: Path) -> None:
+    for part in ("train", "val"):
+        shutil.rmtree(damaged / part / "blue")
+    settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
+    with pytest.raises(UserError, match=r"train holds one class, red; .*; set data.root"):
+        prepare.prepare_dataset(settings)
+
+
 def test_files_that_cannot_be_read_are_named_and_refused(damaged: Path) -> None:
     settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
     with pytest.raises(UserError) as caught:
         prepare.prepare_dataset(settings)
     told = str(caught.value)
     assert "3 files: train/red/0.jpg (" in told and "train/red/1.png (" in told and "val/blue/2.png (" in told
+    assert "val/blue/2.png (no image, or cut off)" in told and "train/red/1.png (image file is truncated)" in told
     assert "data.unreadable=skip" in told and "\n" not in told
     assert not list((damaged / "cache").glob("imagefolder*"))
 
