@@ -95,7 +95,11 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     (line,) = differing(done.stdout)
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): then ")
     assert f"error: {file} is damaged" in done.stderr and done.stderr.count("\n") == 1
-    assert list(old.parent.iterdir()) == [old]
+    assert list(old.parent.iterdir()) == [old] and "\nsame " not in done.stdout
+    meta = json.loads((old / "meta.json").read_text())
+    write_json(old / "meta.json", meta | {"data": {}})  # nothing tells what the data were
+    done = inside.run_verb("rerun", "--", str(old))
+    assert not differing(done.stdout) and "\nsame        settings, source, versions and machine\n" in done.stdout
 
 
 def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
