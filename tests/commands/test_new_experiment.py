@@ -22,7 +22,7 @@ LINT = (("check",), ("format", "--check"))
 
 def execute(place: Path, *words: str, given: str | None = None) -> str:
     """What a command in a folder says; it must succeed."""
-    env = environment(PYTHONPATH=str(place))
+    env = environment(PYTHONPATH=str(place), PYTHONDONTWRITEBYTECODE="1")  # new files are those of the command
     done = subprocess.run(words, cwd=place, env=env, input=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
