@@ -9,6 +9,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -235,8 +236,9 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         run.write_heartbeat(math.inf)  # of the step that was saved
         raise
     except (RuntimeError, TimeoutError) as error:
-        # a rank that has nothing to lose stops at once, and another may have done its first step by then
-        if (stop.number and not is_timeout(error)) or (stop.all_saved and stop.wait_for_request()):
+        # A rank that has nothing to lose stops at once, and another may have done its first step by then. SIGTERM does
+        # not count: srun sends it where another rank has failed.
+        if (stop.number == signal.SIGUSR2 and not is_timeout(error)) or (stop.all_saved and stop.wait_for_request()):
             raise StopRequested(together=False) from error
         silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
         run.log_failure(silent or error)

@@ -17,7 +17,7 @@ from pathlib import Path
 from common.checkpoint import storage
 from common.core import config
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
-from common.core.signals import STOPPED_STATUSES
+from common.core.signals import NOTICED_STATUSES
 from common.runs import provenance
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
@@ -69,7 +69,7 @@ def find_obstacle(folder: Folder, status: int) -> str:
         return "the profile says cluster.requeue=false"
     name, given = folder.experiment, folder.path / "submit" / "config.yaml"
     allowed = config.build_config(config.import_schema(name), [config.read_config_file(given)]).checkpoint.max_restarts
-    failed = 0 if status in STOPPED_STATUSES else count_failures(folder)
+    failed = 0 if status in NOTICED_STATUSES else count_failures(folder)
     if failed > allowed:
         return f"{failed} attempts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
     return ""
@@ -105,7 +105,7 @@ def main(path: str, status: int) -> int:
     status = 2 if read_refusal(folder) else status  # srun may tell of the signal by which it ended the others
     reason = find_obstacle(folder, status)
     if not reason:
-        how = "stopped on request" if status in STOPPED_STATUSES else f"failed with exit status {status}"
+        how = "stopped on request" if status in NOTICED_STATUSES else f"failed with exit status {status}"
         print(f"the ranks {how}; job {job} is queued again", flush=True)
         try:
             scheduler.call("scontrol", "requeue", job)  # ends this script, too

@@ -84,13 +84,13 @@ def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: Folder) -> None:
 
 def test_stop_requests_before_a_rank_could_answer_are_no_failures(fake: Fake, folder: Folder) -> None:
     for _ in range(4):
-        assert end(fake, folder, 128 + signal.SIGTERM, OURS).returncode == EXIT_RESUMABLE
+        assert end(fake, folder, 128 + signal.SIGUSR2, OURS).returncode == EXIT_RESUMABLE
     assert requeues(fake) == 4 and not folder.result
 
 
 def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
     """Also those that never got as far as a folder of their own; a checkpoint begins the count anew."""
-    assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE
+    assert end(fake, folder, 128 + signal.SIGTERM, OURS).returncode == EXIT_RESUMABLE  # by which srun ends the others
     attempt = folder.claim_attempt()
     (attempt.attempt / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE  # it had saved
