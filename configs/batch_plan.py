@@ -1,4 +1,4 @@
-"""How the samples of an optimizer step are divided."""
+"""Division of the samples of an optimizer step."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
         return {"title": title, "kind": kind, "curves": found} | more
 
     first = ["test_accuracy", "test_loss"]
-    every = dict.fromkeys(name for run in runs for name in run.curves.tests if name != "test_samples")  # one number
+    every = dict.fromkeys(name for run in runs for name in run.curves.tests)
     tests = [name for name in first if name in every] + [name for name in every if name not in first]
     found = [chart("training loss", "number", [run.curves.loss for run in runs], may_smooth=True, may_log=True)]
     for name in tests:

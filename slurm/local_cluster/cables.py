@@ -25,7 +25,7 @@ PACKETS = "100000"  # that netem holds; more are dropped
 
 
 class Shape(NamedTuple):
-    """What a cable carries, in each direction."""
+    """Rate and delay of a cable, in each direction."""
 
     rate: float = 0.0
     """Bits per second; 0 is as fast as the machine."""
