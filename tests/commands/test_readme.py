@@ -71,11 +71,10 @@ def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
 
 
 def test_every_module_of_common_has_its_sentence() -> None:
-    modules = {
-        f"{path.parent.name}/{path.stem}" for path in (ROOT / "common").glob("*/*.py") if path.stem != "__init__"
-    }
+    files = [path.relative_to(ROOT / "common") for path in (ROOT / "common").glob("*/**/*.py")]
+    modules = {path.with_suffix("").as_posix() for path in files if path.stem != "__init__"}
     page = (ROOT / "common" / "README.md").read_text()
-    assert set(re.findall(r"^\| ([a-z]+/\w+) \| [A-Z].*\. \|$", page, re.MULTILINE)) == modules
+    assert set(re.findall(r"^\| (\w+(?:/\w+)+) \| [A-Z].*\. \|$", page, re.MULTILINE)) == modules
 
 
 def test_ci_and_hooks_call_what_the_pages_name() -> None:

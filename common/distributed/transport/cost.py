@@ -1,0 +1,85 @@
+"""What an all-reduce costs before it is played: lines fitted to measured messages, and algorithms played on clocks.
+
+A message of n bytes takes alpha + beta n seconds (Hockney 1994, "The communication challenge for MPP: Intel Paragon
+and Meiko CS-2", doi:10.1016/S0167-8191(06)80021-9). It has the outgoing cable of its sender and the incoming cable of
+its target for that long, and each of them carries one message at a time. Computing is part of the fitted lines: it
+takes no time of its own. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from common.core.errors import UserError
+from common.distributed.transport.algorithms import build_algorithm
+from common.distributed.transport.moves import Algorithm, Move, Route, simulate_algorithm
+
+
+class Line(NamedTuple):
+    """The time of a message: alpha seconds, and beta seconds for each byte."""
+
+    alpha: float
+    beta: float
+
+    def predict_seconds(self, nbytes: float) -> float:
+        """Return the seconds of one message of that many bytes."""
+        return self.alpha + self.beta * nbytes
+
+
+class Lines(NamedTuple):
+    """The lines of the links between hosts and, where it was measured, of those inside a host."""
+
+    between: Line
+    within: Line | None = None
+
+
+def fit_line(measured: Sequence[tuple[float, float]]) -> Line:
+    """Fit alpha and beta to (bytes, seconds) of single messages, so that the sum of squared relative errors is least.
+
+    Relative errors, because absolute ones would leave alpha to chance: a thousandth of the longest time is many times
+    alpha. Neither is negative: where the best line has one below 0, it is the best line with 0 there. Raises UserError
+    for fewer than two sizes.
+    """
+    if len({nbytes for nbytes, _ in measured}) < 2 or min(seconds for _, seconds in measured) <= 0:
+        raise UserError(f"a line needs times above 0 of at least two sizes, not {list(measured)}; measure more sizes")
+    weights = [seconds**-2 for _, seconds in measured]
+
+    def average(values: Sequence[float]) -> float:
+        return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+
+    sizes, times = [float(nbytes) for nbytes, _ in measured], [seconds for _, seconds in measured]
+    size, time = average(sizes), average(times)
+    spread = average([(n - size) ** 2 for n in sizes])
+    beta = average([(n - size) * (t - time) for n, t in zip(sizes, times, strict=True)]) / spread
+    if beta < 0:
+        return Line(time, 0.0)
+    if time < beta * size:
+        return Line(0.0, average([n * t for n, t in zip(sizes, times, strict=True)]) / average([n * n for n in sizes]))
+    return Line(time - beta * size, beta)
+
+
+def predict_seconds(algorithm: Algorithm, lines: Lines, nbytes: float, hosts: Sequence[Hashable] = ()) -> float:
+    """Return the seconds of an all-reduce of `nbytes`.
+
+    Ranks of one host (`hosts` has that of each rank) share the host's cable, and have for messages inside the host a
+    way of their own with its own line. Without `hosts` every rank is on a host of its own.
+    """
+    host_of = hosts or range(len(algorithm.moves))
+
+    def find_route(source: int, target: int, move: Move) -> Route:
+        size = nbytes * move.chunks / algorithm.chunks
+        if host_of[source] != host_of[target]:
+            return Route(("host", host_of[source]), ("host", host_of[target]), lines.between.predict_seconds(size))
+        return Route(("rank", source), ("rank", target), (lines.within or lines.between).predict_seconds(size))
+
+    return max((event.time for event in simulate_algorithm(algorithm, find_route)), default=0.0)
+
+
+def choose_algorithm(
+    lines: Lines, names: Sequence[str], size: int, nbytes: float, hosts: Sequence[Hashable] = ()
+) -> str:
+    """Return the name of the algorithm that is predicted to take the least time; of equal ones the first."""
+    seconds = {name: predict_seconds(build_algorithm(name, size, hosts), lines, nbytes, hosts) for name in names}
+    least = min(seconds.values()) * (1 + 1e-9)  # equal up to rounding is equal
+    return next(name for name in names if seconds[name] <= least)
