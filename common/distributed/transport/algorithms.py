@@ -83,7 +83,9 @@ def check_algorithm(algorithm: Algorithm) -> None:
     everybody = (1 << len(contents)) - 1
     for rank, held in enumerate(contents):
         for chunk, content in enumerate(held):
-            written = f"as its move {content.writer} left it" if content.writer is not None else "as no move writes it"
+            written = "which no move of it writes"
+            if content.writer is not None:
+                written = f"as left by its move {content.writer} ({algorithm.moves[rank][content.writer]})"
             if missing := everybody & ~content.ranks:
                 lacks = ", ".join(str(one) for one in range(len(contents)) if missing >> one & 1)
                 raise UserError(f"rank {rank} ends without the values of rank {lacks} in chunk {chunk}, {written}")

@@ -80,7 +80,8 @@ def build_star(size: int) -> Plan:
     others = range(1, size)
     centre: list[MoveTuple] = [("add", 0, rank) for rank in others]
     centre += [("send", 0, rank) for rank in others]
-    return [centre, *([("send", 0, 0), ("receive", 0, 0)] for _ in others)]
+    leaf: list[MoveTuple] = [("send", 0, 0), ("receive", 0, 0)]
+    return [centre, *(list(leaf) for _ in others)]
 
 
 def build_sharded_star(size: int) -> Plan:

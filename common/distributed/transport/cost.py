@@ -80,6 +80,4 @@ def choose_algorithm(
     lines: Lines, names: Sequence[str], size: int, nbytes: float, hosts: Sequence[Hashable] = ()
 ) -> str:
     """Return the name of the algorithm that is predicted to take the least time; of equal ones the first."""
-    seconds = {name: predict_seconds(build_algorithm(name, size, hosts), lines, nbytes, hosts) for name in names}
-    least = min(seconds.values()) * (1 + 1e-9)  # equal up to rounding is equal
-    return next(name for name in names if seconds[name] <= least)
+    return min(names, key=lambda name: predict_seconds(build_algorithm(name, size, hosts), lines, nbytes, hosts))

@@ -133,7 +133,8 @@ class _Simulation:
         """Make the moves of a rank up to one that waits for a message."""
         moves = self.algorithm.moves[rank]
         while self.positions[rank] < len(moves):
-            move, time, sent_by = moves[self.positions[rank]], self.clocks[rank], None
+            move, time = moves[self.positions[rank]], self.clocks[rank]
+            sent_by: int | None = None
             if move.kind == "send":
                 route = self.find_route(rank, move.peer, move)
                 parcel = Parcel(time, len(self.events), rank, move.peer, route)
