@@ -1,0 +1,259 @@
+"""Messages between two ranks, over one connection for each direction. Imports no torch.
+
+A connection has one writer and one reader: a TLS socket on which one thread sends while another receives is a data
+race (cpython issue 143756). A message is a header (tag, length) and its bytes. Sending never blocks: what the kernel
+does not take at once is left to the link's thread, so that all ranks may send at the same time. Small messages need no
+thread. Whoever waits for a message reads the connection, and keeps the messages that others wait for.
+"""
+
+from __future__ import annotations
+
+import functools
+import ssl
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from common.core.errors import summarize_error
+from common.distributed.transport.socket_stream import PIECE, SMALL, Rest, SocketStream
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+
+class LinkError(ConnectionError):
+    """A connection that was closed, here or by the other rank, or that broke."""
+
+
+class LinkTimeout(TimeoutError):
+    """A rank from or to which nothing moved for the time limit."""
+
+
+def as_bytes(data: ReadableBuffer) -> memoryview:
+    """Return a view of the bytes of contiguous memory."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(bytearray())  # an empty view cannot be cast
+
+
+class Link:
+    """What both directions have in common: the other rank, the counter of bytes, and how a link ends."""
+
+    def __init__(self, stream: SocketStream, peer: int) -> None:
+        self.stream, self.peer = stream, peer
+        self._changed = threading.Condition()
+        self._busy = False  # a thread may be in a blocking call on the socket
+        self._problem: LinkError | LinkTimeout | None = None
+
+    def close(self) -> None:
+        """End the link, and at once, with LinkError, what any thread waits for here."""
+        with self._changed:
+            self._end(LinkError(f"the connection with rank {self.peer} was closed on this rank"))
+
+    def _end(self, problem: LinkError | LinkTimeout) -> None:
+        """Remember why the link ended, if it was alive; wake all. Called under the lock."""
+        if self._problem is None:
+            self._problem = problem
+            self.stream.shut()
+        if not self._busy:
+            self.stream.close()  # otherwise whoever is busy closes it: its number must not be taken by another file
+        self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """End the link because of an error of the busy thread; return what to raise."""
+        with self._changed:
+            self._busy = False
+            self._end(self._explain(error))
+            return self._copy_problem() if isinstance(error, OSError | EOFError) else error
+
+    def _explain(self, error: BaseException) -> LinkError | LinkTimeout:
+        if isinstance(error, LinkError):
+            return error
+        if isinstance(error, BlockingIOError | TimeoutError):
+            return LinkTimeout(
+                f"rank {self.peer} neither sent nor took anything for {self.stream.timeout:g} s; see its log, or "
+                "raise launch.step_timeout"
+            )
+        if isinstance(error, EOFError | ConnectionError | ssl.SSLEOFError):
+            return LinkError(f"rank {self.peer} has closed its connection; see its log")
+        if isinstance(error, OSError):
+            return LinkError(f"the connection with rank {self.peer} broke: {summarize_error(error)}")
+        return LinkError(f"a message of or to rank {self.peer} was broken off: {type(error).__name__}")
+
+    def _copy_problem(self) -> LinkError | LinkTimeout:
+        """Return the problem as an exception of its own: several threads may raise it."""
+        assert self._problem is not None
+        return type(self._problem)(*self._problem.args)
+
+
+class Outgoing(Link):
+    """The direction to another rank."""
+
+    def __init__(self, stream: SocketStream, peer: int) -> None:
+        super().__init__(stream, peer)
+        self.bytes_sent = 0
+        """Bytes of all messages, without headers."""
+        self._queue: deque[tuple[int, Rest]] = deque()
+        self._newest = self._written = 0  # tickets
+        self._thread: threading.Thread | None = None
+
+    def send(self, tag: int, data: ReadableBuffer) -> int:
+        """Begin to send contiguous memory; return a ticket. Never blocks. Raises LinkError.
+
+        Memory of more than SMALL bytes must stay as it is until `wait(ticket)` returns. Messages arrive in order.
+        """
+        view = as_bytes(data)
+        with self._changed:
+            if self._problem is not None:
+                raise self._copy_problem()
+            self._newest += 1
+            self.bytes_sent += len(view)
+            if self._queue:
+                kept = view if len(view) > SMALL else memoryview(bytes(view))
+                self._queue.append((self._newest, functools.partial(self._send_later, tag, kept)))
+                return self._newest
+            try:
+                rest = self.stream.begin(tag, view)
+            except OSError as error:
+                self._end(self._explain(error))
+                raise self._copy_problem() from None
+            if rest is None:
+                self._written = self._newest
+            else:
+                self._queue.append((self._newest, rest))
+                self._wake_thread()
+            return self._newest
+
+    def _send_later(self, tag: int, view: memoryview) -> None:
+        if rest := self.stream.begin(tag, view):
+            rest()
+
+    def wait(self, ticket: int) -> None:
+        """Wait until a message is with the kernel. Raises LinkError, LinkTimeout."""
+        if self._written >= ticket:
+            return
+        with self._changed:
+            while self._written < ticket:
+                if self._problem is not None:
+                    raise self._copy_problem()
+                self._changed.wait()  # the thread has the time limit
+
+    def _wake_thread(self) -> None:
+        self._busy = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_queue, name=f"send to rank {self.peer}", daemon=True)
+            self._thread.start()
+        else:
+            self._changed.notify_all()
+
+    def _write_queue(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and self._problem is None:
+                    self._busy = False
+                    self._changed.wait()
+                if self._problem is not None:
+                    self._busy = False
+                    self._end(self._problem)
+                    return
+                ticket, write = self._queue[0]
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
+                self._fail(error)
+                return
+            with self._changed:
+                self._queue.popleft()
+                self._written = ticket
+                self._changed.notify_all()
+
+
+class Incoming(Link):
+    """The direction from another rank."""
+
+    def __init__(self, stream: SocketStream, peer: int) -> None:
+        super().__init__(stream, peer)
+        self.bytes_received = 0
+        """Bytes of all messages, without headers."""
+        self._inbox: dict[int, deque[bytearray]] = {}  # messages that nobody waited for when they came, by tag
+
+    def receive(self, tag: int, into: WriteableBuffer) -> None:
+        """Wait for the next message with a tag and write it to contiguous memory of its size.
+
+        Raises LinkError, also where the sizes differ, and LinkTimeout.
+        """
+        target = as_bytes(into)
+        stored = self._claim(tag, len(target))
+        if stored is not None:
+            target[:] = stored
+            return
+        try:
+            self._find(tag, len(target))
+            self.stream.read_into(target)
+        except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
+            raise self._fail(error) from None
+        self._release(len(target))
+
+    def receive_pieces(self, tag: int, length: int) -> Iterator[memoryview]:
+        """Yield the next message with a tag, of `length` bytes, in pieces of PIECE bytes and a last one.
+
+        Each is valid until the next one. A message that is not read to its end ends the link.
+        Raises LinkError, also where the sizes differ, and LinkTimeout.
+        """
+        stored = self._claim(tag, length)
+        if stored is not None:
+            for begin in range(0, length, PIECE):
+                yield memoryview(stored)[begin : begin + PIECE]
+            return
+        try:
+            self._find(tag, length)
+            yield from self.stream.read_pieces(length)
+        except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
+            raise self._fail(error) from None
+        self._release(length)
+
+    def _claim(self, tag: int, length: int) -> bytearray | None:
+        """Return a message that is there; None if this thread is to read the connection."""
+        with self._changed:
+            while True:
+                if queue := self._inbox.get(tag):
+                    self._check_length(tag, len(queue[0]), length)
+                    stored = queue.popleft()
+                    if not queue:
+                        del self._inbox[tag]
+                    return stored
+                if self._problem is not None:
+                    raise self._copy_problem()
+                if not self._busy:
+                    self._busy = True
+                    return None
+                if not self._changed.wait(self.stream.timeout):
+                    raise self._explain(TimeoutError())
+
+    def _find(self, tag: int, length: int) -> None:
+        """Read until the message with a tag begins; keep those before it."""
+        while True:
+            found, size = self.stream.read_header()
+            if found == tag:
+                return self._check_length(tag, size, length)
+            stored = bytearray(size)
+            self.stream.read_into(memoryview(stored))
+            with self._changed:
+                self._inbox.setdefault(found, deque()).append(stored)
+                self.bytes_received += size
+                self._changed.notify_all()
+
+    def _check_length(self, tag: int, size: int, length: int) -> None:
+        if size != length:
+            raise LinkError(
+                f"rank {self.peer} sent {size} bytes where {length} were expected (tag {tag}): the ranks call "
+                "different collectives, or with tensors of different sizes"
+            )
+
+    def _release(self, length: int) -> None:
+        with self._changed:
+            self.bytes_received += length
+            self._busy = False
+            if self._problem is not None:
+                self._end(self._problem)
+            self._changed.notify_all()

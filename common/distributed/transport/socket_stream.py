@@ -1,0 +1,104 @@
+"""One end of a connection between two ranks: how messages become bytes of a socket, plain or TLS. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import ssl
+import struct
+from collections.abc import Callable, Iterator
+
+HEADER = struct.Struct("<QQ")  # tag and bytes of a message
+SMALL = 1 << 16  # bytes up to which the caller writes a message itself
+PIECE = 1 << 18  # bytes of a large message that are handled at once: they stay in a core's cache
+Rest = Callable[[], None]
+
+
+class SocketStream:
+    """One end of a connection, plain or TLS, on which messages go in one direction."""
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self.socket, self.timeout = connection, timeout
+        self.encrypted = isinstance(connection, ssl.SSLSocket)
+        self._scratch = bytearray()
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.encrypted:  # Python repeats without end a TLS read that the kernel's time limit has ended
+            connection.settimeout(timeout)
+            return
+        connection.settimeout(None)  # with a limit of Python's own, each call would poll first
+        limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    # ---- writing
+
+    def begin(self, tag: int, data: memoryview) -> Rest | None:
+        """Write what needs no waiting; return what writes the rest and may block, None if nothing is left."""
+        header = HEADER.pack(tag, len(data))
+        if len(data) > SMALL:
+            return functools.partial(self._write_large, header, data)
+        frame = memoryview(header + data)
+        sent = self._write_now(frame)
+        return None if sent == len(frame) else functools.partial(self._write_all, frame[sent:])
+
+    def _write_now(self, frame: memoryview) -> int:
+        """Return how many bytes the kernel took at once."""
+        try:
+            if not self.encrypted:
+                return self.socket.send(frame, socket.MSG_DONTWAIT)
+            self.socket.settimeout(0)
+            try:
+                return self.socket.send(frame)
+            finally:
+                self.socket.settimeout(self.timeout)
+        except (BlockingIOError, ssl.SSLWantWriteError):  # after the latter TLS wants the same bytes again
+            return 0
+
+    def _write_large(self, header: bytes, data: memoryview) -> None:
+        self._write_all(memoryview(header + data[:SMALL]))  # no packet for the header alone
+        self._write_all(data[SMALL:])
+
+    def _write_all(self, data: memoryview) -> None:
+        for begin in range(0, len(data), PIECE):  # the time limit counts for a call
+            self.socket.sendall(data[begin : begin + PIECE])
+
+    # ---- reading
+
+    def read_header(self) -> tuple[int, int]:
+        """Wait for a message; return its tag and length."""
+        header = bytearray(HEADER.size)
+        self.read_into(memoryview(header))
+        tag, length = HEADER.unpack(header)
+        return tag, length
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill `target`. Raises EOFError if the other side closes before."""
+        flags = 0 if self.encrypted else socket.MSG_WAITALL
+        while len(target):
+            count = self.socket.recv_into(target, 0, flags)
+            if not count:
+                raise EOFError
+            target = target[count:]
+
+    def read_pieces(self, length: int) -> Iterator[memoryview]:
+        """Yield `length` bytes in pieces, all but the last of PIECE bytes, each valid until the next one."""
+        if len(self._scratch) < min(length, PIECE):
+            self._scratch = bytearray(PIECE)
+        scratch = memoryview(self._scratch)
+        for begin in range(0, length, PIECE):
+            piece = scratch[: min(PIECE, length - begin)]
+            self.read_into(piece)
+            yield piece
+
+    # ---- the end
+
+    def shut(self) -> None:
+        """End what any thread reads or writes here."""
+        with contextlib.suppress(OSError):  # the other side was faster
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # SSLSocket's own lets a reader take TLS for data
+
+    def close(self) -> None:
+        """Give the socket back; no thread may be reading or writing."""
+        self.socket.close()

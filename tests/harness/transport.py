@@ -1,0 +1,83 @@
+"""Ranks that meet through a folder, as threads or as processes, for the tests of common/distributed/transport."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.distributed.transport.certificates import Identity, load_identity, make_identity
+from common.distributed.transport.connecting import Links, connect_ranks
+from tests.harness.processes import PATIENCE, wait_until
+
+WAYS = ("tcp", "tls", "memory")
+
+
+class Meeting:
+    """A rendezvous in a folder, with set and get like those of a store, and what the ranks were told."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder, self.options = folder, options
+        self.lines: list[str] = []
+        folder.mkdir(exist_ok=True)
+
+    def set(self, key: str, value: str) -> None:
+        draft = self.folder / f"draft-{threading.get_ident()}-{os.getpid()}"
+        draft.write_text(value)
+        draft.rename(self.folder / key.replace("/", "-"))
+
+    def get(self, key: str, seconds: float = PATIENCE) -> str:
+        file = self.folder / key.replace("/", "-")
+        return str(wait_until(lambda: file.exists() and file.read_text(), key, seconds, pause=0.002))
+
+    def join(self, rank: int, size: int, **options: Any) -> Links:
+        known: dict[str, Any] = {"group": "run", "address": "127.0.0.1", "setup_timeout": PATIENCE}
+        known |= {"timeout": PATIENCE, "tell": self.lines.append} | self.options | options
+        lookup = functools.partial(self.get, seconds=known["setup_timeout"])
+        return connect_ranks(rank, size, self.set, lookup, **known)
+
+    def join_all(self, size: int, **options: Any) -> list[Links]:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(lambda rank: self.join(rank, size, **options), range(size)))
+
+
+def options_of(way: str, identity: Identity) -> dict[str, Any]:
+    options: dict[str, dict[str, Any]] = {"tls": {"identity": identity}, "memory": {"host": "here", "spin": 1e-3}}
+    return options.get(way, {})
+
+
+@pytest.fixture(scope="session")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    """A key and a certificate, made once."""
+    folder = tmp_path_factory.mktemp("identity") / "tls"
+    make_identity(folder, 3600)
+    return load_identity(folder)
+
+
+@pytest.fixture(params=WAYS)
+def meeting(request: pytest.FixtureRequest, identity: Identity, tmp_path: Path) -> Meeting:
+    """Where ranks meet, for each kind of connection."""
+    return Meeting(tmp_path / "meeting", **options_of(request.param, identity))
+
+
+@pytest.fixture
+def pair(meeting: Meeting) -> Iterator[list[Links]]:
+    """Two ranks that are connected."""
+    ranks = meeting.join_all(2)
+    yield ranks
+    for links in ranks:
+        links.close()
+
+
+def fork(function: Callable[..., object], *arguments: object) -> multiprocessing.context.ForkProcess:
+    """Run a function in a process of its own."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return process

@@ -1,0 +1,191 @@
+"""Messages between two ranks: over TCP, over TLS, and through the memory of their host."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from common.distributed.transport.connecting import Links
+from common.distributed.transport.links import LinkError, LinkTimeout
+from common.distributed.transport.memory_links import SLOTS, MemoryStream
+from common.distributed.transport.socket_stream import PIECE, SMALL
+from tests.harness.processes import PATIENCE
+from tests.harness.transport import Meeting, fork, identity, meeting, pair
+
+__all__ = ["identity", "meeting", "pair"]
+LARGE = 3 * SLOTS * PIECE + 5  # more than kernel or shared memory hold
+SIZES = (0, 1, 4, SMALL, SMALL + 1, PIECE, LARGE)
+
+
+def test_every_size_arrives_and_is_counted(pair: list[Links]) -> None:
+    sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
+    for count, size in enumerate(SIZES):
+        data, got = os.urandom(size), bytearray(size)
+        ticket = sender.send(count, data)
+        reader.receive(count, got)
+        sender.wait(ticket)
+        assert got == data, size
+        sender.send(count, data)
+        assert b"".join(bytes(piece) for piece in reader.receive_pieces(count, size)) == data, size
+    assert sender.bytes_sent == reader.bytes_received == 2 * sum(SIZES)
+
+
+def test_all_may_send_before_anybody_receives(pair: list[Links]) -> None:
+    def play(rank: int) -> bool:
+        peer = 1 - rank
+        large = os.urandom(LARGE)
+        tickets = [pair[rank].outgoing[peer].send(0, large)]
+        small = bytearray(SMALL)
+        for number in range(300):
+            small[:2] = number.to_bytes(2)
+            tickets.append(pair[rank].outgoing[peer].send(1, small))  # the sender may write to it at once
+        got = bytearray(LARGE)
+        pair[rank].incoming[peer].receive(0, got)
+        for number in range(300):
+            pair[rank].incoming[peer].receive(1, small)
+            assert small[:2] == number.to_bytes(2)
+        for ticket in tickets:
+            pair[rank].outgoing[peer].wait(ticket)
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(play, (0, 1))) == [True, True]
+
+
+def test_messages_wait_for_those_who_want_them(pair: list[Links]) -> None:
+    sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
+    for tag in (1, 2, 3, 2):
+        sender.send(tag, bytes([tag]) * SMALL * tag)
+    for tag in (2, 3, 2, 1):
+        assert all(bytes(piece) == bytes([tag]) * len(piece) for piece in reader.receive_pieces(tag, SMALL * tag))
+    got = [bytearray(LARGE) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(reader.receive, tag, got[tag]) for tag in range(4)]
+        for tag in (3, 1, 0, 2):
+            sender.send(tag, bytes([tag]) * LARGE)
+        for future in waiting:
+            future.result(PATIENCE)
+    assert [set(data) for data in got] == [{0}, {1}, {2}, {3}]
+
+
+def test_closing_ends_at_once_what_waits(pair: list[Links]) -> None:
+    """The time limit of these links is longer than that of the test."""
+    ticket = pair[0].outgoing[1].send(0, bytes(20 * LARGE))
+    waits = [
+        lambda: pair[0].outgoing[1].wait(ticket),
+        lambda: pair[0].incoming[1].receive(7, bytearray(4)),
+        lambda: pair[0].incoming[1].receive(8, bytearray(4)),
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(wait) for wait in waits]
+        time.sleep(0.05)
+        assert not any(future.done() for future in waiting)
+        pair[0].close()
+        for future in waiting:
+            with pytest.raises(LinkError, match="the connection with rank 1 was closed on this rank"):
+                future.result(PATIENCE)
+    for again in (*waits, lambda: pair[0].outgoing[1].send(0, b"")):
+        with pytest.raises(LinkError, match="was closed on this rank"):
+            again()
+
+
+def test_a_rank_that_dies_is_named_at_once(meeting: Meeting) -> None:
+    def sleep() -> None:
+        held = meeting.join(1, 2)
+        time.sleep(PATIENCE)
+        held.close()
+
+    process = fork(sleep)
+    links = meeting.join(0, 2)
+    ticket = links.outgoing[1].send(0, bytes(20 * LARGE))
+    waits = (lambda: links.outgoing[1].wait(ticket), lambda: links.incoming[1].receive(7, bytearray(4)))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(wait) for wait in waits]
+        time.sleep(0.05)
+        assert process.pid and not any(future.done() for future in waiting)
+        os.kill(process.pid, signal.SIGKILL)
+        for future in waiting:
+            with pytest.raises(LinkError, match="rank 1 has closed its connection; see its log"):
+                future.result(PATIENCE)
+    process.join()
+    links.close()
+
+
+def test_the_last_message_outlives_its_rank(meeting: Meeting) -> None:
+    def send() -> None:
+        links = meeting.join(1, 2)
+        links.outgoing[0].wait(links.outgoing[0].send(0, b"x" * SMALL * 3))
+        links.close()
+
+    process = fork(send)
+    links = meeting.join(0, 2)
+    process.join(PATIENCE)
+    got = bytearray(SMALL * 3)
+    links.incoming[1].receive(0, got)
+    assert set(got) == {ord("x")}
+    links.close()
+
+
+def test_a_silent_rank_is_named_after_the_time_limit(meeting: Meeting) -> None:
+    ranks = meeting.join_all(2, timeout=0.2)
+    ticket = ranks[0].outgoing[1].send(0, bytes(20 * LARGE))
+    told = "rank 1 neither sent nor took anything for 0.2 s; see its log, or raise launch.step_timeout"
+    for wait in (
+        lambda: ranks[0].incoming[1].receive(0, bytearray(4)),
+        lambda: ranks[0].outgoing[1].wait(ticket),
+    ):
+        with pytest.raises(LinkTimeout, match=told):
+            wait()
+    for links in ranks:
+        links.close()
+
+
+def test_another_size_than_expected_is_told(pair: list[Links]) -> None:
+    pair[0].outgoing[1].send(5, bytes(8))
+    with pytest.raises(LinkError, match=r"rank 0 sent 8 bytes where 12 were expected \(tag 5\): the ranks call differ"):
+        pair[1].incoming[0].receive(5, bytearray(12))
+
+
+def test_a_message_that_is_left_half_read_ends_the_link(pair: list[Links]) -> None:
+    pair[0].outgoing[1].send(5, bytes(LARGE))
+    pieces = pair[1].incoming[0].receive_pieces(5, LARGE)
+    next(pieces)
+    del pieces
+    with pytest.raises(LinkError, match="a message of or to rank 0 was broken off"):
+        pair[1].incoming[0].receive(6, bytearray(4))
+
+
+def test_links_of_closed_ranks_leave_no_thread(meeting: Meeting) -> None:
+    before = set(threading.enumerate())
+    ranks = meeting.join_all(2)
+    for rank in (0, 1):
+        ranks[rank].outgoing[1 - rank].send(0, bytes(LARGE))
+    for links in ranks:
+        links.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("meeting", ["memory"], indirect=True)
+def test_without_memory_messages_go_through_the_socket(pair: list[Links]) -> None:
+    sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
+    stream = sender.stream
+    assert isinstance(stream, MemoryStream)
+    data, got = os.urandom(LARGE), bytearray(LARGE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        for _ in range(2):
+            ticket = sender.send(0, data)
+            reader.receive(0, got)
+            sender.wait(ticket)
+            assert got == data and not stream.shared
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

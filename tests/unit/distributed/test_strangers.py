@@ -1,0 +1,143 @@
+"""Who is not a rank of the run is refused and named, whatever it sends, and the run goes on waiting for who is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from common.core.errors import Unreachable
+from common.distributed.transport import reception
+from common.distributed.transport.connecting import Links, Published
+from common.distributed.transport.reception import GUESTS
+from common.distributed.transport.welcome import ANSWER, Direction, make_hello
+from tests.harness.chance import draw_seed
+from tests.harness.processes import PATIENCE
+from tests.harness.strangers import attack
+from tests.harness.transport import Meeting, identity, meeting
+
+__all__ = ["identity", "meeting"]
+
+
+class Waiting:
+    """Rank 0, which waits for rank 1."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.held: list[socket.socket] = []
+        self.pool = ThreadPoolExecutor(1)
+        self.future: Future[Links] = self.pool.submit(meeting.join, 0, 2)
+        self.found = Published(*json.loads(meeting.get("link/0")))
+
+    def connect(self) -> socket.socket:
+        local = bool(self.found.local)
+        stranger = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
+        stranger.settimeout(PATIENCE)
+        stranger.connect("\0" + self.found.local if local else (self.found.address, self.found.port))
+        return stranger
+
+    def send(self, data: bytes) -> bytes:
+        """Send something; returns what is answered until the connection is closed."""
+        with self.connect() as stranger:
+            try:
+                stranger.sendall(data)
+                return stranger.recv(100)
+            except ConnectionError:
+                return b""
+
+    def finish(self) -> None:
+        """Rank 1 comes after all, and a message passes."""
+        one = self.meeting.join(1, 2)
+        zero = self.future.result(PATIENCE)
+        zero.outgoing[1].send(0, b"four")
+        got = bytearray(4)
+        one.incoming[0].receive(0, got)
+        assert got == b"four"
+        zero.close()
+        one.close()
+        for stranger in self.held:
+            stranger.close()
+
+
+@pytest.fixture
+def waiting(meeting: Meeting) -> Iterator[Waiting]:
+    rank = Waiting(meeting)
+    yield rank
+    rank.finish()
+    rank.pool.shutdown()
+
+
+TOKEN = b"a guess, not the token"
+
+
+@pytest.mark.parametrize("meeting", ["tcp", "memory"], indirect=True)
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "sent what is no welcome"),
+        (make_hello(Direction("run", 1, 0), TOKEN), "does not know the token that this rank published"),
+        (make_hello(Direction("last week's", 1, 0), TOKEN), 'belongs to "last week\'s", not to run'),
+        (make_hello(Direction("run", 0, 1), TOKEN), "looks for rank 1"),
+    ],
+    ids=["http", "token", "run", "rank"],
+)
+def test_a_stranger_is_refused_and_named(waiting: Waiting, data: bytes, reason: str) -> None:
+    assert waiting.send(data) == b""
+    (line,) = waiting.meeting.lines
+    who = "this host" if waiting.found.local else r"127.0.0.1:"
+    assert line.startswith(f"rank 0 refused a connection from {who}") and f", which {reason};" in line
+    waiting.send(data)
+    assert waiting.meeting.lines == [line], "an address is mentioned once"
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "SECONDS", 0.2)
+
+
+def test_silence_and_half_a_welcome_end_after_their_time(brief: None, waiting: Waiting) -> None:
+    with waiting.connect() as silent, waiting.connect() as half:
+        is_encrypted = "identity" in waiting.meeting.options
+        half.sendall(b"\x16\x03\x01\2\0\1" if is_encrypted else make_hello(Direction("run", 1, 0), TOKEN)[:20])
+        assert silent.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):  # not all that it had sent was read
+            assert half.recv(1) == b""
+    assert any("had not proven within 0.2 s that it is a rank of this run" in line for line in waiting.meeting.lines)
+
+
+@pytest.mark.parametrize("meeting", ["tcp"], indirect=True)
+def test_the_position_of_a_rank_that_is_here_is_taken(meeting: Meeting) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(meeting.join, 0, 3, setup_timeout=0.5)
+        found = Published(*json.loads(meeting.get("link/0")))
+        with socket.create_connection((found.address, found.port)) as first:
+            first.sendall(make_hello(Direction("run", 1, 0), bytes.fromhex(found.token)))
+            assert len(first.recv(100)) == ANSWER
+            with socket.create_connection((found.address, found.port)) as second:
+                second.sendall(make_hello(Direction("run", 1, 0), bytes.fromhex(found.token)))
+                assert second.recv(100) == b""
+        with pytest.raises(Unreachable, match="rank 1 has not published its address"):
+            zero.result(PATIENCE)
+    assert "says that it is rank 1, which is here already" in meeting.lines[0]
+
+
+def test_more_connections_than_are_heard_at_a_time_keep_nobody_out(waiting: Waiting) -> None:
+    waiting.held += [waiting.connect() for _ in range(3 * GUESTS)]
+
+
+def test_random_input_ends_nobody(waiting: Waiting) -> None:
+    attack(waiting.found, 150, draw_seed("strangers"), is_local=bool(waiting.found.local))
+
+
+def test_ranks_that_do_not_come_are_named(meeting: Meeting) -> None:
+    with pytest.raises(Unreachable, match="rank 1 has not published its address"):
+        meeting.join(0, 2, setup_timeout=0.1)
+    one = Published("127.0.0.1", 1, "00", "", "")
+    meeting.set("link/1", json.dumps(one))
+    told = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see the log there, check the firewall"
+    with pytest.raises(Unreachable, match=told):
+        meeting.join(0, 2, setup_timeout=0.1)
