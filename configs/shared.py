@@ -38,7 +38,8 @@ class Data:
     [N, H, W] or [N, 3, H, W], or vectors uint8 [N, D], and labels from 0. After a fallback this names the set that was
     really used."""
     root: str = "data"
-    """Folder with the raw files, as torchvision lays them out. The variable DATA_ROOT sets the default."""
+    """Folder with the raw files, as torchvision lays them out. The variable DATA_ROOT sets the default; another one
+    has to exist for mnist."""
     cache: str = "data/prepared"
     """Folder for prepared sets (uint8 arrays). Writable, and visible from every node."""
     fallback: Literal["digits", "none"] = "digits"

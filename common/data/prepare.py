@@ -109,6 +109,9 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
 def prepare_mnist(data: Data, fallback: bool) -> Prepared:
     """Find or make MNIST, downloading it if it is missing. Raises UserError."""
     root = Path(data.root)
+    if not root.is_dir() and data.root not in (Data.root, os.environ.get("DATA_ROOT")):  # mistyped, most likely
+        remedy = "name a folder with MNIST/raw, make this one to download MNIST into it, or set data.name=digits"
+        raise UserError(f"data.root={root}: there is no such folder; {remedy}")
     raw = root / "MNIST" / "raw"
     notice = ""
     if not any((raw / name).exists() for name in sources.MNIST_FILES):

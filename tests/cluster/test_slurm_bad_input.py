@@ -129,14 +129,14 @@ def test_data_that_vanish_between_submission_and_start_are_told_in_time(site: Si
 
 def test_srun_by_hand_without_data_is_refused_in_time(site: Site) -> None:
     words = [*site.settings("by-hand").removeprefix("--args=").split(), "data.name=mnist", "data.fallback=none"]
-    words += ["launch.nodes=2", f"data.root={site.folder}/none", "data.download_timeout=0"]
+    words += ["launch.nodes=2", f"data.root={site.folder}", "data.download_timeout=0"]
     script = [sys.executable, "experiments/ddp_multinode.py", *words]
     began = time.monotonic()
     done = site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
     assert time.monotonic() - began < SECONDS
     check(
         done,
-        f"MNIST is not in the folder {site.folder}/none and cannot be downloaded (data.download_timeout=0); set data.",
+        f"MNIST is not in the folder {site.folder} and cannot be downloaded (data.download_timeout=0); set data.",
     )
     assert done.returncode == 2, done.stderr
     assert not (site.runs / "by-hand").exists()

@@ -107,7 +107,13 @@ def flip(content: bytes) -> bytes:
 
 
 DATA = [
-    Case("mnist: none, and no fallback", (*MNIST, "data.fallback=none"), ("data.root", "data.name=digits"), fast=False),
+    Case(
+        "mnist: none, and no fallback",
+        (*MNIST, "data.fallback=none"),
+        ("MNIST is not in the folder {place}/raw and cannot be downloaded", "set data.root", "data.name=digits"),
+        setup=lambda place, cache: (place / "raw").mkdir(),
+        fast=False,
+    ),
     Case(
         "mnist: two files missing",
         MNIST,

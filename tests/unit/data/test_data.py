@@ -158,6 +158,17 @@ def test_mnist_comes_through_torchvision(raw: Path, tmp_path: Path, monkeypatch:
         prepare.prepare_dataset(settings)
 
 
+def test_only_the_default_folder_may_be_missing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(tmp_path / "mistyped")
+    settings = Data(root=root, cache=str(cache), download_timeout=0)
+    with pytest.raises(UserError, match=f"data.root={root}: there is no such folder; name .* or set data.name=digits"):
+        prepare.prepare_dataset(settings)
+    monkeypatch.setenv("DATA_ROOT", root)
+    found = prepare.prepare_dataset(settings)
+    assert found.name == "digits" and "training on the built-in digits set instead" in found.notice
+    assert not Path(root).exists()
+
+
 def test_changed_raw_files_are_prepared_anew(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MNIST_FILES", {file.name: file.stat().st_size for file in raw.iterdir()})
     settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
