@@ -19,6 +19,7 @@ from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.core.errors import UserError
 from common.data.prepare import hash_file
 from common.models import networks
+from common.models.initial_weights import find_weights
 from common.models.networks import Recipe
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
 from configs.dataparallel import DataParallel
@@ -161,20 +162,6 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise UserError(f"weights={text}: holds no state dict, which has a tensor for each name")
     return found
-
-
-def find_weights(text: str, runs: Path) -> Path:
-    """Return the file or folder that `weights=` names; a run's id or its last four characters will do.
-
-    Raises UserError.
-    """
-    name = Path(text).name  # a job's settings hold absolute paths
-    for path in (Path(text), runs / name, *runs.glob(f"*-{name}" if len(name) == 4 and name.isalnum() else "\0")):
-        if path.exists():
-            return path
-    raise UserError(
-        f"weights={text}: no such file, checkpoint folder or run; name a file of tensors, a run's id, or none"
-    )
 
 
 def read_checkpoint(path: Path, text: str) -> dict[str, Tensor]:

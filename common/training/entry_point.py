@@ -25,6 +25,7 @@ from common.core.text import format_count
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
 from common.distributed.rendezvous import World
+from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker
 from common.runs.folder import Folder
@@ -57,6 +58,8 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     wandb_account.read_requested_mode(cfg)
     path = config.parse_command_line(sys.argv[1:]).resume
     given = Folder(path.absolute()) if path else None
+    if given is None:
+        initial_weights.check_config(cfg)
     if getattr(cfg, "sweep", False):
         if given is not None or rank_info is not None:
             raise UserError(

@@ -22,6 +22,7 @@ from common.core.config import ROOT
 from common.core.errors import UserError
 from common.core.text import format_count
 from common.data import prepare
+from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account
 from common.runs.folder import Folder
@@ -180,6 +181,8 @@ def main(given: argparse.Namespace) -> int:
     follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load_config(config.import_schema(name), words)
     schedules.check_config(settings)
+    if resumed is None:
+        initial_weights.check_config(settings)
     wandb_account.read_requested_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     check_step_timeout(settings, profile)

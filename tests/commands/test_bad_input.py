@@ -144,7 +144,10 @@ DATA = [
 ]
 
 
-@pytest.mark.parametrize("case", SETTINGS + FILES, ids=lambda case: case.name)
+WEIGHTS = Case("weights: no file", ("weights=no.pt",), ("weights=no.pt: no such file",), experiment="ddp_multinode")
+
+
+@pytest.mark.parametrize("case", [*SETTINGS, *FILES, WEIGHTS], ids=lambda case: case.name)
 def test_bad_settings(case: Case, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case.setup(tmp_path, cache)
     before = sorted(tmp_path.iterdir())

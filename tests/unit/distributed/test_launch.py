@@ -138,6 +138,13 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Pat
     assert done.status == 2 and "the model needs" in done.err
 
 
+def test_missing_weights_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    words = ("weights=nowhere.pt", "data.name=generated", f"data.cache={tmp_path / 'sets'}")
+    done = run("ddp_multinode", *words, runs=tmp_path / "runs")
+    assert done.status == 2 and done.err.startswith("error: weights=nowhere.pt: no such file, checkpoint folder or run")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_smallest_of_all_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     free, what = host_memory.measure_available()
     assert 1 << 28 < free < 1 << 50 and what
