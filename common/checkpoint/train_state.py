@@ -19,10 +19,14 @@ from common.distributed.rendezvous import World
 
 
 def get_recipe(model: nn.Module) -> dict[str, Any]:
-    """Return what builds a model again: its class and the constructor's arguments, None where it does not tell them."""
+    """Return what builds a model again: its class and the constructor's arguments, None where it does not tell them.
+
+    The recipe that a subclass has from its parent builds the parent, and does not count.
+    """
     kinds = type(model).__mro__  # FSDP2 puts a class of its own before a model's
-    name = next(kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed."))
-    return getattr(model, "recipe", None) or {"class": name, "arguments": None}
+    name, *parents = (kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed."))
+    recipe: dict[str, Any] | None = getattr(model, "recipe", None)
+    return {"class": name, "arguments": None} if recipe is None or recipe["class"] in parents else recipe
 
 
 class TrainState:

@@ -18,7 +18,7 @@ from common.checkpoint import checkpointer, storage
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.core.errors import UserError
 from common.data.prepare import hash_file
-from common.models import networks
+from common.models import networks, pruning_masks
 from common.models.initial_weights import find_weights
 from common.models.networks import Recipe
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
@@ -29,17 +29,19 @@ NEEDED = {"class", "arguments", "step", "shape", "dtype", "precision", "channels
 
 
 def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe, facts: Mapping[str, Any]) -> None:
-    """Write both files, each atomically. Raises OSError.
+    """Write both files, each atomically, without the masks of pruning. Raises OSError.
 
-    Where the recipe has the arguments, only the tensors of the built model are written: no masks, no state of hooks.
+    A recipe of KINDS that builds other tensors than the model has, as where a layer was added to it, is not written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if recipe["arguments"] is not None:
-        known = build_model(recipe, torch.device("meta")).state_dict()
-        state = {name: state[name] for name in known}
-    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    kept = {name: value for name, value in state.items() if name.rpartition(".")[2] != pruning_masks.MASK}
+    if recipe["arguments"] is not None and recipe["class"] in networks.KINDS:
+        built = build_model(recipe, torch.device("meta")).state_dict()
+        if {name: value.shape for name, value in built.items()} != {name: value.shape for name, value in kept.items()}:
+            recipe = {"class": None, "arguments": None}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in kept.items()}
     draft = folder.path / f".{MODEL}.new"
     try:
         try:

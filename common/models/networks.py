@@ -240,6 +240,7 @@ class ResNet18(ResNet):
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         super().__init__("resnet18", shape, classes, large=False)
+        self.recipe = make_recipe("ResNet18", shape=list(shape), classes=classes)
 
 
 def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
@@ -253,7 +254,7 @@ def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequentia
 
 
 KINDS: dict[str, Callable[..., nn.Sequential]] = {
-    kind.__name__: kind for kind in (SimpleNN, Toy, ConvNet, LeNet300, LeNet5, ResNet)
+    kind.__name__: kind for kind in (SimpleNN, Toy, ConvNet, LeNet300, LeNet5, ResNet, ResNet18)
 }
 
 

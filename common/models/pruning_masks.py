@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 SAMPLE = 1 << 16  # values that bound where the k-th smallest of many more lies
 PRUNED_SCORE = -1.0  # the score of a weight that is pruned already
+MASK = "weight_mask"  # the buffer of a layer that holds its mask
 
 
 # ---- selection of exactly k weights
@@ -149,7 +150,7 @@ class Masks:
         named = model.named_modules()
         self.layers = {name: layer for name, layer in named if isinstance(layer, nn.Linear | nn.Conv2d)}
         for layer in self.layers.values():
-            layer.register_buffer("weight_mask", torch.ones_like(layer.weight, dtype=torch.bool))
+            layer.register_buffer(MASK, torch.ones_like(layer.weight, dtype=torch.bool))
         self.weights = [layer.weight for layer in self.layers.values()]
         self.total = sum(weight.numel() for weight in self.weights)
         self.factors = [torch.empty_like(weight, requires_grad=False) for weight in self.weights]
@@ -158,7 +159,7 @@ class Masks:
     @property
     def kept(self) -> list[Tensor]:
         """The masks themselves, one a layer: bool, true where a weight is kept."""
-        return [layer.get_buffer("weight_mask") for layer in self.layers.values()]
+        return [layer.get_buffer(MASK) for layer in self.layers.values()]
 
     @torch.no_grad()
     def assign(self, masks: Sequence[Tensor]) -> None:

@@ -24,7 +24,7 @@ from common.core.text import format_count
 from common.measure.timing import time_calls
 from common.models import exporting, int8
 from common.models.networks import LinearReLU
-from common.models.pruning_masks import Masks, count_nonzero
+from common.models.pruning_masks import MASK, Masks, count_nonzero
 from common.runs.result import Facts
 from configs.sparse_prune import Config
 
@@ -35,7 +35,7 @@ def strip_masks(model: nn.Module) -> nn.Module:
     """Return a copy in float32 and eval mode, without masks and gradients."""
     found = copy.deepcopy(model).float().eval().requires_grad_(False)
     for module in found.modules():
-        module._buffers.pop("weight_mask", None)
+        module._buffers.pop(MASK, None)
     for parameter in found.parameters():
         parameter.grad = None
         parameter.add_(0.0)  # turns the -0.0 of masked negative weights into 0.0: random signs compress badly

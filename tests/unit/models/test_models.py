@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchvision
+from safetensors.torch import load_file
 from torch import nn
 
+from common.checkpoint.train_state import get_recipe
 from common.core.errors import UserError
-from common.models import model_file, networks, partition
+from common.models import model_file, networks, partition, pruning_masks
+from common.runs.folder import Folder
 from configs.dataparallel import DataParallel
 
 
@@ -141,6 +146,35 @@ def test_networks_take_images_of_any_shape_and_name_what_they_do_not_take(name: 
     if name in ("lenet5", "convnet"):
         with pytest.raises(UserError, match=r"images of shape \[3, 2, 2\] are too small"):
             networks.build_network(name, (3, 2, 2), 4)
+
+
+class Subclass(networks.SimpleNN):
+    """A network of a user's own, which has its parent's recipe."""
+
+
+@pytest.mark.parametrize(
+    ("build", "recipe"),
+    [
+        (lambda: networks.SimpleNN(8), {"class": "SimpleNN"}),
+        (lambda: networks.ResNet18((8, 8), 3), {"class": "ResNet18"}),
+        (lambda: Subclass(8), {"class": "Subclass", "arguments": None}),
+        (lambda: nn.Sequential(networks.SimpleNN(8), nn.Linear(10, 3)), {"class": "Sequential", "arguments": None}),
+        (lambda: networks.SimpleNN(8).append(nn.Linear(10, 3)), {"class": None, "arguments": None}),
+    ],
+    ids=["as it is", "of another class", "a subclass", "inside another", "with one more layer"],
+)
+def test_the_file_holds_all_tensors_and_the_recipe_of_that_very_model(
+    build: Callable[[], nn.Module], recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build()
+    state = model.state_dict()
+    pruning_masks.Masks(model)
+    model_file.write_model(Folder(tmp_path), model.state_dict(), get_recipe(model), {})
+    kept, facts = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "model.json").read_text())
+    assert kept.keys() == state.keys() and all(torch.equal(kept[name], state[name]) for name in kept)
+    assert recipe.items() <= facts.items()
+    if facts["arguments"] is not None:
+        model_file.build_model(facts).load_state_dict(kept)
 
 
 def test_models_of_runs_from_before_networks_took_any_shape_are_built() -> None:
