@@ -34,7 +34,7 @@ def configured(name: str, text: str, *parts: str) -> Case:
 
 def scheduled(name: str, body: str, *parts: str, words: tuple[str, ...] = ("schedule=own.py:f",)) -> Case:
     """Two stages, two microbatches, and this file as schedule."""
-    text = f"def f(processes, stages, microbatches):\n    {body}\n"
+    text = f"def f(ranks, stages, microbatches):\n    {body}\n"
     return Case(name, (*words, "microbatches=2"), parts, setup=file("own.py", text))
 
 

@@ -59,13 +59,13 @@ def test_diagram_tells_the_two_parts_of_a_backward_apart() -> None:
 
 def custom(tmp_path: Path, body: str, function: str = "mine") -> PipelineConfig:
     file = tmp_path / "custom.py"
-    file.write_text("def mine(processes, stages, microbatches):\n" + body)
+    file.write_text("def mine(ranks, stages, microbatches):\n" + body)
     return PipelineConfig(stages=2, microbatches=2, schedule=f"{file}:{function}")
 
 
 def test_custom_schedule_is_loaded(tmp_path: Path) -> None:
     body = """    order = range(microbatches)
-    return [[("F", p, m) for m in order] + [("B", p, m) for m in reversed(order)] for p in range(processes)]\n"""
+    return [[("F", p, m) for m in order] + [("B", p, m) for m in reversed(order)] for p in range(ranks)]\n"""
     plan = schedules.make_schedule(custom(tmp_path, body))
     assert plan[1] == [Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 1), Action("B", 1, 0)]
 
