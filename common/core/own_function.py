@@ -24,6 +24,14 @@ def check_file(setting: str, value: str, known: str) -> str:
     return file
 
 
+def prefer_kept(value: str, kept: Path | None) -> str:
+    """Return `FILE.py:function` with the file to read: the one that a run has kept in its source, else that named.
+
+    The run goes on with the file as it was when it began.
+    """
+    return f"{kept}:{value.rpartition(':')[2]}" if kept is not None and kept.is_file() else value
+
+
 def load_function(setting: str, value: str, known: str) -> Callable[..., Any]:
     """Return the function that `setting=FILE.py:function` names.
 

@@ -24,15 +24,6 @@ STATISTICS = "statistics.json"  # mean and standard deviation of the training im
 KEPT = Path("own", "data.py")  # the user's file in the source of a run
 
 
-def find_file(name: str, code: Path | None) -> str:
-    """Return `FILE.py:function` with the file to read: that which a run keeps in its source `code`, else the one named.
-
-    The run goes on with the file as it was when it began.
-    """
-    kept = code / KEPT if code is not None else None
-    return f"{kept}:{name.rpartition(':')[2]}" if kept is not None and kept.is_file() else name
-
-
 def write_arrays(value: str, root: Path, files: Sequence[Path]) -> str:
     """Write the arrays that `FILE.py:function` returns for data.root into four files of a folder, as NAMES orders them.
 

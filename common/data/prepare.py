@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from common.core.errors import UserError
-from common.core.own_function import check_file, locate_errors
+from common.core.own_function import check_file, locate_errors, prefer_kept
 from common.data import image_folder, own_data, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import disk_errors, read_json
@@ -197,7 +197,7 @@ def prepare_folder(data: Data, log: Log) -> Prepared:
 
 def prepare_own(data: Data, code: Path | None) -> Prepared:
     """Find or make the set that `FILE.py:function` returns (see own_data.py). Raises UserError."""
-    value, root = own_data.find_file(data.name, code), Path(data.root)
+    value, root = prefer_kept(data.name, code and code / own_data.KEPT), Path(data.root)
     file = Path(check_file("data.name", value, own_data.KNOWN))
     with locate_errors("data.name", value):
         state = f"{hash_file(file)} {value.rpartition(':')[2]} {root.resolve()}"

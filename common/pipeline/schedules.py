@@ -14,13 +14,19 @@ section 2.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import exit_on_user_error
-from common.core.own_function import load_function, locate_errors
+from common.core.own_function import load_function, locate_errors, prefer_kept
 from common.core.text import format_count
+from common.runs.folder import disk_errors
 from configs.pipeline import PipelineConfig, Stages
 
 
@@ -208,10 +214,43 @@ def format_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[st
     return lines
 
 
-def check_config(settings: object) -> None:
-    """Raise UserError for a config whose schedule cannot work; configs without a pipeline pass."""
+def check_config(settings: object, code: Path | None = None) -> None:
+    """Raise UserError for a config whose schedule cannot work; configs without a pipeline pass.
+
+    `code` is the source of the run that has these settings already, for the file that it keeps.
+    """
     if isinstance(settings, Stages) and settings.pipeline().engine == "own":
-        make_schedule(settings.pipeline())
+        make_schedule(choose_file(settings.pipeline(), code) if code else settings.pipeline())
+
+
+# ---- the file of a custom schedule in the source of a run
+
+
+def find_kept(name: str, code: Path) -> Path:
+    """Return where a run keeps the file of `FILE.py:function` in its source; a resume may name another file."""
+    digest = hashlib.sha256(os.fsencode(name.rpartition(":")[0])).hexdigest()[:8]
+    return code / "own" / f"schedule-{digest}.py"
+
+
+def choose_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
+    """Return the settings with the file of a custom schedule that a run keeps in its source, if it keeps one."""
+    name = settings.schedule
+    return replace(settings, schedule=prefer_kept(name, find_kept(name, code))) if ":" in name else settings
+
+
+def keep_file(settings: object, code: Path, *, anew: bool = False) -> None:
+    """Copy the file of a custom schedule into the source of a run, if it is not there yet, or `anew`. Raises UserError.
+
+    Ranks that start meanwhile find it whole or not at all.
+    """
+    name = settings.pipeline().schedule if isinstance(settings, Stages) else ""
+    kept = find_kept(name, code)
+    if ":" in name and (anew or not kept.is_file()):
+        with disk_errors(kept):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            draft = kept.with_suffix(".new")
+            shutil.copyfile(name.rpartition(":")[0], draft)
+            draft.replace(kept)
 
 
 def main() -> None:

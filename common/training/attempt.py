@@ -23,6 +23,7 @@ from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, 
 from common.core.text import format_count
 from common.data import prepare
 from common.data.prepare import Prepared
+from common.pipeline import schedules
 from common.runs import provenance, wandb_tracker
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
@@ -48,7 +49,7 @@ class Attempt:
         folder, prepared = set_up_run(cfg, fallback) if given is None else resume_run(cfg, given)
         return cls(folder, prepared, given is None)
 
-    def document(self) -> None:
+    def document(self, cfg: Experiment) -> None:
         """Write source, versions, machine and data checksums of the run, and the start of this attempt.
 
         Raises UserError for damaged data and for a disk that refuses.
@@ -57,6 +58,7 @@ class Attempt:
             provenance.copy_source(self.folder)
             self.prepared.keep_source(self.folder.path / "code")
             provenance.write_metadata(self.folder, sys.argv, self.prepared.facts())
+        schedules.keep_file(cfg, self.folder.path / "code")
         provenance.record_attempt(self.folder)
         self.prepared.verify()
 

@@ -54,10 +54,10 @@ def start(main: Main[T], schema: type[T]) -> None:
 def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
     """Run what the command line asks for, with ranks of its own or as one rank; return the exit status."""
     cfg = config.load_config(schema, sys.argv[1:])
-    schedules.check_config(cfg)
-    wandb_account.read_requested_mode(cfg)
     path = config.parse_command_line(sys.argv[1:]).resume
     given = Folder(path.absolute()) if path else None
+    schedules.check_config(cfg, given.path / "code" if given else None)
+    wandb_account.read_requested_mode(cfg)
     if given is None:
         initial_weights.check_config(cfg)
     if getattr(cfg, "sweep", False):
@@ -148,7 +148,7 @@ class ForkedRanks:
                 train_rank(main, cfg, world, attempt, stop)
 
         def document() -> None:
-            attempt.document()
+            attempt.document(cfg)
             if not attempt.is_new:
                 provenance.update_metadata(folder, job=None)  # it no longer belongs to a job
             attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
@@ -206,7 +206,7 @@ class LaunchedRank:
         try:
             attempt = Attempt.open(cfg, given, fallback=self.world.nodes == 1)
             with attempt.discard_on(UserError, StopRequested):
-                attempt.document()
+                attempt.document(cfg)
         except UserError as error:
             return error
         return attempt

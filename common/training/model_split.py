@@ -20,6 +20,7 @@ from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.measure.memory import reset_peak
 from common.models import partition
+from common.pipeline import schedules
 from common.pipeline.executor import Loss, PipelineEngine
 from common.runs import provenance
 from common.runs.folder import read_json, write_atomic, write_json
@@ -148,6 +149,7 @@ def build_pipeline(
 
     Each rank keeps its own stages and moves them to its device. `loss` is a mean over samples.
     """
+    cfg = schedules.choose_file(cfg, run.folder.path / "code")
     kind: type[PipelineEngine] = PipelineEngine
     if cfg.engine == "torch":
         from common.pipeline.torch_engine import TorchPipelineEngine  # a second to import, so only when asked for

@@ -26,6 +26,7 @@ from common.core import config, config_keys
 from common.core.errors import UserError
 from common.data import prepare
 from common.data.prepare import Prepared
+from common.pipeline import schedules
 from common.runs import provenance, result
 from common.runs.folder import Folder, disk_errors, read_json
 from configs.profile import Profile
@@ -86,14 +87,15 @@ def read_known_settings(name: str, text: str) -> Experiment:
     return config.build_config(schema, [{key: value for key, value in read_flat(text).items() if key in known}])
 
 
-def create_folder(old: Folder, text: str, settings: Experiment, found: Prepared) -> Folder:
-    """Make a new run folder with the old run's source."""
+def create_folder(old: Folder, text: str, settings: Experiment, found: Prepared, *, anew: bool = False) -> Folder:
+    """Make a new run folder with the old run's source; with `anew` a custom schedule's file is the one named."""
     new = Folder.create(Path(settings.runs), old.experiment, text)
     with submit.remove_on_error(new):
         with disk_errors(new.path):
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
         found.keep_source(new.path / "code")
+        schedules.keep_file(settings, new.path / "code", anew=anew)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.facts())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
@@ -235,14 +237,16 @@ def main(given: argparse.Namespace) -> int:
         settings = read_known_settings(old.experiment, text)
         submit.check_step_timeout(settings, profile)
         scheduler.check(settings.launch.nodes, profile.partition)
-    source = None if "data.name" in config.parse_command_line(words).values else old.path / "code"
-    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=source)
+    named = config.parse_command_line(words).values
+    kept = {key: None if key in named else old.path / "code" for key in ("schedule", "data.name")}
+    schedules.check_config(settings, kept["schedule"])
+    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=kept["data.name"])
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, found, scheduler)):
         known = "source and versions" if scheduler else "source, versions and machine"  # a job's hosts are not
         print(f"same        settings, {known}", flush=True)
     found.verify()
-    new = create_folder(old, text, settings, found)
+    new = create_folder(old, text, settings, found, anew="schedule" in named)
     code = run_on_cluster(new, settings, text, profile, scheduler) if scheduler else run_locally(new, settings)
     if new.result.get("state") != "finished":
         print(f"the repetition did not finish; see {new.path}", file=sys.stderr)

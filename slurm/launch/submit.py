@@ -86,6 +86,7 @@ def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None)
     with remove_on_error(folder):
         provenance.copy_source(folder)
         found.keep_source(folder.path / "code")
+        schedules.keep_file(settings, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, found.facts())
     return folder
@@ -180,7 +181,7 @@ def main(given: argparse.Namespace) -> int:
         words = ["--resume", str(resumed.path), *words]
     follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load_config(config.import_schema(name), words)
-    schedules.check_config(settings)
+    schedules.check_config(settings, resumed.path / "code" if resumed else None)
     if resumed is None:
         initial_weights.check_config(settings)
     wandb_account.read_requested_mode(settings)

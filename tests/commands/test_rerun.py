@@ -15,13 +15,15 @@ import pytest
 from common.core import config
 from common.core.errors import UserError
 from common.data import prepare
+from common.data.prepare import Prepared
+from common.pipeline import schedules
 from common.runs.folder import Folder, write_json
-from configs import ddp_multinode
+from configs import ddp_multinode, mnist_pipeline
 from configs.profile import Profile
 from slurm.launch import rerun
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made
-from tests.harness.own_data import write_example
+from tests.harness.own_data import write_example, write_schedule
 from tests.harness.processes import environment, run
 from tests.harness.warm import ROOT
 
@@ -33,11 +35,12 @@ def differing(out: str) -> list[str]:
 
 
 def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) -> None:
-    """On a data set of one's own, whose file and arrays are gone meanwhile."""
-    file = write_example(tmp_path)
-    words = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", *QUICK)
+    """On a data set and a schedule of one's own, whose files and arrays are gone meanwhile."""
+    file, order = write_example(tmp_path), write_schedule(tmp_path)
+    words = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"schedule={order}:own", *QUICK)
     old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder.path
     file.unlink()
+    order.unlink()
     shutil.rmtree(tmp_path / "sets")
     script = old / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text() + "# as it was then\n")
@@ -67,6 +70,23 @@ def test_a_repetition_on_another_data_set_of_ones_own_keeps_that_file(tmp_path: 
     found = prepare.prepare_dataset(settings.data)
     new = rerun.create_folder(old, config.format_yaml(settings), settings, found)
     assert (new.path / "code" / "own" / "data.py").read_text() == file.read_text()
+
+
+def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Path) -> None:
+    order = write_schedule(tmp_path)
+    words = [f"schedule={order}:own", f"runs={tmp_path / 'new'}"]
+    settings = config.load_config(mnist_pipeline.Config, words, {})
+    old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
+    schedules.keep_file(settings, old.path / "code")
+    order = write_schedule(tmp_path, "FBW")
+    found = Prepared("digits", tmp_path, {})
+    for anew in (False, True):
+        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, anew=anew)
+        (kept,) = (new.path / "code" / "own").iterdir()
+        assert (kept.read_text() == order.read_text()) is anew
+    with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: rank 0 has no such work: .'W', 0, 0"):
+        schedules.check_config(settings)
+    schedules.check_config(settings, old.path / "code")
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,10 @@ from common.core import config
 from common.core.errors import UserError
 from common.core.processes import Process
 from common.data import prepare
+from common.pipeline import schedules
 from common.runs import provenance
 from common.runs.folder import Folder, write_json
-from configs import ddp_multinode, resnet_modelparallel
+from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import parse_experiment
 from slurm.launch.submit import prepare_folder
@@ -30,7 +31,7 @@ from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
 from tests.harness.made_runs import Made
-from tests.harness.own_data import write_example
+from tests.harness.own_data import write_example, write_schedule
 from tests.harness.warm import ROOT
 
 GOLDEN = """#!/bin/bash
@@ -160,16 +161,19 @@ def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
     assert re.search(r"nodes: 2", (folder.path / "config.yaml").read_text())
 
 
-def test_the_file_of_a_data_set_of_ones_own_is_in_the_source_of_the_job(
+def test_the_files_of_a_data_set_and_a_schedule_of_ones_own_are_in_the_source_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write_example(tmp_path)
+    file, order = write_example(tmp_path), write_schedule(tmp_path)
     monkeypatch.chdir(tmp_path)
-    words = [f"data.name={file.name}:load", "data.cache=sets", "runs=mine"]
-    folder = prepare_folder("ddp_multinode", config.load_config(ddp_multinode.Config, words, {}), None)
+    words = [f"data.name={file.name}:load", f"schedule={order.name}:own", "data.cache=sets", "runs=mine"]
+    folder = prepare_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words, {}), None)
     assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
     monkeypatch.chdir("/")  # where the job may start
-    written = config.load_config(ddp_multinode.Config, ["--resume", str(folder.path)], {})
+    written = config.load_config(mnist_pipeline.Config, ["--resume", str(folder.path)], {})
+    schedules.check_config(written, folder.path / "code")
+    with pytest.raises(UserError, match="neither one of naive, gpipe, 1f1b nor an existing"):
+        schedules.check_config(written)
     found = prepare.prepare_dataset(written.data, code=folder.path / "code")
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 
