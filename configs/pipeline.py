@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from configs.shared import between, divisors, nearest_multiples
 
-OWN = ("naive", "gpipe", "1f1b")
-TORCH = (*OWN, "interleaved_1f1b", "zero_bubble")
+BUILT_IN = ("naive", "gpipe", "1f1b")
+TORCH = (*BUILT_IN, "interleaved_1f1b", "zero_bubble")
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Stages:
     """How the built-in engine's messages travel: auto takes shared memory between ranks of one host (CPU)."""
     schedule: str = "gpipe"
     """naive, gpipe (arXiv 1811.06965), 1f1b (both engines), interleaved_1f1b (arXiv 2104.04473), zero_bubble (arXiv
-    2401.10241; both torch), or FILE.py:function (own)."""
+    2401.10241; both with engine=torch), or FILE.py:function, a schedule of your own for the built-in engine."""
     stages: int = between(1, 64, 2)
     """Stages that the model is partitioned into; 1 trains the unsplit model."""
     stages_per_process: int = between(1, 64, 1)
@@ -49,7 +49,7 @@ class PipelineConfig(Stages):
     """Settings of the engine that executes a schedule."""
 
     engine: Literal["own", "torch"] = "own"
-    """own is the executor of common/pipeline/executor.py; torch is torch.distributed.pipelining."""
+    """own is the built-in engine, common/pipeline/executor.py; torch is torch.distributed.pipelining."""
     microbatches: int = between(1, 4096, 4)
     """Equal parts of a batch that pass through the stages one behind the other."""
 
@@ -86,13 +86,15 @@ class PipelineConfig(Stages):
         custom = ":" in self.schedule
         if not custom and self.schedule not in TORCH:
             raise ValueError(f"schedule={self.schedule} is unknown; use {', '.join(TORCH)} or FILE.py:function")
-        if self.engine == "own" and not custom and self.schedule not in OWN:
-            raise ValueError(f"schedule={self.schedule} needs engine=torch; engine=own has {', '.join(OWN)}")
+        if self.engine == "own" and not custom and self.schedule not in BUILT_IN:
+            names = ", ".join(BUILT_IN)
+            raise ValueError(f"schedule={self.schedule} needs engine=torch; the built-in engine has {names}")
         if self.engine == "torch":
             if custom:
-                raise ValueError(f"schedule={self.schedule} needs engine=own; engine=torch has {', '.join(TORCH)}")
+                what = f"schedule={self.schedule} needs the built-in engine, engine=own"
+                raise ValueError(f"{what}; engine=torch has {', '.join(TORCH)}")
             if self.stages == 1:
-                raise ValueError("engine=torch needs at least 2 stages; set stages=2 or engine=own")
+                raise ValueError("engine=torch needs at least 2 stages; set stages=2, or engine=own (built in)")
             self.check_torch_schedule()
 
     def check_torch_schedule(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from configs.batch_plan import BatchPlan
 from configs.optional import InitialWeights, Sweep
-from configs.pipeline import OWN, PipelineConfig, Stages
+from configs.pipeline import BUILT_IN, PipelineConfig, Stages
 from configs.shared import RESNETS, at_least, between, divisors
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
@@ -33,8 +33,8 @@ class Config(Sweep, Stages, InitialWeights):
     split_size: int = at_least(0, 0)
     """Samples in a microbatch. 0 takes the whole batch with single and naive, a quarter of it with pipelined."""
     engine: Literal["auto", "own", "torch"] = "auto"
-    """own is common/pipeline/executor.py, torch is torch.distributed.pipelining; auto takes the built-in one where it
-    has the schedule."""
+    """own is the built-in engine, common/pipeline/executor.py; torch is torch.distributed.pipelining; auto takes the
+    built-in one where it has the schedule."""
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """A device for each stage, such as [cuda:0,cuda:1]: one process works on all of them. [] takes one rank a stage;
     auto does so, too, unless a local start sees GPUs; where there is one, all stages are on it."""
@@ -76,7 +76,7 @@ class Config(Sweep, Stages, InitialWeights):
             own["schedule"] = "naive"
         if self.mode == "single":
             own |= {"stages": 1, "stages_per_process": 1, "split": []}
-        built_in = self.mode == "single" or own["schedule"] in OWN or ":" in own["schedule"]
+        built_in = self.mode == "single" or own["schedule"] in BUILT_IN or ":" in own["schedule"]
         choice = "auto" if self.mode == "single" else self.engine
         engine: Any = ("own" if built_in else "torch") if choice == "auto" else choice
         return PipelineConfig(**own, engine=engine, microbatches=self.batch_plan.microbatches)

@@ -19,6 +19,7 @@ from configs.pipeline import PipelineConfig
 
 Steps = Sequence[Sequence[Span]]  # the kept steps of one rank
 
+ENGINES = {"own": "built-in engine", "torch": "torch's engine"}
 FEW = 4  # layers of a stage that are named one by one
 WORK = {  # the name of a kind of action, and its colours for even and odd microbatches
     "F": ("forward", ("#4878a8", "#7ba4cc")),
@@ -115,7 +116,7 @@ class PipelineReport:
         With a `folder` it draws one step there, as timeline.png; `model` are model and batch in the words of its title.
         """
         sizes = f"{format_count(cfg.stages, 'stage')}, {format_count(cfg.microbatches, 'microbatch')}"
-        schedule = f"{cfg.schedule} ({cfg.engine}), {sizes}"
+        schedule = f"{cfg.schedule} ({ENGINES[cfg.engine]}), {sizes}"
         title = f"one step of {model}, {format_count(group.size, 'rank')}: {schedule}"
         picture = (folder / "timeline.png", title) if folder else None
         own: Any = {"layers": pipe.layers, "schedule": schedule, "picture": picture}

@@ -299,7 +299,7 @@ def test_the_report_tells_of_time_idleness_and_memory_and_draws_a_step(tmp_path:
     assert len(result["idle_share"]) == 2 and all(0 < share < 1 for share in result["idle_share"])
     assert all(held > 50 * 2**20 for held in result["memory"].values()) and len(result["memory"]) == 2
     assert re.search(rf"^  timeline +{plot.as_uri()}$", done.out, re.MULTILINE), done.out
-    title = "one step of resnet18, pipelined, batch 16, 2 ranks: gpipe (own), 2 stages, 4 microbatches"
+    title = "one step of resnet18, pipelined, batch 16, 2 ranks: gpipe (built-in engine), 2 stages, 4 microbatches"
     assert Image.open(plot).info["Title"] == title
     single = train(tmp_path / "single", "mode=single", "plot=false")
     assert single.result["ideal_bubble"] == 0 and not (single.folder.path / "timeline.png").exists()

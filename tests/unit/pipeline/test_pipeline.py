@@ -25,8 +25,8 @@ def test_pieces_in_memory_and_batchnorm_equal_one_process() -> None:
 
 def test_the_drawing_of_a_step_names_model_batch_ranks_and_schedule(tmp_path: Path, digits: tuple[str, ...]) -> None:
     done = run("mnist_pipeline", *digits, "plot=true", "steps=3", "batch=16", "schedule=1f1b", runs=tmp_path)
-    title = "one step of SimpleNN (width 128, depth 2), batch 16, 2 ranks: 1f1b (own), 2 stages, 4 microbatches"
-    assert Image.open(done.folder.path / "timeline.png").info["Title"] == title
+    model, schedule = "SimpleNN (width 128, depth 2), batch 16", "1f1b (built-in engine), 2 stages, 4 microbatches"
+    assert Image.open(done.folder.path / "timeline.png").info["Title"] == f"one step of {model}, 2 ranks: {schedule}"
 
 
 @pytest.mark.parametrize(
