@@ -88,6 +88,9 @@ class Attempt:
                     print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 if storage.list_candidates(self.folder):
                     print(f"go on with: {format_resume_command(self.folder, cfg, reason)}", file=sys.stderr)
+                elif ended.state in ("cancelled", "preempted"):
+                    again = format_resume_command(self.folder, cfg, reason)
+                    print(f"no checkpoint is saved; to begin this run anew: {again}", file=sys.stderr)
             state = self.folder.result.get("state", ended.state)
             world = read_json(self.folder.attempt / "world.json") or None
             if not self.folder.is_superseded:  # else the newest entry of the history is another attempt's
