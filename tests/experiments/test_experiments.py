@@ -172,7 +172,7 @@ def test_the_two_short_scripts_differ_in_their_technique_only() -> None:
 
 
 def test_answers_need_no_torch() -> None:
-    free = ["data.prepare", "data.sources", "checkpoint.storage", "pipeline.schedules"]
+    free = ["data.prepare", "data.sources", "checkpoint.storage", "models.initial_weights", "pipeline.schedules"]
     free += ["distributed.transport.algorithms", "distributed.transport.cost"]
     free += ["distributed.transport.connecting"]
     free += [
