@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.checkpoint import storage
+from common.core import config
 from common.core.errors import UserError
 from common.runs.folder import MODEL_FACTS, Folder, read_json
 from configs.shared import Experiment
@@ -31,6 +32,20 @@ def has_more_steps(folder: Folder, cfg: Experiment) -> bool:
 def has_checkpoint(folder: Folder, step: int) -> bool:
     """Check whether a run has a checkpoint of a step."""
     return any(checkpoint.step == step for checkpoint in storage.list_candidates(folder))
+
+
+def check_settings(folder: Folder, cfg: Experiment) -> None:
+    """Raise UserError where a run is finished and a config has other settings, which no step is left for."""
+    if folder.result.get("state") != "finished" or has_more_steps(folder, cfg):
+        return
+    changed, last = config.find_changes(folder.path / "config.yaml", cfg), config.read_last_changes(folder.path)
+    known = {name: now for name, (_, now) in last.items()}
+    other = {name: (known.get(name, then), now) for name, (then, now) in changed.items()}
+    other |= {name: (now, then) for name, (then, now) in last.items() if name not in changed}
+    without = {name: pair for name, pair in other.items() if pair[0] != pair[1]}
+    if without:
+        what = f"{folder.path.name} is finished: {config.describe_changes(without)} has no effect"
+        raise UserError(f"{what}; give it more steps or epochs, or start a new run")
 
 
 def describe_finished(folder: Folder, cfg: Experiment) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from common.checkpoint import state_dicts, storage
+from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.preemption import StopRequest, StopRequested, name_silent_ranks, synchronize_exit
 from common.core import config, host_memory, seeds
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
@@ -60,6 +60,8 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     wandb_account.read_requested_mode(cfg)
     if given is None:
         initial_weights.check_config(cfg)
+    else:
+        extension.check_settings(given, cfg)
     if getattr(cfg, "sweep", False):
         if given is not None or rank_info is not None:
             raise UserError(

@@ -185,6 +185,8 @@ def main(given: argparse.Namespace) -> int:
     schedules.check_config(settings, resumed.path / "code" if resumed else None)
     if resumed is None:
         initial_weights.check_config(settings)
+    else:
+        extension.check_settings(resumed, settings)
     wandb_account.read_requested_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     check_step_timeout(settings, profile)
