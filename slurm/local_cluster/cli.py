@@ -53,9 +53,9 @@ def lock_folder(name: str) -> Iterator[Path]:
 
 def start_cluster(given: argparse.Namespace) -> None:
     """Start a cluster and wait until its hosts are idle."""
-    nodes = parse_count("--nodes", given.nodes or "2", slurm_conf.MOST_NODES)
+    nodes = parse_count("NODES", given.nodes or "2", slurm_conf.MOST_NODES)
     cpus = parse_count("--cpus", given.cpus or str(max(2, os.cpu_count() or 1)), 1024)
-    settings, database = slurm_conf.parse_settings(given.conf), parse_switch("--db", given.db)
+    settings, database = slurm_conf.parse_settings(given.conf), parse_switch("DB", given.db)
     shape = cables.parse_shape(given.rate, given.delay)
     auth = given.auth or slurm_conf.choose_auth()
     slurm_conf.check_programs(auth, database)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from common.training.evaluate import Predict
 
 DIFFERENT = 3  # exit status
+DATA = ("name", "root", "cache", "test_limit", "image_size", "samples", "classes", "unreadable", "download_timeout")
+EFFECTIVE = ("eval_batch", *(f"data.{name}" for name in DATA))  # settings that a measurement uses
 APART = {"float32": 1e-6, "float64": 1e-12}  # by how much, relative, the loss of the same model may differ
 NEAR = {"torch.export": 1e-6, "onnx": 1e-4}  # likewise the outputs of an exported one, of the largest
 SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
@@ -41,13 +43,16 @@ SAMPLES = 7  # with which an exported model is compared
 def evaluate_model(folder: Folder, words: list[str]) -> int:
     """Measure the model of a run on its test samples, or those that the words name; returns the exit status.
 
-    Raises UserError where the samples do not fit the model.
+    Raises UserError where the samples do not fit the model, and for settings without effect.
     """
     schema = config.import_schema(folder.experiment)
     own = config.read_config_file(folder.path / "config.yaml")
     own |= {name: now for name, (_, now) in config.read_last_changes(folder.path).items()}
     given = config.parse_command_line(words).values
     settings = config.build_config(schema, [own, given])
+    useless = [name for name in given if name not in EFFECTIVE and not name.startswith("log.")]
+    if useless:
+        raise UserError(f"ARGS: {useless[0]} has no effect on a measurement; {', '.join(EFFECTIVE)} and log.* have")
     source = None if "data.name" in given else folder.path / "code"
     found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=source)
     import torch

@@ -182,7 +182,8 @@ def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -
         (("evaluate", "--args='x", "--", "{}"), "ARGS"),
         (("evaluate", "--args=cluster.time=5", "--", "{}"), "cluster.time"),
         (("evaluate", "--args=data.name=nothing", "--", "{}"), "data.name=nothing"),
-        (("evaluate", "--", "{}"), "has no model.safetensors"),
+        (("evaluate", "--args=data.test_limit=9 optim.lr=5", "--", "{}"), "optim.lr has no effect on a measurement"),
+        (("evaluate", "--args=log.level=debug", "--", "{}"), "has no model.safetensors"),
     ],
 )
 def test_bad_words_about_a_trained_model(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

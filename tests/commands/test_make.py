@@ -309,7 +309,7 @@ def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, .
 
 def test_numbers_of_hosts_are_handed_over_as_they_are(place: Path) -> None:
     text = "$(shell touch pwned)'\"`"
-    assert f"--nodes={text!r}: write a number" in refused(make(place, "cluster-up", f"NODES={text}"), place)
+    assert f"NODES={text!r}: write a number" in refused(make(place, "cluster-up", f"NODES={text}"), place)
 
 
 @pytest.mark.parametrize(

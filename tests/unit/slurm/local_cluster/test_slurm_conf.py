@@ -101,9 +101,9 @@ def test_job_ids_never_come_twice() -> None:
 
 @pytest.mark.parametrize("nodes", ["0", "-1", "abc", "65", "1.5", "٣", "1\n", "$(touch x)", "99999999999"])
 def test_bad_node_counts_are_refused(nodes: str) -> None:
-    refused_text = f"--nodes={nodes!r}: write a number from 1 to 64"
+    refused_text = f"NODES={nodes!r}: write a number from 1 to 64"
     with pytest.raises(UserError) as caught:
-        parse_count("--nodes", nodes, 64)
+        parse_count("NODES", nodes, 64)
     assert str(caught.value) == refused_text
 
 
