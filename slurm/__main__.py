@@ -15,10 +15,11 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import UserError, exit_on_user_error
-from slurm.arguments import split_words
+from slurm.arguments import split_words, suggest_nearest
 
 
 class Setting(NamedTuple):
@@ -131,14 +132,22 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_variables(goals: list[str], environ: Mapping[str, str]) -> None:
-    """Raise UserError for a variable of make's command line that no goal has, or for TESTS that cannot be split."""
+    """Raise UserError for a variable of make's command line that no goal has, or for TESTS that are not there."""
     given = environ.get("GIVEN", "").split()
     known = ["PYTHON", *dict.fromkeys(s.variable for goal in goals for s in TARGETS.get(goal, ()) if s.variable)]
     unknown = [name for name in given if name not in known]
     if unknown:
         raise UserError(f"make {' '.join(goals)} has no setting {' '.join(unknown)}; it has {' '.join(known)}")
     if "TESTS" in given:
-        split_words("TESTS", environ["TESTS"])
+        check_tests(split_words("TESTS", environ["TESTS"]))
+
+
+def check_tests(words: list[str]) -> None:
+    """Raise UserError for a path in tests/ that is not there; patterns and options are pytest's."""
+    for path in [word.partition("::")[0] for word in words if word.startswith("tests/")]:
+        if not Path(path).exists() and "*" not in path:
+            hint = suggest_nearest(path, map(str, Path("tests").rglob("[!_.]*")))
+            raise UserError(f"TESTS={path}: no such file or folder{hint or '; write it as in tests/unit/core'}")
 
 
 def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:

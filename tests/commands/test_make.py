@@ -189,6 +189,9 @@ def test_tests_are_chosen_by_words_with_quotes(place: Path) -> None:
     assert done.status == 0 and "2 passed, 1 deselected" in done.out, done
     done = make(place, "test", "TESTS=tests/cluster/*.py --rootdir='$(touch pwned)`touch pwned`'")
     assert "/$(touch pwned)`touch pwned`' not found" in done.err and not (place / "pwned").exists(), done
+    done = make(place, "test", "TESTS=tests/unit/test_fst.py::test_a")
+    told = "error: TESTS=tests/unit/test_fst.py: no such file or folder; did you mean tests/unit/test_fast.py?"
+    assert done.status == 2 and told in done.err, done
     done = make(place, "test", "TESTS=-k 'a or b")
     assert done.status == 2 and 'error: TESTS="-k \'a or b" cannot be split into words: No closing' in done.err, done
 
