@@ -61,7 +61,7 @@ class ComparedRun:
     """Words and relative addresses."""
 
 
-BARS = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "MB": None}
+BARS = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "peak MB": None}
 """Columns whose cells hold a bar, with the value of a full one; None: the largest in the column."""
 
 

@@ -154,7 +154,8 @@ SHOWN = {
     "cut": "{}",
 }
 """Columns of the table, the most telling first, and how their values are written."""
-HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "memory_mb": "MB", "processes": "ranks"}
+HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "processes": "ranks"}
+HEADS |= {"memory_mb": "peak MB", "cut": "split at"}  # of the memory of a rank; the layers that begin a stage
 
 
 def name_column(name: str) -> str:

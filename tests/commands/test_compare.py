@@ -109,7 +109,7 @@ def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
         Made("mnist_pipeline", number, 20, result={} if stages is None else {"stages": stages}).write(tmp_path)
     assert [run["cut"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
     head, _, first, *_ = compare(tmp_path).stdout.splitlines()
-    assert "cut" in head.split() and "layer2_1,fc" in first
+    assert "  split at" in head and "layer2_1,fc" in first
 
 
 def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:
