@@ -57,10 +57,6 @@ class Config(Sweep, Stages, InitialWeights):
         return 1 if self.in_one_process else self.pipeline().processes * self.replicas
 
     @property
-    def takes_vectors(self) -> bool:
-        return self.model == "toy"
-
-    @property
     def microbatch(self) -> int:
         """Return the samples of a microbatch, as split_size says or by the mode."""
         shard = self.batch // self.replicas

@@ -7,12 +7,14 @@ field its range; `check` methods hold the rules that span several fields and nam
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from configs.batch_plan import BatchPlan
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # parameters, of width 64
+CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that take images only
 DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where they are known beforehand
 
@@ -242,10 +244,11 @@ class Experiment:
         """Return the optimizer steps of the whole run, where an epoch has `epoch_steps`."""
         return min(self.steps or self.epochs * epoch_steps, self.epochs * epoch_steps)
 
-    @property
-    def takes_vectors(self) -> bool:
-        """Return whether the model takes data.name=vectors."""
-        return False
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise ValueError where the model does not take samples of a shape ([H, W], [C, H, W] or [D])."""
+        if len(shape) == 1 and getattr(self, "model", "") in CONVOLUTIONS:
+            remedy = "use another set or model, such as resnet_modelparallel with model=toy"
+            raise ValueError(f"data.name={self.data.name}: the model takes images, and this set has vectors; {remedy}")
 
     def paths(self) -> dict[str, str]:
         """Return the files and folders that the settings name, by setting."""
@@ -263,9 +266,8 @@ class Experiment:
             if not folder:
                 raise ValueError(f"{name}= is empty; name a folder, or leave it out")
         self.data.check()
-        if self.data.name == "vectors" and not self.takes_vectors:
-            remedy = "use another set, or resnet_modelparallel with model=toy"
-            raise ValueError(f"data.name=vectors: the model takes images; {remedy}")
+        if self.data.name == "vectors":
+            self.check_shape((10,))
         if self.data.name == "vectors" and self.data.augment != "none":
             what = f"data.augment={self.data.augment} changes images, and data.name=vectors has none"
             raise ValueError(f"{what}; leave data.augment out")

@@ -27,7 +27,7 @@ from common.data import image_folder, own_data, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import disk_errors, read_json
 from common.runs.progress import Screen
-from configs.shared import Data, Log
+from configs.shared import Data, Experiment, Log
 
 MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
 CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
@@ -104,6 +104,14 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
         case "imagefolder":
             return prepare_folder(data, log or Log(progress="none"))
     return prepare_mnist(data, fallback)
+
+
+def check_model(cfg: Experiment, found: Prepared) -> None:
+    """Raise UserError where the model of a config does not take the samples of a set."""
+    try:
+        cfg.check_shape(found.array("train_images").shape[1:])
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def prepare_mnist(data: Data, fallback: bool) -> Prepared:

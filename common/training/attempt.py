@@ -118,6 +118,7 @@ def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     """Prepare the data and make a run folder with its first attempt; the data set in use goes into the config first."""
     prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
+    prepare.check_model(cfg, prepared)
     cfg.data.name = prepared.name
     name = config.get_experiment_name(type(cfg))
     folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))

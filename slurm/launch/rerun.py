@@ -241,6 +241,7 @@ def main(given: argparse.Namespace) -> int:
     kept = {key: None if key in named else old.path / "code" for key in ("schedule", "data.name")}
     schedules.check_config(settings, kept["schedule"])
     found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=kept["data.name"])
+    prepare.check_model(settings, found)
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, found, scheduler)):
         known = "source and versions" if scheduler else "source, versions and machine"  # a job's hosts are not

@@ -76,6 +76,7 @@ def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None)
     """Make a run folder with everything the job needs: data, settings, source, description."""
     fallback = scheduler is None or scheduler.local is not None
     found = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
+    prepare.check_model(settings, found)
     if found.notice:
         print(found.notice, flush=True)
     settings.data.name = found.name

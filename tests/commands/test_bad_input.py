@@ -140,6 +140,13 @@ DATA = [
         ("data.name={place}/own.py:f: {place}/own.py:2: the train images have dtype float64; return uint8",),
         setup=file("own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8))] * 4\n"),
     ),
+    Case(
+        "a function of one's own: vectors for convolutions",
+        ("data.name={place}/own.py:f", "data.cache={place}/sets"),
+        ("data.name={place}/own.py:f: the model takes images, and this set has vectors; use another set or model",),
+        setup=file("own.py", "import numpy as np\ndef f(root): return [np.ones((9, 8), np.uint8), np.arange(9)] * 2\n"),
+        experiment="ddp_multinode",
+    ),
     Case("cache: cut off", ("data.cache={place}/cache",), (), status=0, setup=damaged(lambda content: content[:-9])),
 ]
 
