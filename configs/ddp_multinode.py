@@ -20,7 +20,7 @@ class Config(DataParallel):
     powersgd_rank: int = at_least(1, 2)
     """Columns of PowerSGD's matrices; it begins after ten steps."""
     bucket_mb: float = between(0.01, 10_000, 25)
-    """ddp sends gradients in buckets of so many MB, each as soon as backward has filled it."""
+    """Size in MB of the buckets in which ddp sends gradients, each as soon as backward has filled it."""
     gradient_as_bucket_view: bool = True
     """Whether gradients lie in ddp's buckets, which saves a copy and its memory."""
     static_graph: bool = False

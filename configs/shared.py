@@ -63,9 +63,9 @@ class Data:
     workers: int = between(0, 64, 0)
     """Processes beside each rank that gather and normalise batches ahead; 0 does it in the rank."""
     train_limit: int = at_least(0, 0)
-    """Use only the first so many training samples; 0 uses all."""
+    """Number of training samples to use, the first ones; 0 uses all."""
     test_limit: int = at_least(0, 0)
-    """Use only the first so many test samples; 0 uses all."""
+    """Number of test samples to use, the first ones; 0 uses all."""
 
     @property
     def train_samples(self) -> int | None:
@@ -86,7 +86,7 @@ class Launch:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes one GPU for each rank where there are enough, else the CPU."""
     nodes: int = at_least(1, 1)
-    """Hosts. Local ranks are laid out as so many hosts."""
+    """Number of hosts. On one machine its ranks are divided among as many simulated ones."""
     threads: int = between(0, 1024, 0)
     """CPU threads of each rank; 0 takes what SLURM gave each rank, else allowed cores / local ranks."""
     interface: str = ""
@@ -171,9 +171,9 @@ class Checkpoint:
     """Settings of saving and resuming."""
 
     every_seconds: float = between(0, 86_400, 300)
-    """Save whenever so many seconds have passed; 0 goes by steps alone. That much work is lost at worst."""
+    """Seconds from one save to the next; 0 goes by steps alone. That much work is lost at worst."""
     every_steps: int = at_least(0, 0)
-    """Save after every so many optimizer steps; 0 goes by seconds alone. With both at 0 only a stop request saves."""
+    """Optimizer steps from one save to the next; 0 goes by seconds alone. With both at 0 only a stop request saves."""
     keep: int = at_least(2, 2)
     """Complete checkpoints of a run that stay on disk, beside the best one, over all its attempts. At least 2: should
     the newest be damaged, the one before it is used."""
@@ -197,7 +197,7 @@ class Experiment:
     epochs: int = at_least(1, 1)
     """Passes over the training set."""
     steps: int = at_least(0, 0)
-    """Stop after so many optimizer steps; 0 runs all epochs."""
+    """Number of optimizer steps after which to stop; 0 runs all epochs."""
     batch: int = at_least(1, 64)
     """Samples in one optimizer step, over all ranks together. The last partial batch of an epoch is left out."""
     eval_batch: int = at_least(1, 1000)
@@ -205,7 +205,7 @@ class Experiment:
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and arithmetic; float64 is for proofs of equality."""
     profile: int = at_least(0, 0)
-    """Write so many steps as a Chrome trace per rank, with the ten costliest operations."""
+    """Number of steps to write as a Chrome trace per rank, with the ten costliest operations; 0 writes none."""
     runs: str = "runs"
     """Folder that receives the run folders."""
     data: Data = field(default_factory=Data)

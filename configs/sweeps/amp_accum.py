@@ -46,7 +46,7 @@ def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
             f"  {loss:.4f} {loss - exact['final_loss']:+.4f}  {score:>10.2%} {score - exact['test_accuracy']:+.2%}"
         )
     label = {cell: f"{cell[0]}\n{cell[1]}{'' if cell[2] else ' each'}" for cell in found["samples_per_second"]}
-    title = f"{cfg.model}, batch {cfg.batch} in so many microbatches; each: all-reduced after each"
+    title = f"{cfg.model}, batch {cfg.batch}, by number of microbatches; each: all-reduced after each"
     drawn = []
     for name, unit, scale in (
         ("samples_per_second", "samples/s", 1.0),
