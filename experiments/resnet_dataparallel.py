@@ -97,6 +97,9 @@ def main(cfg: Config, run: Run) -> None:
     devices = max(1, gpus) if cfg.strategy == "data_parallel" else world.size
     if cfg.strategy == "data_parallel" and devices == 1:
         run.say(ONE_DEVICE.format(gpus))
+    compares = cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch
+    if compares:
+        run.say("after training, the strategies are compared in turns; compare=false leaves that out")
     ddp.warm_up_buckets(model, run.load_example(cfg.batch // world.size))
     state = TrainState([ddp.unwrap_ddp(model)], optimizer, batches, world, replicated=True)
 
@@ -122,7 +125,6 @@ def main(cfg: Config, run: Run) -> None:
             running.zero_()
         if step.number % batches.steps == 0:  # of one epoch
             running.zero_()
-    compares = cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch
     compare = partial(compare_strategies, cfg, run) if compares else dict
     samples = len(run.train_set)
     run.report(*report_devices(cfg, world, run.times, compare, run.folder.path, gpus, samples, run.total))
