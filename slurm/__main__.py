@@ -68,7 +68,8 @@ VERBS = {
         Setting("NAME", "name", "name of the new experiment, such as my_mlp"),)),
     "rerun": Verb("slurm.launch.rerun", "repeat a run from its own settings and source, and compare to the bit", (
         RUN, ARGS, LAUNCH, CLUSTER)),
-    "evaluate": Verb("slurm.reports.trained_model", "measure the trained model of a finished run again", (RUN, ARGS)),
+    "evaluate": Verb("slurm.reports.trained_model", "measure the trained model of a finished run again", (
+        RUN, Setting("ARGS", "--args", 'other samples: "data.root=... data.test_limit=1000"; also eval_batch, log.*'))),
     "export": Verb("slurm.reports.trained_model", "write the trained model for other programs", (
         RUN, Setting("FORMAT", "--format", "safetensors, torch.export or onnx (safetensors)"))),
     "sweep": Verb("slurm.launch.sweep", "run every point of a grid that has no run yet", (
