@@ -151,7 +151,7 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
 
         return Side(name, count, make_model, run.shard if strategy == "ddp" else None)
 
-    return compare_sides(run, [make_side(*point) for point in world.broadcast(plan)])
+    return compare_sides(run, [make_side(*point) for point in world.broadcast(list(map(list, plan)))])
 
 
 if __name__ == "__main__":

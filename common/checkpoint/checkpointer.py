@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -123,10 +123,12 @@ class Checkpointer:
             written = write_rank_file(staging.path / storage.rank_file_name(self.world.rank), content)
         except OSError as error:
             written = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}: {summarize_error(error)}"
-        answers = self.world.gather((written, list(state.model)))
+        answer = written if isinstance(written, str) else asdict(written)
+        answers = self.world.gather([answer, list(state.model)])
         names = [name for _, given in answers for name in given]
         twice = self.world.broadcast(len(names) - len(set(names)))
-        problem = self._on_main(lambda: self._publish(staging, [answer for answer, _ in answers], state, bool(twice)))
+        entries = [given if isinstance(given, str) else ManifestEntry(**given) for given, _ in answers]
+        problem = self._on_main(lambda: self._publish(staging, entries, state, bool(twice)))
         if twice:
             raise ValueError(f"ranks give {twice} names of the model more than once; only rank 0 gives what all hold")
         return problem
@@ -188,8 +190,10 @@ class Checkpointer:
 
         Raises UserError if there are checkpoints and none of them is valid.
         """
-        candidates = self.world.broadcast(storage.list_candidates(self.folder) if self.world.is_main else None)
-        for checkpoint in candidates:
+        found = storage.list_candidates(self.folder) if self.world.is_main else []
+        candidates = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in found])
+        for number, step in candidates:
+            checkpoint = CheckpointPath(Folder(self.folder.path, number), step)
             loaded, problem = self._read(checkpoint)
             if problem is None:
                 break
@@ -207,14 +211,15 @@ class Checkpointer:
 
     def _read(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
         """Return a checkpoint as this rank reads it, and why it is invalid, the same on all ranks, or None."""
-        manifest, loaded, problem = None, None, None
+        content, loaded, problem = None, None, None
         try:
-            manifest = storage.read_manifest(checkpoint) if self.world.is_main else None
+            content = asdict(storage.read_manifest(checkpoint)) if self.world.is_main else None
         except InvalidCheckpoint as reason:
             problem = str(reason)
-        manifest, problem = self.world.broadcast((manifest, problem))
-        if manifest is None:
+        content, problem = self.world.broadcast([content, problem])
+        if content is None:
             return None, problem
+        manifest = Manifest.from_content(content)
         try:
             loaded = read_checkpoint(checkpoint, manifest, self.world)
         except InvalidCheckpoint as reason:

@@ -54,6 +54,13 @@ class Manifest:
     facts: dict[str, Any]
     """Common values of the state, such as epoch and W&B id, for a reader without torch."""
 
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any]) -> Manifest:
+        """Make a manifest from its values as JSON has them. Raises ValueError, TypeError, KeyError or OverflowError."""
+        files = {name: ManifestEntry(int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
+        step, attempt, processes = (int(content[name]) for name in ("step", "attempt", "processes"))
+        return cls(step, attempt, processes, files, dict(content["facts"]))
+
     def text(self) -> str:
         """Return the manifest as JSON, with its own checksum."""
         content = {"format": FORMAT} | asdict(self)
@@ -182,12 +189,11 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
             raise InvalidCheckpoint(f"it has format {found}, and this version of the code reads {FORMAT}")
         if content.pop("sha256") != hash_manifest(content):
             raise InvalidCheckpoint(f"{MANIFEST} has another checksum")
-        files = {name: ManifestEntry(int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
-        step, attempt, processes = (int(content[name]) for name in ("step", "attempt", "processes"))
-        manifest = Manifest(step, attempt, processes, files, dict(content["facts"]))
+        manifest = Manifest.from_content(content)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
-    if list(files) != [rank_file_name(rank) for rank in range(len(files))] or len(files) != manifest.processes:
+    names = list(manifest.files)
+    if names != [rank_file_name(rank) for rank in range(len(names))] or len(names) != manifest.processes:
         raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} ranks")
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt.number):
         raise InvalidCheckpoint(f"it is that of step {manifest.step} of attempt {manifest.attempt}")

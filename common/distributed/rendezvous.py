@@ -21,6 +21,7 @@ import torch.distributed as dist
 from common.core import network
 from common.core.errors import Unreachable, UserError, summarize_error
 from common.core.text import format_count
+from common.distributed import objects
 from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
 
@@ -52,16 +53,17 @@ class World(RankInfo):
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the picklable values of all ranks on rank 0, an empty list elsewhere. All ranks call it."""
-        values: list[Any] = [None] * self.size
-        dist.gather_object(value, values if self.is_main else None, self.global_rank(0), self.group)
+        """Return the plain values of all ranks on rank 0, an empty list elsewhere. All ranks call it."""
+        values = self.all_gather(value)
         return values if self.is_main else []
 
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the plain values of all ranks, which travel as JSON. All ranks call it. Raises TypeError."""
+        return objects.all_gather_json(value, self.device, self.group)
+
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's picklable value on all ranks. All ranks call it."""
-        box = [value]
-        dist.broadcast_object_list(box, self.global_rank(0), self.group)
-        return box[0]
+        """Return rank 0's plain value on all ranks, as `all_gather` does. All ranks call it."""
+        return objects.broadcast_json(value, self.global_rank(0), self.device, self.group)
 
     def named_barrier(self, name: str) -> None:
         """Wait until all ranks have called it with this name, once in a run; keeps no GPU busy."""

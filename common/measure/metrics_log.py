@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.rendezvous import World
@@ -99,8 +98,7 @@ class MetricsLog:
         count = int(len(rows) * self.seconds / max(now - self.flushed, 1e-6))
         self.flushed = now
         own = fetch_values([values for _, _, values in rows])
-        gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, (own, min(max(1, count), 4 * len(rows))))
+        gathered = self.world.all_gather([own, min(max(1, count), 4 * len(rows))])
         self.next_flush = step + gathered[self.source][1]  # decided by one rank, so that all agree
         if not self.world.is_main:
             return

@@ -39,7 +39,7 @@ class RankTimes:
     before_backward: float
     step: float
     steps: int
-    exposed: tuple[float, ...] = ()
+    exposed: Sequence[float] = ()
     """From the last gradient to the end of backward, step by step: communication that nothing hid."""
 
 
@@ -164,13 +164,14 @@ class StepTimes:
             before_backward=data + median(step["forward"] for step in steps),
             step=fmean(step["step"] for step in steps),
             steps=len(steps),
-            exposed=tuple(step["exposed"] for step in steps if "exposed" in step),
+            exposed=[step["exposed"] for step in steps if "exposed" in step],
         )
 
 
 def gather_times(world: World, times: StepTimes | None) -> list[RankTimes]:
     """Return the numbers of all ranks that have some, on rank 0. All ranks call it."""
-    return [own for own in world.gather(times.summarize() if times else None) if own]
+    own = times.summarize() if times else None
+    return [RankTimes(**found) for found in world.gather(asdict(own) if own else None) if found]
 
 
 def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:

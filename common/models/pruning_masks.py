@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from common.distributed import objects
 
 SAMPLE = 1 << 16  # values that bound where the k-th smallest of many more lies
 PRUNED_SCORE = -1.0  # the score of a weight that is pruned already
@@ -200,8 +201,7 @@ class Masks:
 
     def assert_equal(self) -> str:
         """Return the hash of the masks. All ranks call it. Raises RuntimeError if their masks differ."""
-        found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, self.digest())
+        found: list[str] = objects.all_gather_json(self.digest(), self.weights[0].device)
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:
             raise RuntimeError(

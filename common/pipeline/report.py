@@ -13,7 +13,7 @@ from common.distributed.rendezvous import World
 from common.measure import plots
 from common.pipeline import schedules
 from common.pipeline.executor import PipelineEngine
-from common.pipeline.schedules import Schedule, Span
+from common.pipeline.schedules import Action, Schedule, Span
 from common.runs.result import Facts
 from configs.pipeline import PipelineConfig
 
@@ -120,7 +120,12 @@ class PipelineReport:
         title = f"one step of {model}, {format_count(group.size, 'rank')}: {schedule}"
         picture = (folder / "timeline.png", title) if folder else None
         own: Any = {"layers": pipe.layers, "schedule": schedule, "picture": picture}
-        return cls.from_spans(group.gather(pipe.collect_spans()), pipe.plan, cfg.stages, **own)
+        mine = [[[*span.action, span.start, span.end] for span in step] for step in pipe.collect_spans()]
+        gathered = [
+            [[Span(Action(*action), start, end) for *action, start, end in step] for step in rank]
+            for rank in group.gather(mine)
+        ]
+        return cls.from_spans(gathered, pipe.plan, cfg.stages, **own)
 
     @property
     def by_stage(self) -> dict[int, list[Span]]:

@@ -13,9 +13,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from common.checkpoint import extension, storage
 from common.core import config
@@ -48,6 +48,18 @@ class Attempt:
         """
         folder, prepared = set_up_run(cfg, fallback) if given is None else resume_run(cfg, given)
         return cls(folder, prepared, given is None)
+
+    @classmethod
+    def from_content(cls, content: dict[str, Any]) -> Attempt:
+        """Make the attempt that another rank has opened, from its `content`."""
+        prepared = Prepared(**content["prepared"] | {"path": Path(content["prepared"]["path"])})
+        return cls(Folder(Path(content["folder"]), content["number"]), prepared, content["is_new"])
+
+    def content(self) -> dict[str, Any]:
+        """Return what the other ranks need of it, as JSON."""
+        prepared = asdict(self.prepared) | {"path": str(self.prepared.path)}
+        folder, number = str(self.folder.path), self.folder.number
+        return {"folder": folder, "number": number, "prepared": prepared, "is_new": self.is_new}
 
     def document(self, cfg: Experiment) -> None:
         """Write source, versions, machine and data checksums of the run, and the start of this attempt.

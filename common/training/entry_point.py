@@ -183,26 +183,29 @@ class LaunchedRank:
             if given is None and self.rank_info.is_restart:
                 name = config.get_experiment_name(type(cfg))
                 mine = provenance.find_earlier_run(Path(cfg.runs), name, sys.argv) if self.is_main else None
-                given = self.world.broadcast(mine)
+                path = self.world.broadcast(str(mine.path) if mine else None)
+                given = Folder(Path(path)) if path else None
             yield given
 
     def open_attempt(self, cfg: Experiment, given: Folder | None) -> Attempt | int:
         """Let rank 0 claim and document the attempt; an exit status where there is none, a UserError on rank 0."""
         self.stop.all_saved = True
         try:
-            answer = self.world.broadcast(self._try_open(cfg, given) if self.is_main else None)
+            opened = self._try_open(cfg, given) if self.is_main else None
+            content = self.world.broadcast(opened.content() if isinstance(opened, Attempt) else None)
         except (StopRequested, RuntimeError):
             if self.stop.number:
                 return EXIT_RESUMABLE
             raise
         self.stop.all_saved = False
-        if isinstance(answer, UserError):
+        if content is None:
             synchronize_exit()
-            if self.is_main:
-                raise answer
+            if isinstance(opened, UserError):
+                raise opened
             return 2
-        cfg.data.name = answer.prepared.name
-        return answer
+        attempt = Attempt.from_content(content)
+        cfg.data.name = attempt.prepared.name
+        return attempt
 
     def _try_open(self, cfg: Experiment, given: Folder | None) -> Attempt | UserError:
         try:

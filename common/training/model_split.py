@@ -70,7 +70,7 @@ def find_fastest_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Te
         "dtype": chosen.dtype,
         "channels_last": getattr(chosen, "channels_last", False),
         "machines": sorted(
-            set(world.gather((provenance.describe_machine(world.device.type), world.threads, world.size)))
+            set(map(tuple, world.gather([provenance.describe_machine(world.device.type), world.threads, world.size])))
         ),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]

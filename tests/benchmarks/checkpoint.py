@@ -71,8 +71,8 @@ def size_of(content: CheckpointState) -> int:
 
 
 def ours(folder: Path, world: World, content: CheckpointState) -> Side:
-    path = world.broadcast(Folder.create(folder, "bench", "").claim_attempt().path if world.is_main else None)
-    checkpoints = Checkpointer(Folder(path, 1), world, Checkpoint(), print)
+    path = world.broadcast(str(Folder.create(folder, "bench", "").claim_attempt().path) if world.is_main else "")
+    checkpoints = Checkpointer(Folder(Path(path), 1), world, Checkpoint(), print)
     step = 0
 
     def side() -> float:

@@ -56,8 +56,9 @@ def save_cases(
         with rendezvous.joined_world(place, chosen[cases[0]][0].launch) as world:
             results = {}
             for case, (cfg, special) in chosen.items():
-                path = Folder.create(runs, "parity", format_yaml(cfg)).claim_attempt().path if world.is_main else None
-                results[case] = train(cfg, special, world, sets[case], Folder(world.broadcast(path), 1))
+                made = Folder.create(runs, "parity", format_yaml(cfg)).claim_attempt() if world.is_main else None
+                path = Path(world.broadcast(str(made.path) if made else None))
+                results[case] = train(cfg, special, world, sets[case], Folder(path, 1))
             if world.is_main:
                 torch.save(results, out)
 

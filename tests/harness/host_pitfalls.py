@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common.distributed import rendezvous
+from common.distributed import objects, rendezvous
 from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
 from slurm.local_cluster import namespaces
@@ -123,8 +123,7 @@ def work_on_node(local_rank: int, node_rank: int, folder: str) -> None:
     rank = 2 * node_rank + local_rank
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     own = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0)), "device": f"cuda:{local_rank}"}
-    found: list[Any] = [None] * 4
-    dist.all_gather_object(found, own | {"node_rank": node_rank, "sum": add_ranks()})
+    found = objects.all_gather_json(own | {"node_rank": node_rank, "sum": add_ranks()}, torch.device("cpu"))
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found))
     dist.destroy_process_group()

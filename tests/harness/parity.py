@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.core import config
@@ -157,9 +158,12 @@ def train(
 
     run = Run(cfg, folder, world, prepared)
     found = train_script(kind.script, run, (model_split, "build_pipeline", build_otherwise))
-    states = world.gather(found["state"])
-    joined = {name: value for state in states for name, value in state.items()}
-    return found | {"state": joined} if world.is_main else {}
+    torch.save(found["state"], folder.path / f"state-{world.rank}.pt")
+    dist.barrier()
+    if not world.is_main:
+        return {}
+    states = [torch.load(folder.path / f"state-{rank}.pt", weights_only=True) for rank in range(world.size)]
+    return found | {"state": {name: value for state in states for name, value in state.items()}}
 
 
 @functools.cache

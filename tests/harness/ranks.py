@@ -1,4 +1,4 @@
-"""What forked ranks do, for test_launch.py to look at.
+"""What forked ranks do, for test_launch.py and test_objects.py to look at.
 
 python -m tests.harness.ranks CASE FOLDER    three ranks do a case in an empty folder; the exit status is the launcher's
 """
@@ -6,18 +6,21 @@ python -m tests.harness.ranks CASE FOLDER    three ranks do a case in an empty f
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from common.core.errors import UserError
-from common.distributed import local_launcher, rendezvous
+from common.distributed import local_launcher, objects, rendezvous
 from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
 
@@ -44,6 +47,72 @@ def add_up(place: RankInfo, folder: Path) -> None:
         assert x.item() == 3, x
         assert world.broadcast(world.rank) == 0 and len(world.gather(1)) == (3 if world.is_main else 0)
         assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // 3) == world.threads
+
+
+def send_values(place: RankInfo, folder: Path) -> None:
+    """Values of all kinds and lengths, by all ranks and by two of them."""
+    kinds = {"text": "é \udc80 \n", "whole": -(2**70), "number": 0.1, "most": math.inf, "true": True, "none": None}
+    with rendezvous.joined_world(place, SETTINGS) as world:
+        some = [1, 2] if world.rank else [0]
+        own = world.subgroup(some)
+        values: list[list[Any]] = [[None, [], {}], ["", kinds, [[kinds]]], [kinds, "y" * 10, [kinds] * 1000]]
+        for sent in values:
+            assert world.all_gather(sent[world.rank]) == sent
+            assert world.gather(sent[world.rank]) == (sent if world.is_main else [])
+            assert world.broadcast(sent[2 - world.rank]) == sent[2]
+            assert own.all_gather(sent[world.rank]) == [sent[rank] for rank in some]
+            assert own.broadcast(sent[world.rank]) == sent[some[0]]
+        for length in range(objects.PACKET - objects.HEADER - 4, objects.PACKET + 2):  # just one message, just two
+            text = "z" * length
+            assert world.broadcast(text) == text and world.all_gather(text) == [text] * 3
+        assert math.isnan(world.broadcast(math.nan))
+        try:
+            world.gather((1, 2))
+            raise AssertionError("a tuple would arrive as a list")
+        except TypeError:
+            assert world.all_gather(world.rank) == [0, 1, 2]  # nothing has been sent before
+
+
+class Payload:
+    """Once it is unpickled, there is a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def one_sends_pickles(place: RankInfo, folder: Path) -> None:
+    """Rank 1, in messages that are as they should be otherwise; then more bytes than anybody has."""
+    executed = folder / "executed"
+    with rendezvous.joined_world(place, SETTINGS) as world:
+
+        def refuse(receive: Callable[[], object]) -> str:
+            try:
+                return f"nothing: {receive()}"
+            except ValueError as error:
+                return str(error)
+
+        for size in (0, 5000):
+            given = pickle.dumps([Payload(executed), "x" * size])
+            if world.rank == 1:
+                objects.all_gather_bytes(given, world.device)
+                objects.broadcast_bytes(given, 1, world.device)
+                continue
+            words = f"rank 1 sent {len(given)} bytes that are no JSON"
+            assert words in refuse(lambda: world.gather(world.rank))
+            assert words in refuse(lambda: objects.broadcast_json(None, 1, world.device))
+        if world.rank == 1:
+            packets = [torch.empty(objects.PACKET, dtype=torch.uint8) for _ in range(3)]
+            dist.all_gather(packets, torch.full_like(packets[0], 255))
+        else:
+            assert f"rank 1 announces a value of {2**64 - 1} bytes" in refuse(lambda: world.gather(world.rank))
+        dist.barrier()
+        if world.is_main:
+            assert not executed.exists()
+            pickle.loads(given)
+            assert executed.exists()
 
 
 def one_raises(place: RankInfo, folder: Path) -> None:
@@ -97,8 +166,11 @@ def one_ignores_being_asked(place: RankInfo, folder: Path) -> None:
     sys.exit(3)
 
 
-ALL = (meet_by_name, add_up, one_raises, user_error, one_is_killed, one_takes_too_much, one_does_not_arrive, one_hangs)
-CASES: dict[str, Callable[[RankInfo, Path], None]] = {case.__name__: case for case in (*ALL, one_ignores_being_asked)}
+ALL = (
+    *(meet_by_name, add_up, send_values, one_sends_pickles, one_raises, user_error, one_is_killed, one_takes_too_much),
+    *(one_does_not_arrive, one_hangs, one_ignores_being_asked),
+)
+CASES: dict[str, Callable[[RankInfo, Path], None]] = {case.__name__: case for case in ALL}
 
 if __name__ == "__main__":
     case, folder = CASES[sys.argv[1]], Path(sys.argv[2])

@@ -1,0 +1,40 @@
+"""Values that ranks send each other: they arrive equal, and nothing that arrives is executed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.distributed import objects
+from common.pipeline.schedules import Action
+from tests.harness import warm
+from tests.harness.processes import PATIENCE, environment
+
+
+@pytest.mark.parametrize("case", ["send_values", "one_sends_pickles"])
+def test_values_of_ranks(case: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tests.harness.ranks", case, str(tmp_path)]
+    done = warm.execute(argv, env=environment(), timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ((1, 2), "the value is of type tuple"),
+        ([Action("F", 0, 0)], r"the value\[0\] is of type Action"),
+        ({"runs": {"first": Path("runs")}}, r"the value\['runs'\]\['first'\] is of type PosixPath"),
+        ({"steps": {3: 0.5}}, r"the value\['steps'\] has the key 3; between ranks keys are text"),
+        (b"bytes", "the value is of type bytes"),
+        (torch.ones(1), "the value is of type Tensor"),
+        (np.float32(1), "the value is of type float32"),
+    ],
+)
+def test_what_json_would_change_or_cannot_hold_is_named(value: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        objects.encode_value(value)
