@@ -173,12 +173,12 @@ class LaunchedRank:
                 f"the settings need {cfg.processes}"
             )
         self.rank_info, self.is_main = rank_info, rank_info.rank == 0
+        self.stop = listen_for_stop(cfg, sys.stderr)
 
     @contextlib.contextmanager
     def connect(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
         """Join the other ranks; without a `given` run a restart resumes the run of the attempt before it."""
         check_memory(cfg)
-        self.stop = listen_for_stop(cfg, sys.stderr)
         with rendezvous.joined_world(self.rank_info, cfg.launch) as self.world:
             if given is None and self.rank_info.is_restart:
                 name = config.get_experiment_name(type(cfg))

@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from submitit import JobEnvironment
@@ -19,7 +20,7 @@ from submitit.helpers import DelayedSubmission
 from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, exit_on_user_error
 from common.core.processes import exit_at_once
 from common.runs.folder import Folder
-from slurm.scheduling.requeue import note_refusal
+from slurm.scheduling.requeue import EXIT_FAILED, note_refusal
 
 
 class Job:
@@ -62,14 +63,17 @@ def train_as_rank(folder: Folder) -> int:
     settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
     rank_info = read_rank_info(os.environ)
     assert rank_info is not None, "srun starts this"
-    main = importlib.import_module(f"experiments.{folder.experiment}").main
     try:
         rank = entry_point.LaunchedRank(rank_info, settings)
+        main = importlib.import_module(f"experiments.{folder.experiment}").main
         return entry_point.run_experiment(main, settings, rank, folder, submitted=True)[1]
     except UserError as error:
         is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        if is_restart and isinstance(error, Unreachable):  # another attempt may get another host
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        note_refusal(folder, rank_info.rank, str(error))
-        raise
+        if not (is_restart and isinstance(error, Unreachable)):
+            note_refusal(folder, rank_info.rank, str(error))
+            raise
+        print(f"error: {error}", file=sys.stderr)  # another attempt may get another host
+    except Exception:  # noqa: BLE001 (it ends the rank, with a status of its own)
+        traceback.print_exc()
+    rank.stop.wait_for_request()  # others may have been noticed, and have left, a moment earlier
+    return 1 if rank.stop.number == signal.SIGUSR2 else EXIT_FAILED

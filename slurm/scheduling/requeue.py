@@ -23,6 +23,9 @@ from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
 from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 
+EXIT_FAILED = EXIT_RESUMABLE + 1
+"""Status of a rank that failed without a notice: srun ends the others, which may leave as after a stop request, and
+reports the highest status."""
 PATIENCE = 600.0  # seconds for a controller that does not answer: it may be starting again
 PAUSE = 5.0
 
@@ -96,6 +99,7 @@ def is_current(scheduler: Scheduler, job: str) -> bool:
 def main(path: str, status: int) -> int:
     """Requeue a job whose tasks have ended, or note why not; returns the exit status of the job."""
     folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
+    status = 1 if status == EXIT_FAILED else status
     if folder.result or status == 0:  # with 0 and no result, a newer attempt has overtaken this one
         known = folder.result.get("exit_status")
         return known if isinstance(known, int) else status

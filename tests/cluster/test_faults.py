@@ -26,6 +26,14 @@ from tests.harness.warm import ROOT
 pytestmark = pytest.mark.timeout(500)
 PLAN = faults.plan(int(os.environ.get("FAULT_ROUNDS", "1")), [])
 NOTICES = int(os.environ.get("FAULT_NOTICES", "3"))
+FAILING = """
+def fail(cfg, run):
+    if run.world.rank == 1:
+        raise ValueError("planted")
+    train(cfg, run)
+
+train, main = main, fail
+"""
 SMALL = ("epochs=400", "steps=0", "width=64", "data.train_limit=6400")  # minutes, if nobody ends it
 
 
@@ -115,15 +123,19 @@ def test_a_loss_that_is_no_number_is_not_tried_again(small: Lab) -> None:
 
 
 def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
-    """Two attempts in a row may fail in vain, the third is one too many."""
+    """Two attempts in a row may fail in vain, the third is one too many: here by an exception before the first step."""
     running = small.submit("mnist_pipeline", *SMALL, "checkpoint.every_steps=0", "checkpoint.max_restarts=2")
-    for number in (1, 2, 3):
+    for number in (1, 2):
         running.wait_for_start(number)
+        if number == 2:
+            with open(running.folder.path / "code/experiments/mnist_pipeline.py", "a") as source:
+                source.write(FAILING)
         os.kill(running.ranks()[number % 2], signal.SIGKILL)
     running.finish()
     stays_ended(running, "FAILED")
     assert len(running.folder.attempts()) == 3
-    assert "3 attempts in a row ended without a new checkpoint" in running.folder.result["reason"]
+    result = running.folder.result
+    assert "3 attempts in a row ended without a new checkpoint" in result["reason"] and result["exit_status"] == 1
 
 
 def test_a_restart_is_shown_by_status_and_followed_by_logs_to_the_end(small: Lab) -> None:

@@ -56,6 +56,7 @@ def requeues(fake: Fake) -> int:
         (EXIT_RESUMABLE, "the ranks stopped on request"),
         (128 + signal.SIGUSR2, "the ranks stopped on request"),
         (137, "failed with exit status 137"),
+        (requeue.EXIT_FAILED, "failed with exit status 1;"),
     ],
 )
 def test_a_run_goes_back_into_the_queue(fake: Fake, folder: Folder, status: int, words: str) -> None:
@@ -96,7 +97,7 @@ def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE  # it had saved
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE
     assert requeues(fake) == 3
-    done = end(fake, folder, 1, OURS)
+    done = end(fake, folder, requeue.EXIT_FAILED, OURS)  # higher than that of the ranks that srun then ends
     assert done.returncode == 1 and requeues(fake) == 3
     assert folder.result["reason"].startswith("2 attempts in a row ended without a new checkpoint")
 
