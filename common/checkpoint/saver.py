@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from common.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint
-from common.checkpoint.preemption import SilenceWatch, StopAgreement, StopRequest, StopRequested
+from common.checkpoint.save_or_stop import SaveOrStopVote
+from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
+from common.distributed.silent_ranks import SilenceWatch
 from common.measure.metrics_log import MetricsLog
 from common.runs.folder import Folder, read_json
 from configs.shared import Experiment
@@ -29,7 +31,7 @@ class Saver:
     ) -> None:
         self.cfg, self.folder, self.world, self.say = cfg, folder, world, say
         self.stop = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
-        self.agreement = StopAgreement(world, cfg.checkpoint, self.stop)
+        self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop)
         self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, say)
         self.silence: SilenceWatch | None = None
         self.state: TrainState | None = None
@@ -50,7 +52,7 @@ class Saver:
             self.began -= loaded.common["seconds"]
             self.best = loaded.common["best"]
             self.unevaluated = loaded.common.get("unevaluated", False)
-        self.agreement.start(loaded.step if loaded else 0)
+        self.vote.begin_after(loaded.step if loaded else 0)
         self.restart_watchdogs()
         return loaded
 
@@ -71,11 +73,11 @@ class Saver:
         Raises StopRequested after saving, and UserError when the loss is no finite number any more or the checkpoint
         of a stop request could not be written.
         """
-        if not now and not self.agreement.is_due(step):
+        if not now and not self.vote.is_due(step):
             return False
         assert self.metrics is not None
         self.metrics.flush()
-        decision = self.agreement.vote(step, bool(self.metrics.diverged))
+        decision = self.vote.decide(step, bool(self.metrics.diverged))
         self.restart_watchdogs()
         if decision.diverged:
             self.end_if_diverged()
@@ -90,7 +92,7 @@ class Saver:
         Raises StopRequested after saving, and UserError if the checkpoint could not be written.
         """
         self.restart_watchdogs()
-        if self.agreement.is_stop_requested():
+        if self.vote.is_stop_requested():
             self._stop(step, self.save(step))
 
     def end_if_diverged(self) -> None:

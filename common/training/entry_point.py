@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from common.checkpoint import extension, state_dicts, storage
-from common.checkpoint.preemption import StopRequest, StopRequested, name_silent_ranks, synchronize_exit
+from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_exit
 from common.core import config, host_memory, seeds
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
 from common.core.processes import exit_at_once
@@ -25,6 +25,7 @@ from common.core.text import format_count
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
 from common.distributed.rendezvous import World
+from common.distributed.silent_ranks import name_silent_ranks
 from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker

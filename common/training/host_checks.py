@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.checkpoint.preemption import synchronize_exit
+from common.checkpoint.stop_request import synchronize_exit
 from common.core import network
 from common.core.errors import UserError
 from common.data import prepare

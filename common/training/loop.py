@@ -134,7 +134,7 @@ def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
         return
     steady = run.pace.is_steady_next(run.total - number)
     ends = number == run.total or number % state.loader.steps == 0
-    if steady or ends or run.saver.agreement.is_due(number):
+    if steady or ends or run.saver.vote.is_due(number):
         for gpu in state.gpus:
             torch.cuda.synchronize(gpu)
 

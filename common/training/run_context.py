@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.checkpoint.preemption import StopRequest
 from common.checkpoint.saver import Saver
+from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
 from common.data.loader import AccumulationLoader, Images, Loader, draw_order
@@ -118,7 +118,10 @@ class RunContext:
         )
 
     def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
-        """Return the batches in `count` microbatches each, whose gradients one optimizer step adds up."""
+        """Return the batches in `count` microbatches each, whose gradients one optimizer step adds up.
+
+        Their sizes are those of `cfg.batch_plan`. A pipeline takes `batches`, which its engine splits.
+        """
         size = self.cfg.batch // count
         loader = Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard)
         return AccumulationLoader(loader, count)

@@ -27,7 +27,8 @@ from torchvision.models import resnet50
 
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
-from common.checkpoint.preemption import POLL_SECONDS, StopAgreement, StopRequest
+from common.checkpoint.save_or_stop import POLL_SECONDS, SaveOrStopVote
+from common.checkpoint.stop_request import StopRequest
 from common.core.config import ROOT
 from common.distributed import ddp
 from common.distributed.rendezvous import World
@@ -114,7 +115,7 @@ def training(world: World) -> dict[str, Side]:
     model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.keep_buffers_local())
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
-    agreement = StopAgreement(world, Checkpoint(), StopRequest(60, sys.stderr))
+    vote = SaveOrStopVote(world, Checkpoint(), StopRequest(60, sys.stderr))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -133,7 +134,7 @@ def training(world: World) -> dict[str, Side]:
 
     works = {
         "step": (step, 2),
-        "look": (lambda: agreement.vote(1, False), 50),
+        "look": (lambda: vote.decide(1, False), 50),
         "warm up": (lambda: ddp.warm_up_buckets(model, x), 1),
     }
     return {name: timed(work, times) for name, (work, times) in works.items()}

@@ -119,7 +119,7 @@ MISTAKES = [
     ),
     Mistake(
         "saves-by-last-look",  # the clock of saving begins anew at every look
-        "common/checkpoint/preemption.py",
+        "common/checkpoint/save_or_stop.py",
         "<= now - self.saved",
         "<= now - self.voted",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from common.checkpoint.preemption import Decision, StopAgreement
+from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
 from common.distributed import ddp
 from common.runs.folder import Folder
 
@@ -28,18 +28,18 @@ def drop_attempts() -> None:
     Folder.claim_attempt = claim_once  # type: ignore[method-assign]
 
 
-def drop_agreement() -> None:
+def drop_vote() -> None:
     """Each rank leaves when it is told, without asking the others."""
 
-    def decide_alone(agreement: StopAgreement, step: int, diverged: bool) -> Decision:
-        agreement.next_step = step + 1
-        told = bool(agreement.stop_request.number)
+    def decide_alone(vote: SaveOrStopVote, step: int, diverged: bool) -> Decision:
+        vote.next_step = step + 1
+        told = bool(vote.stop_request.number)
         return Decision(told, told, diverged)
 
-    StopAgreement.vote = decide_alone  # type: ignore[method-assign,assignment]
+    SaveOrStopVote.decide = decide_alone  # type: ignore[method-assign,assignment]
 
 
-DROPS = {"": lambda: None, "settling": drop_settling, "attempts": drop_attempts, "agreement": drop_agreement}
+DROPS = {"": lambda: None, "settling": drop_settling, "attempts": drop_attempts, "vote": drop_vote}
 
 if __name__ == "__main__":
     DROPS[sys.argv[1]]()

@@ -1,4 +1,4 @@
-"""What attempts and agreement protect from: the same disturbance with the protection and without it."""
+"""What attempts and the vote of all ranks protect from: the same disturbance with the protection and without it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_start_that_stood_still_and_wakes_up_writes_beside_the_one_that_took_o
         assert rows(runs) > STEPS  # it did wake up, and wrote to the end
 
 
-@pytest.mark.parametrize("without", ["", "agreement"], ids=["agreement", "no agreement"])
+@pytest.mark.parametrize("without", ["", "vote"], ids=["vote", "no vote"])
 def test_all_ranks_leave_when_one_is_told(tmp_path: Path, digits: tuple[str, ...], without: str) -> None:
     timeout = 4.0
     words = (*digits, "epochs=1000", "steps=0", f"launch.step_timeout={timeout}", "log.seconds=0.1")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.checkpoint.checkpointer import CheckpointState
-from common.checkpoint.preemption import StopRequest
+from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.data import prepare

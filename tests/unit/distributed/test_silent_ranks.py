@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.checkpoint import preemption
-from common.checkpoint.preemption import SilenceWatch, name_silent_ranks
+from common.distributed import silent_ranks
 from common.distributed.rendezvous import World
+from common.distributed.silent_ranks import SilenceWatch, name_silent_ranks
 from tests.harness.processes import wait_until
 
 SECONDS = datetime.timedelta(seconds=30)
@@ -63,7 +63,7 @@ def test_who_has_not_waited_is_named(found: tuple[World, int]) -> None:
 
 def test_a_store_that_stands_still_is_not_waited_for(found: tuple[World, int], monkeypatch: pytest.MonkeyPatch) -> None:
     world, server = found
-    monkeypatch.setattr(preemption, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(silent_ranks, "ANSWER_SECONDS", 0.5)
     os.kill(server, signal.SIGSTOP)
     began = time.monotonic()
     assert name_silent_ranks(world, 0.1) == DEAF

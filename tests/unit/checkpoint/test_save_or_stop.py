@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint.preemption import StopAgreement, StopRequest
+from common.checkpoint.save_or_stop import SaveOrStopVote
+from common.checkpoint.stop_request import StopRequest
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
@@ -22,42 +23,42 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def points(settings: Checkpoint) -> StopAgreement:
+def make_vote(settings: Checkpoint) -> SaveOrStopVote:
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    return StopAgreement(world, settings, StopRequest(60, sys.stderr))
+    return SaveOrStopVote(world, settings, StopRequest(60, sys.stderr))
 
 
 def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(clock: list[float]) -> None:
-    found = points(Checkpoint(every_seconds=10))
-    found.start(0)
+    vote = make_vote(Checkpoint(every_seconds=10))
+    vote.begin_after(0)
     saved = []
     for step in range(1, 13):
         clock[0] += 4
-        if found.vote(step, False).save:
+        if vote.decide(step, False).save:
             saved.append(step)
     assert saved == [3, 6, 9, 12]
 
 
 def test_looks_are_as_seldom_as_half_a_second_and_at_most_four_times_further_apart(clock: list[float]) -> None:
-    found = points(Checkpoint(every_seconds=0))
-    found.start(0)
+    vote = make_vote(Checkpoint(every_seconds=0))
+    vote.begin_after(0)
     looked = []
     for step in range(1, 101):
         clock[0] += 0.05
-        if found.is_due(step):
-            found.vote(step, False)
+        if vote.is_due(step):
+            vote.decide(step, False)
             looked.append(step)
     assert looked[:3] == [1, 5, 15] and all(b - a == 10 for a, b in itertools.pairwise(looked[2:]))
 
 
 def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> None:
-    found = points(Checkpoint())
+    vote = make_vote(Checkpoint())
     heard = []
     for call in range(1, 101):
         clock[0] += 0.05
         if call == 40:
-            found.stop_request.number = 12
-        if found.is_stop_requested():
+            vote.stop_request.number = 12
+        if vote.is_stop_requested():
             heard.append(call)
     assert heard and 40 <= heard[0] <= 50
 

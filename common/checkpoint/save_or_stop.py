@@ -1,0 +1,86 @@
+"""The decision after a step whether a checkpoint is written, and whether the run stops: a vote of all ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from common.checkpoint.stop_request import StopRequest
+from common.distributed.rendezvous import World
+from configs.shared import Checkpoint
+
+POLL_SECONDS = 0.5  # between two votes: an all-reduce each
+
+
+class Decision(NamedTuple):
+    """Result of a vote after a step, the same on all ranks."""
+
+    stop: bool
+    save: bool
+    diverged: bool
+
+
+class SaveOrStopVote:
+    """Vote of all ranks between steps: whether to save a checkpoint, and whether to stop. `Saver` does what it decides.
+
+    It costs an all-reduce, so ranks vote only after every `checkpoint.every_steps` steps, and about every POLL_SECONDS
+    by rank 0's clock.
+    """
+
+    def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
+        self.world, self.settings, self.stop_request = world, settings, stop_request
+        self.calls, self.next_call = 0, 1
+        self.begin_after(0)
+
+    def begin_after(self, step: int) -> None:
+        """Vote from the step after this one on; the time until the next save begins now."""
+        self.next_step = self.last_step = step
+        self.voted = self.saved = time.perf_counter()
+
+    def is_due(self, step: int) -> bool:
+        """Check whether the ranks vote after this step; the same on all ranks."""
+        return step >= self.next_step or self._is_save_step(step)
+
+    def _is_save_step(self, step: int) -> bool:
+        return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
+
+    def is_stop_requested(self) -> bool:
+        """Check whether any rank has a stop request, in work without steps. All ranks call it equally often."""
+        self.calls += 1
+        if self.calls < self.next_call:
+            return False
+        count = self._choose_interval(self.calls, time.perf_counter())
+        self.calls = 0
+        stop, self.next_call = self._reduce_max(bool(self.stop_request.number), self.world.is_main * count)
+        return bool(stop)
+
+    def _choose_interval(self, done: int, now: float) -> int:
+        """Return the steps or calls until the next vote: POLL_SECONDS of them, at most four times those just done."""
+        count = int(done * POLL_SECONDS / max(now - self.voted, 1e-6))
+        self.voted = now
+        return min(max(1, count), 4 * done)
+
+    def _reduce_max(self, *values: int) -> list[int]:
+        """Return the maximum of each value over all ranks."""
+        table = torch.tensor(values, dtype=torch.int64, device=self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(table, dist.ReduceOp.MAX)
+        return table.tolist()
+
+    def decide(self, step: int, diverged: bool) -> Decision:
+        """Decide by a vote; all ranks call it after the same step. Rank 0's clock and knowledge of the loss count."""
+        now = time.perf_counter()
+        following = step + self._choose_interval(max(1, step - self.last_step), now)
+        late = 0 < self.settings.every_seconds <= now - self.saved
+        main = self.world.is_main
+        votes = bool(self.stop_request.number), main and late, main and diverged, main * following
+        *answers, self.next_step = self._reduce_max(*votes)
+        stop, by_time, diverged = (bool(answer) for answer in answers)
+        self.last_step = step
+        save = stop or by_time or self._is_save_step(step)
+        if save:
+            self.saved = now
+        return Decision(stop, save, diverged)
