@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of the samples of one optimizer step: shards for the replicas, and microbatches of these."""
+    """Division of the samples of one optimizer step: shards for the replicas, and microbatches of these.
+
+    These are the sizes. `Loader` makes a rank's shards, `AccumulationLoader` its microbatches, and the `step` of a
+    pipeline's engine splits its batch into microbatches itself.
+    """
 
     batch: int
     """Samples of a step, over all ranks."""

@@ -236,7 +236,8 @@ class AccumulationLoader:
     """A loader's batches in lists of `count`, the microbatches of one optimizer step, from any position on.
 
     If the number of batches in an epoch is no multiple of `count`, its last list is shorter. The state is the loader's;
-    between two lists it is that of an optimizer step.
+    between two lists it is that of an optimizer step. A pipeline's engine makes its microbatches itself
+    (`PipelineEngine.step`); all their sizes are in `configs.batch_plan`.
     """
 
     def __init__(self, loader: Loader, count: int) -> None:

@@ -108,7 +108,10 @@ class PipelineEngine:
         return self.total
 
     def _split_batch(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """Return the microbatches of a batch; a single one is the batch itself: operations on a view are slower."""
+        """Return the microbatches of a batch; a single one is the batch itself: operations on a view are slower.
+
+        Their size is that of `configs.batch_plan`. `AccumulationLoader` makes those whose gradients are accumulated.
+        """
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 
     def _forward(self, action: Action, given: Tensor | None) -> Message | None:

@@ -17,7 +17,7 @@ class SingleProcessPipeline:
 
     Work on a GPU is only queued: the call returns at once. So one process keeps all its GPUs busy, if it queues a
     microbatch's next stage before the previous stage's next microbatch (GPipe: Huang et al. 2019, arXiv 1811.06965).
-    `loss` is a mean over samples; a batch has `microbatches` of `size` samples.
+    `loss` is a mean over samples; a batch has `microbatches` of `size` samples (`configs.batch_plan`).
     """
 
     has_first = has_last = True
