@@ -77,6 +77,17 @@ def test_every_module_of_common_has_its_sentence() -> None:
     assert set(re.findall(r"^\| (\w+(?:/\w+)+) \| [A-Z].*\. \|$", page, re.MULTILINE)) == modules
 
 
+def test_every_pitfall_names_the_tests_that_show_it() -> None:
+    rows = re.findall(r"^\| (?!mistake |---).*$", (ROOT / "tests/pitfalls/README.md").read_text(), re.MULTILINE)
+    shown = [re.findall(r"`(test_\w+)`", row.rstrip("| ").rpartition(" | ")[2]) for row in rows]
+    own, every = (
+        {name for path in folder.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
+        for folder in (ROOT / "tests/pitfalls", ROOT / "tests")
+    )
+    named = {name for names in shown for name in names}
+    assert rows and all(shown) and own <= named <= every
+
+
 def test_ci_and_hooks_call_what_the_pages_name() -> None:
     assert "run: .ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
