@@ -52,20 +52,26 @@ def on_world(world: World) -> Any:
     return SimpleNamespace(world=world, device=world.device)
 
 
-def in_two(work: Callable[[World], Any]) -> list[Any]:
-    """What each of two processes finds."""
+def in_ranks(size: int, work: Callable[[World], Any], seconds: float = SECONDS) -> list[Any]:
+    """What each of some ranks finds; `seconds` is the time limit of a collective."""
     folder = Path(tempfile.mkdtemp())
+    files = [folder / str(rank) for rank in range(size)]
 
     def body(place: RankInfo) -> None:
-        with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=SECONDS)) as world:
-            (folder / str(place.rank)).write_text(json.dumps(attempt(lambda: work(world))))
-            if world.is_main:  # it keeps the meeting place alive until the other has found out too
-                deadline = time.monotonic() + 3 * SECONDS
-                while not (folder / "1").exists() and time.monotonic() < deadline:
+        with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=seconds)) as world:
+            files[place.rank].write_text(json.dumps(attempt(lambda: work(world))))
+            if world.is_main:  # it keeps the meeting place alive until the others have found out too
+                deadline = time.monotonic() + 3 * seconds
+                while not all(file.exists() for file in files) and time.monotonic() < deadline:
                     time.sleep(0.01)
 
-    assert local_launcher.run_ranks(body, 2, 1, lambda: None) == 0
-    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+    assert local_launcher.run_ranks(body, size, 1, lambda: None) == 0
+    return [json.loads(file.read_text()) for file in files]
+
+
+def in_two(work: Callable[[World], Any]) -> list[Any]:
+    """What each of two ranks finds."""
+    return in_ranks(2, work)
 
 
 def ranks_in_a_loop() -> Any:
