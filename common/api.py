@@ -12,7 +12,7 @@ from common.pipeline.report import PipelineReport
 from common.runs.result import Facts
 from common.training import model_split
 from common.training.entry_point import start
-from common.training.evaluate import classify, classify_replicated
+from common.training.evaluate import score_replicated, score_test_set
 from common.training.optimizers import build_optimizer
 from common.training.run import Run
 from common.training.single_process_baseline import report_scaling
@@ -24,13 +24,13 @@ __all__ = [
     "TrainState",
     "UserError",
     "build_optimizer",
-    "classify",
-    "classify_replicated",
     "ddp",
     "init_network",
     "model_split",
     "networks",
     "report_scaling",
+    "score_replicated",
+    "score_test_set",
     "start",
     "sync_batchnorm",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configs.optional import InitialWeights
-from configs.shared import Experiment, at_least, divisors, nearest_multiples
+from configs.shared import Experiment, at_least, format_nearest_multiples, list_divisors
 
 
 @dataclass
@@ -25,11 +25,11 @@ class Replicated(Experiment):
         super().check()
         ranks, microbatches = self.processes, self.batch_plan.microbatches
         if self.batch % (ranks * microbatches):
-            counts = [d for d in divisors(self.batch) if d % self.launch.nodes == 0 and d <= ranks]
+            counts = [d for d in list_divisors(self.batch) if d % self.launch.nodes == 0 and d <= ranks]
             fewer = f", or processes_per_node={counts[-1] // self.launch.nodes}" if counts else ""
             parts, fewer = (f" in accumulate={microbatches} microbatches", "") if microbatches > 1 else ("", fewer)
             what = f"batch={self.batch} cannot be shared evenly by {ranks} ranks{parts}"
-            raise ValueError(f"{what}; use batch={nearest_multiples(self.batch, ranks * microbatches)}{fewer}")
+            raise ValueError(f"{what}; use batch={format_nearest_multiples(self.batch, ranks * microbatches)}{fewer}")
 
 
 @dataclass

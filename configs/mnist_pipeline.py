@@ -24,7 +24,7 @@ class Config(PipelineConfig, Experiment):
         return BatchPlan(self.batch, 1, self.microbatches)
 
     @property
-    def parameters(self) -> float:
+    def estimated_parameters(self) -> float:
         sizes = [28 * 28, *[self.width] * (self.depth - 1), self.width // 2 if self.depth > 1 else self.width, 10]
         return sum(before * after + after for before, after in pairwise(sizes))
 

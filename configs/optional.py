@@ -15,8 +15,8 @@ class InitialWeights(Experiment):
     """State dict to begin with, under our names or torchvision's: a file, a checkpoint folder, or a run's id; none
     draws random weights."""
 
-    def paths(self) -> dict[str, str]:
-        return super().paths() | ({"weights": self.weights} if self.weights != "none" else {})
+    def list_paths(self) -> dict[str, str]:
+        return super().list_paths() | ({"weights": self.weights} if self.weights != "none" else {})
 
 
 @dataclass

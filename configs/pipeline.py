@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from configs.shared import between, divisors, nearest_multiples
+from configs.shared import between, format_nearest_multiples, list_divisors
 
 BUILT_IN = ("naive", "gpipe", "1f1b")
 TORCH = (*BUILT_IN, "interleaved_1f1b", "zero_bubble")
@@ -36,10 +36,10 @@ class Stages:
         """Return the bytes of a host's ranks, of which each builds the whole model and then keeps its own stages."""
         host: Any = self
         built = host.processes // host.launch.nodes * host.parameter_bytes
-        trained = getattr(host, "replicas", 1) * host.parameter_bytes * host.optim.copies
+        trained = getattr(host, "replicas", 1) * host.parameter_bytes * host.optim.tensors_per_parameter
         return max(built, trained / host.launch.nodes)
 
-    def pipeline(self) -> PipelineConfig:
+    def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the engine."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class PipelineConfig(Stages):
     microbatches: int = between(1, 4096, 4)
     """Equal parts of a batch that pass through the stages one behind the other."""
 
-    def pipeline(self) -> PipelineConfig:
+    def make_pipeline_config(self) -> PipelineConfig:
         return self
 
     @property
@@ -65,14 +65,14 @@ class PipelineConfig(Stages):
         if self.stages % self.stages_per_process:
             raise ValueError(
                 f"stages={self.stages} is no multiple of stages_per_process={self.stages_per_process}; "
-                f"valid values of stages_per_process are {divisors(self.stages)}"
+                f"valid values of stages_per_process are {list_divisors(self.stages)}"
             )
         if batch % self.microbatches:
-            below = max(d for d in divisors(batch) if d <= self.microbatches)
-            above = min(d for d in divisors(batch) if d >= min(self.microbatches, batch))
+            below = max(d for d in list_divisors(batch) if d <= self.microbatches)
+            above = min(d for d in list_divisors(batch) if d >= min(self.microbatches, batch))
             near = " or ".join(str(d) for d in sorted({below, above}))
             what = f"batch={batch} does not divide into microbatches={self.microbatches}"
-            sizes = nearest_multiples(batch, self.microbatches)
+            sizes = format_nearest_multiples(batch, self.microbatches)
             raise ValueError(f"{what}; use microbatches={near}, or batch={sizes}")
         if self.split and len(self.split) != self.stages - 1:
             raise ValueError(

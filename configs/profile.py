@@ -48,7 +48,7 @@ class Profile:
     """Arguments for srun that start the ranks in a container, as in [--container-image=...]."""
 
     @property
-    def per_node(self) -> int:
+    def ranks_per_node(self) -> int:
         """Ranks on each host."""
         return self.processes or max(1, self.gpus)
 

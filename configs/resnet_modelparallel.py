@@ -9,7 +9,7 @@ from typing import Any, Literal
 from configs.batch_plan import BatchPlan
 from configs.optional import InitialWeights, Sweep
 from configs.pipeline import BUILT_IN, PipelineConfig, Stages
-from configs.shared import RESNETS, at_least, between, divisors
+from configs.shared import RESNETS, at_least, between, list_divisors
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 
@@ -54,7 +54,7 @@ class Config(Sweep, Stages, InitialWeights):
 
     @property
     def processes(self) -> int:
-        return 1 if self.in_one_process else self.pipeline().processes * self.replicas
+        return 1 if self.in_one_process else self.make_pipeline_config().processes * self.replicas
 
     @property
     def microbatch(self) -> int:
@@ -66,7 +66,7 @@ class Config(Sweep, Stages, InitialWeights):
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.replicas, max(1, self.batch // self.replicas // self.microbatch))
 
-    def pipeline(self) -> PipelineConfig:
+    def make_pipeline_config(self) -> PipelineConfig:
         own = {one.name: getattr(self, one.name) for one in fields(Stages)}
         if self.mode != "pipelined":
             own["schedule"] = "naive"
@@ -78,19 +78,19 @@ class Config(Sweep, Stages, InitialWeights):
         return PipelineConfig(**own, engine=engine, microbatches=self.batch_plan.microbatches)
 
     @property
-    def parameters(self) -> float:
+    def estimated_parameters(self) -> float:
         return RESNETS.get(self.model, 0) * (self.width / 64) ** 2
 
     def fit_devices(self, gpus: int) -> None:
         fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == self.replicas == 1
-        fits = fits and self.engine == "auto" and self.pipeline().schedule in ("gpipe", "naive")
+        fits = fits and self.engine == "auto" and self.make_pipeline_config().schedule in ("gpipe", "naive")
         if self.devices == ["auto"] and gpus and fits and self.launch.device != "cpu":
             self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
 
     def check(self) -> None:
         if self.batch % self.replicas:
             what = f"batch={self.batch} cannot be shared evenly by replicas={self.replicas}"
-            raise ValueError(f"{what}; valid values of replicas are {', '.join(map(str, divisors(self.batch)))}")
+            raise ValueError(f"{what}; valid values of replicas are {', '.join(map(str, list_divisors(self.batch)))}")
         if self.replicas > 1 and self.replicas % self.launch.nodes:
             what = f"replicas={self.replicas} cannot be shared evenly by launch.nodes={self.launch.nodes}"
             remedy = "set replicas to a multiple of the nodes"
@@ -98,7 +98,7 @@ class Config(Sweep, Stages, InitialWeights):
         shard = self.batch_plan.shard
         if shard % self.microbatch:
             what = f"batch={shard} does not divide into microbatches of split_size={self.microbatch}"
-            raise ValueError(f"{what}; valid sizes are {', '.join(map(str, divisors(shard)))}")
+            raise ValueError(f"{what}; valid sizes are {', '.join(map(str, list_divisors(shard)))}")
         if self.loss == "mse" and self.model != "toy":
             raise ValueError(f"loss=mse: model={self.model} is trained with cross-entropy; use model=toy")
         if self.sweep and not (self.split_sizes and all(size.isdecimal() and int(size) for size in self.split_sizes)):
@@ -106,7 +106,7 @@ class Config(Sweep, Stages, InitialWeights):
         if self.in_one_process:
             self.check_devices()
         try:
-            self.pipeline().check_pipeline(shard)
+            self.make_pipeline_config().check_pipeline(shard)
         except ValueError as error:
             hint = "; microbatches are batch / split_size" if "microbatches" in str(error) else ""
             raise ValueError(f"{error}{hint}") from None
@@ -122,6 +122,6 @@ class Config(Sweep, Stages, InitialWeights):
             raise ValueError(f"{what}; name one for each stage, or set stages")
         if self.launch.nodes > 1 or self.stages_per_process > 1 or self.replicas > 1:
             raise ValueError("devices= belong to one process on one host; leave it out for one rank a stage")
-        if self.pipeline().schedule not in ("gpipe", "naive") or self.engine != "auto":
+        if self.make_pipeline_config().schedule not in ("gpipe", "naive") or self.engine != "auto":
             what = f"schedule={self.schedule}: one process works through its devices as gpipe does"
             raise ValueError(f"{what}; set devices=[] for other schedules and engines")

@@ -120,7 +120,7 @@ class Optim:
     """Learning rate after the warm-up: linear and cosine fall to zero at the end of the run."""
 
     @property
-    def copies(self) -> int:
+    def tensors_per_parameter(self) -> int:
         """Return the number of tensors as large as the parameters: these, gradients, and the optimizer's state."""
         return 2 + (int(self.momentum > 0) if self.name == "sgd" else 2)
 
@@ -226,19 +226,19 @@ class Experiment:
         return BatchPlan(self.batch, self.processes)
 
     @property
-    def parameters(self) -> float:
+    def estimated_parameters(self) -> float:
         """Return the approximate number of parameters of a ResNet; 0 for other models, which are small."""
         return RESNETS.get(getattr(self, "model", ""), 0)
 
     @property
     def memory_bytes(self) -> float:
         """Return the bytes of parameters, gradients and optimizer of a host's ranks, which all hold the whole model."""
-        return self.processes // self.launch.nodes * self.parameter_bytes * self.optim.copies
+        return self.processes // self.launch.nodes * self.parameter_bytes * self.optim.tensors_per_parameter
 
     @property
     def parameter_bytes(self) -> float:
         """Return the bytes of the model's parameters."""
-        return self.parameters * (8 if self.dtype == "float64" else 4)
+        return self.estimated_parameters * (8 if self.dtype == "float64" else 4)
 
     def total_steps(self, epoch_steps: int) -> int:
         """Return the optimizer steps of the whole run, where an epoch has `epoch_steps`."""
@@ -250,7 +250,7 @@ class Experiment:
             remedy = "use another set or model, such as resnet_modelparallel with model=toy"
             raise ValueError(f"data.name={self.data.name}: the model takes images, and this set has vectors; {remedy}")
 
-    def paths(self) -> dict[str, str]:
+    def list_paths(self) -> dict[str, str]:
         """Return the files and folders that the settings name, by setting."""
         return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
 
@@ -261,7 +261,7 @@ class Experiment:
         """Raise ValueError, with the remedy, where fields do not fit together."""
         if self.processes % self.launch.nodes:
             what = f"{self.processes} ranks cannot be shared evenly by launch.nodes={self.launch.nodes}"
-            raise ValueError(f"{what}; valid node counts are {divisors(self.processes)}")
+            raise ValueError(f"{what}; valid node counts are {list_divisors(self.processes)}")
         for name, folder in (("runs", self.runs), ("data.cache", self.data.cache)):
             if not folder:
                 raise ValueError(f"{name}= is empty; name a folder, or leave it out")
@@ -280,12 +280,12 @@ class Experiment:
         self.wandb.check()
 
 
-def divisors(n: int) -> list[int]:
+def list_divisors(n: int) -> list[int]:
     """Return all divisors of n, ascending."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-def nearest_multiples(n: int, of: int) -> str:
+def format_nearest_multiples(n: int, of: int) -> str:
     """Return the positive multiples of `of` next to n, as in "62 or 64"."""
     return " or ".join(str(m) for m in (n // of * of, (n // of + 1) * of) if m)

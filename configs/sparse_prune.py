@@ -64,7 +64,7 @@ class Config(Sweep, Replicated):
     criteria: list[str] = field(default_factory=lambda: list(CRITERIA))
     """With sweep=true, the criteria."""
 
-    def group(self) -> tuple[int, int]:
+    def parse_pattern(self) -> tuple[int, int]:
         """Return n and m of `pattern`. Raises ValueError."""
         left, _, size = self.pattern.partition(":")
         if not (left.isdecimal() and size.isdecimal() and 0 < int(left) < int(size) <= 64):
@@ -81,7 +81,7 @@ class Config(Sweep, Replicated):
             raise ValueError("sweep=true: schedule=none prunes nothing; use another schedule")
         if self.schedule in ("iterative", "cubic") and self.begin >= self.end:
             raise ValueError(f"begin={self.begin:g} is not before end={self.end:g}; lower begin, or raise end")
-        left, size = self.group()
+        left, size = self.parse_pattern()
         exact, masked = 1 - left / size, self.scope == "n:m" and self.schedule != "none"
         if masked and not math.isclose(self.sparsity, exact, abs_tol=1e-5):
             what = f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {exact:g}"

@@ -29,7 +29,7 @@ scale is dynamic: halved when a gradient overflows, doubled after `growth_interv
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, UserError, build_optimizer, classify, ddp, networks, start, sync_batchnorm
+from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
 from common.measure.memory import Footprint
 from common.measure.precision_report import PrecisionReport
 from common.training.loop import Step
@@ -77,7 +77,7 @@ def make_scaler(cfg: Config, device: torch.device) -> GradScaler:
     return GradScaler(device.type, cfg.init_scale, growth_interval=cfg.growth_interval, enabled=fp16)
 
 
-def lay_out(cfg: Config, x: Tensor) -> Tensor:
+def apply_channels_last(cfg: Config, x: Tensor) -> Tensor:
     """Lay out colour images [N, C, H, W] pixel by pixel with channels_last=true; grey ones [N, H, W] stay."""
     return x.contiguous(memory_format=torch.channels_last) if cfg.channels_last and x.dim() == 4 else x
 
@@ -93,7 +93,7 @@ def accumulate_gradients(
         # around forward AND backward: DDP decides in the forward whether the backward will all-reduce
         with model.no_sync() if waits and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
             with make_autocast(cfg, x.device):
-                loss = F.cross_entropy(model(lay_out(cfg, x)), y)
+                loss = F.cross_entropy(model(apply_channels_last(cfg, x)), y)
             footprint.record_peak()
             loss = loss / len(microbatches)  # the real number: an epoch's last step may have fewer than cfg.accumulate
             if not reduced:  # so far no rank has waited for the others
@@ -140,18 +140,18 @@ def main(cfg: Config, run: Run) -> None:
     scaler = make_scaler(cfg, run.device)
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # one item is the list of them for one step
     with make_autocast(cfg, run.device):
-        ddp.warm_up_buckets(model, lay_out(cfg, run.load_example(cfg.batch_plan.microbatch)))
+        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(cfg.batch_plan.microbatch)))
     state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 
     def predict(x: Tensor | None, _: int) -> Tensor:
         assert x is not None
         with make_autocast(cfg, run.device):
-            return inner.forward(lay_out(cfg, x))  # not compiled: other sizes would be compiled anew
+            return inner.forward(apply_channels_last(cfg, x))  # not compiled: other sizes would be compiled anew
 
     def evaluate() -> dict[str, float]:
         sync_batchnorm.average_buffers(inner)  # each rank's BatchNorm has seen other samples
-        return classify(predict, run, shard=run.shard)
+        return score_test_set(predict, run, shard=run.shard)
 
     run.resume(state)
     for step in run.steps(state, evaluate):

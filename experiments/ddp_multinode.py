@@ -23,7 +23,7 @@ rate grows with the batch: the linear scaling rule (Goyal et al. 2017, arXiv 170
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, init_network, report_scaling, start
+from common.api import Run, TrainState, build_optimizer, ddp, init_network, report_scaling, score_replicated, start
 from common.distributed import sync_batchnorm
 from configs.ddp_multinode import Config
 
@@ -64,7 +64,7 @@ def main(cfg: Config, run: Run) -> None:
     powersgd_state = ddp.get_powersgd_state(model)
     state = TrainState([network], optimizer, batches, run.world, replicated=True, compression=powersgd_state)
 
-    for step in run.steps(state, lambda: classify_replicated(network, run)):
+    for step in run.steps(state, lambda: score_replicated(network, run)):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y)  # the mean over this rank's shard

@@ -21,7 +21,7 @@ arXiv 2104.04473; Qi et al. 2023, arXiv 2401.10241).
 
 from __future__ import annotations
 
-from common.api import PipelineReport, Run, TrainState, build_optimizer, classify, model_split, networks, start
+from common.api import PipelineReport, Run, TrainState, build_optimizer, model_split, networks, score_test_set, start
 from configs.mnist_pipeline import Config
 
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ def main(cfg: Config, run: Run) -> None:
     batches = run.batches(inputs=pipe.has_first, targets=pipe.has_last)  # the first stage sees images, the last labels
     state = TrainState(list(pipe.local.values()), optimizer, batches, run.world)
 
-    for step in run.steps(state, lambda: classify(pipe.predict, run, inputs=pipe.has_first), loss=pipe.last_rank):
+    for step in run.steps(state, lambda: score_test_set(pipe.predict, run, inputs=pipe.has_first), loss=pipe.last_rank):
         with step:
             optimizer.zero_grad()
             loss = pipe.step(step.x, step.y)  # every microbatch forward and backward, in the order of the schedule

@@ -23,7 +23,7 @@ the last one of an epoch may even be smaller than the number of devices, and som
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, classify_replicated, ddp, init_network, start, sync_batchnorm
+from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
 from common.core.text import format_count
 from common.distributed.rendezvous import World
 from common.measure.device_report import report_devices
@@ -104,7 +104,7 @@ def main(cfg: Config, run: Run) -> None:
     state = TrainState([ddp.unwrap_ddp(model)], optimizer, batches, world, replicated=True)
 
     def evaluate() -> dict[str, float]:
-        return classify_replicated(ddp.unwrap_ddp(model), run)
+        return score_replicated(ddp.unwrap_ddp(model), run)
 
     run.resume(state)
     running = torch.zeros(2, device=run.device, dtype=torch.float64)  # the sum of losses, and of how many

@@ -36,16 +36,16 @@ from common.api import (
     Run,
     TrainState,
     build_optimizer,
-    classify,
     model_split,
     networks,
+    score_test_set,
     start,
     sync_batchnorm,
 )
 from common.core.seeds import derive_seed
 from common.distributed.mesh import create_mesh_groups
 from common.distributed.rendezvous import World
-from common.measure.memory import describe_peak, join_megabytes, limit_memory, read_peak
+from common.measure.memory import describe_peak, format_megabytes, limit_memory, read_peak
 from common.models.model_file import load_initial_weights
 from common.pipeline.executor import Loss
 from common.pipeline.single_process import SingleProcessPipeline
@@ -78,7 +78,7 @@ def build_loss(cfg: Config, run: Run) -> Loss:
 
 def build_stages(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
     """Place the stages: all of them on this process's devices, or this rank's own ones in its group's pipeline."""
-    pipeline = cfg.pipeline()
+    pipeline = cfg.make_pipeline_config()
     stages = model_split.split_model(pipeline, model, run)
     if not cfg.in_one_process:
         return model_split.build_pipeline(pipeline, stages, build_loss(cfg, run), run, pp)
@@ -90,7 +90,7 @@ def build_stages(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
 def main(cfg: Config, run: Run) -> None:
     pp, dp = create_mesh_groups(run.world, cfg.replicas)  # this rank's pipeline, and the replicas of its stages
     shard = dp.rank, dp.size
-    names = model_split.check_devices(cfg.devices) if cfg.in_one_process else []
+    names = model_split.require_devices(cfg.devices) if cfg.in_one_process else []
     devices = [torch.device(name) for name in names] or [run.device]
     with limit_memory(cfg.memory_cap, devices) as taken:
         pipe = build_stages(cfg, build_model(cfg, run), run, pp)
@@ -101,7 +101,7 @@ def main(cfg: Config, run: Run) -> None:
 
         def evaluate() -> dict[str, float]:
             sync_batchnorm.average_buffers(pipe.module, dp.group)  # the replicas' BatchNorm has seen other samples
-            return classify(pipe.predict, run, inputs=pipe.has_first, shard=shard)
+            return score_test_set(pipe.predict, run, inputs=pipe.has_first, shard=shard)
 
         run.resume(state)
         for step in run.steps(state, evaluate, loss=pipe.last_rank):
@@ -121,13 +121,13 @@ def describe_devices(cfg: Config, run: Run, devices: list[torch.device], taken: 
     own = [sum(rank.values()) for rank in run.world.gather(taken)]
     trained = taken if cfg.in_one_process else {f"rank {rank}": each for rank, each in enumerate(own)}
     held = {str(device): read_peak(device) for device in devices} if cfg.in_one_process else run.memory
-    count = cfg.pipeline().stages_per_process
+    count = cfg.make_pipeline_config().stages_per_process
     stages = "all layers" if cfg.mode == "single" else f"{count} stages" if count > 1 else "a stage"
     shown = {
         "mode": f"{cfg.mode}, {cfg.model}, {describe_microbatches(cfg)}",
         "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else f"one rank holds {stages}",
         "peak memory": describe_peak(held, run.device),
-        "training memory": join_megabytes(trained)
+        "training memory": format_megabytes(trained)
         + ("reserved by torch" if run.device.type == "cuda" else "of writable address space, beyond that at the start")
         + (f"; memory_cap={cfg.memory_cap} is the limit" if cfg.memory_cap else ""),
     }
@@ -145,7 +145,7 @@ def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineRepo
     model = f"{cfg.model}, {cfg.mode}, batch {cfg.batch}"
     folder = run.folder.path if cfg.plot else None
     if not cfg.in_one_process:
-        return PipelineReport.gather(pipe, pp, cfg.pipeline(), folder, model)
+        return PipelineReport.gather(pipe, pp, cfg.make_pipeline_config(), folder, model)
     title = f"one step of {model}, 1 rank: {describe_microbatches(cfg)}"
     own: Any = {"layers": pipe.layers, "lane": "stage", "picture": (folder / "timeline.png", title) if folder else None}
     return PipelineReport.from_spans(pipe.collect_spans(), pipe.plan, len(pipe.layers), **own)

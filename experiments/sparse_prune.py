@@ -32,7 +32,7 @@ compressed. Dense kernels multiply the zeros: what sparse ones gain, or lose, is
 
 from __future__ import annotations
 
-from common.api import Facts, Run, TrainState, build_optimizer, classify_replicated, ddp, networks, start
+from common.api import Facts, Run, TrainState, build_optimizer, ddp, networks, score_replicated, start
 from common.core import seeds
 from common.models import pruning_masks, pruning_savings, pruning_schedules
 from common.models.pruning_masks import Masks
@@ -104,7 +104,7 @@ def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Ten
         case "structured":
             return pruning_masks.prune_channels(scores, sparsity)
         case _:
-            return pruning_masks.prune_groups(scores, sparsity, cfg.group()[1])
+            return pruning_masks.prune_groups(scores, sparsity, cfg.parse_pattern()[1])
 
 
 def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
@@ -146,7 +146,7 @@ def main(cfg: Config, run: Run) -> None:
     if done == 0:
         prune(cfg, run, model, masks, optimizer, 0)
         masks.apply()
-    for step in run.steps(state, lambda: classify_replicated(inner, run)):
+    for step in run.steps(state, lambda: score_replicated(inner, run)):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y)

@@ -178,7 +178,7 @@ def main(words: list[str]) -> int:
     return int(importlib.import_module(VERBS[given.verb].module).main(given))
 
 
-def print_and_leave(words: list[str]) -> int:
+def run_verb(words: list[str]) -> int:
     """Carry out one verb like main; where the reader of its output has left, as `head` does, it ends without a word."""
     try:
         try:
@@ -193,4 +193,4 @@ def print_and_leave(words: list[str]) -> int:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(print_and_leave(sys.argv[1:]))
+        sys.exit(run_verb(sys.argv[1:]))

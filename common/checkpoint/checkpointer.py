@@ -163,7 +163,7 @@ class Checkpointer:
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
-            old = storage.prune_checkpoints(self.folder, self.settings.keep, self.best)
+            old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.best)
             if old:  # nobody waits while the disk frees their blocks
                 self.sweeper = threading.Thread(target=storage.delete_folders, args=(old,))
                 self.sweeper.start()
@@ -190,7 +190,7 @@ class Checkpointer:
 
         Raises UserError if there are checkpoints and none of them is valid.
         """
-        found = storage.list_candidates(self.folder) if self.world.is_main else []
+        found = storage.list_resumable_checkpoints(self.folder) if self.world.is_main else []
         candidates = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in found])
         for number, step in candidates:
             checkpoint = CheckpointPath(Folder(self.folder.path, number), step)
@@ -225,7 +225,7 @@ class Checkpointer:
         except InvalidCheckpoint as reason:
             problem = str(reason)
         # before any rank uses it, each must have it
-        return loaded, self.world.broadcast(merge_problems(self.world.gather(problem), self.world))
+        return loaded, self.world.broadcast(describe_first_problem(self.world.gather(problem), self.world))
 
     def _start_at_zero(self, rejected: int) -> None:
         """Report half-written checkpoints where there is no complete one. Raises UserError if all were rejected."""
@@ -234,7 +234,7 @@ class Checkpointer:
                 f"none of the {rejected} checkpoints of {self.folder.path} {NO_VALID_CHECKPOINT}; repair one, or "
                 f"remove {self.folder.path}/attempts/*/checkpoints to train from the beginning"
             )
-        left = self.world.broadcast(len(storage.list_unfinished(self.folder)) if self.world.is_main else 0)
+        left = self.world.broadcast(len(storage.list_staging_dirs(self.folder)) if self.world.is_main else 0)
         if left:
             self.say(f"not used: {format_count(left, 'half-written checkpoint')}; there is no complete one")
 
@@ -265,7 +265,7 @@ def read_full_model(checkpoint: CheckpointPath) -> dict[str, Tensor]:
     return model
 
 
-def merge_problems(problems: list[str | None], world: World) -> str | None:
+def describe_first_problem(problems: list[str | None], world: World) -> str | None:
     """Return the problem that any rank found; the first such rank is named if not all found the same."""
     if len(set(problems)) < 2:
         return problems[0] if problems else None

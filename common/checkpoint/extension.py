@@ -31,7 +31,7 @@ def has_more_steps(folder: Folder, cfg: Experiment) -> bool:
 
 def has_checkpoint(folder: Folder, step: int) -> bool:
     """Check whether a run has a checkpoint of a step."""
-    return any(checkpoint.step == step for checkpoint in storage.list_candidates(folder))
+    return any(checkpoint.step == step for checkpoint in storage.list_resumable_checkpoints(folder))
 
 
 def check_settings(folder: Folder, cfg: Experiment) -> None:

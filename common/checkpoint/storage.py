@@ -112,7 +112,7 @@ def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
     return [checkpoint for checkpoint in found if checkpoint.name in names]
 
 
-def list_candidates(folder: Folder) -> list[CheckpointPath]:
+def list_resumable_checkpoints(folder: Folder) -> list[CheckpointPath]:
     """Return all checkpoints that a new attempt may resume, the best choice first."""
     found: list[CheckpointPath] = []
     for attempt, bound in folder.trace_attempts():
@@ -120,7 +120,7 @@ def list_candidates(folder: Folder) -> list[CheckpointPath]:
     return found
 
 
-def list_unfinished(folder: Folder) -> list[Path]:
+def list_staging_dirs(folder: Folder) -> list[Path]:
     """Return the staging folders that killed ranks left."""
     return [
         path for attempt, _ in folder.trace_attempts() for path in sorted(checkpoints_dir(attempt).glob(".step-*.new"))
@@ -149,7 +149,7 @@ def open_owned(name: str | Path, flags: int, what: str, within: int | None = Non
         os.close(handle)
 
 
-def read_file(checkpoint: CheckpointPath, name: str, size: int | None = None) -> bytes:
+def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = None) -> bytes:
     """Return the bytes of a checkpoint's file, read once: they are what is checked. Raises InvalidCheckpoint."""
     with (
         open_owned(checkpoint.path, os.O_DIRECTORY, "the folder") as folder,
@@ -169,11 +169,11 @@ def read_file(checkpoint: CheckpointPath, name: str, size: int | None = None) ->
             raise InvalidCheckpoint(f"{name}: {error.strerror}") from None
 
 
-def read_verified(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
+def read_verified_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
     """Return the bytes of a rank's file, compared with the manifest. Raises InvalidCheckpoint."""
     name = rank_file_name(rank)
     entry = manifest.files[name]
-    content = read_file(checkpoint, name, entry.bytes)
+    content = read_owned_file(checkpoint, name, entry.bytes)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise InvalidCheckpoint(f"{name} has another checksum")
     return content
@@ -181,7 +181,7 @@ def read_verified(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> 
 
 def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     """Read and check the manifest of a checkpoint. Raises InvalidCheckpoint."""
-    raw = read_file(checkpoint, MANIFEST)
+    raw = read_owned_file(checkpoint, MANIFEST)
     try:
         content = json.loads(raw)
         if content["format"] != FORMAT:
@@ -245,18 +245,18 @@ def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
     return checkpoint.path.rename(checkpoint.path.with_name(f".{checkpoint.name}.old"))
 
 
-def prune_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
+def retire_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
     """Rename old checkpoints to tombstones; return the folders to delete. Raises OSError.
 
     The newest `keep` complete ones of the run stay, at least 2, and what is newer than these; so does that of step
     `best`, or the best one of an earlier attempt until this has a better. Once a newer attempt exists all stay: it may
     have resumed from any of these.
     """
-    if attempt.is_superseded or attempt.origin is None:  # without a record nobody resumes this one
+    if attempt.is_superseded or attempt.resumed_from is None:  # without a record nobody resumes this one
         return []
     attempts = [one for one in attempt.attempts() if one.number <= attempt.number]
     left = [path for one in attempts[:-1] for path in checkpoints_dir(one).glob(".step-*")]  # half-written
-    candidates = list_candidates(attempt)
+    candidates = list_resumable_checkpoints(attempt)
     spared = [candidate for candidate in candidates if read_pointer(candidate.attempt, "best") == candidate.name][:1]
     kept = {one.path for one in ([CheckpointPath(attempt, best)] if best is not None else spared)}
     complete = 0

@@ -18,7 +18,7 @@ OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 def check_host_memory(settings: Experiment) -> None:
     """Raise UserError where parameters, gradients and optimizer state of this host's ranks exceed its free memory."""
     needed = settings.memory_bytes
-    free, what = measure_available()
+    free, what = measure_available_memory()
     if needed > free:
         ranks = format_count(settings.processes // settings.launch.nodes, "rank")
         raise UserError(
@@ -27,17 +27,17 @@ def check_host_memory(settings: Experiment) -> None:
         )
 
 
-def measure_available() -> tuple[int, str]:
+def measure_available_memory() -> tuple[int, str]:
     """Return the bytes that a process started here can get, and the name of what limits them."""
     limits = [
-        (read_system_free(), "the host's memory"),
+        (read_free_memory(), "the host's memory"),
         (read_slurm_limit(), "what SLURM gave the job"),
         *read_cgroup_limits(),
     ]
     return min((bytes, what) for bytes, what in limits if bytes is not None)
 
 
-def read_system_free() -> int:
+def read_free_memory() -> int:
     """Return the bytes of memory that are free on this host."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return int(found[1]) * 1024 if found else UNLIMITED

@@ -16,7 +16,7 @@ from typing import Any
 from common.core.errors import UserError
 
 
-def check_file(setting: str, value: str, known: str) -> str:
+def locate_function_file(setting: str, value: str, known: str) -> str:
     """Return the file of `FILE.py:function`; `known` are the other values of the setting. Raises UserError."""
     file = value.rpartition(":")[0]
     if Path(file).suffix != ".py" or not Path(file).is_file():
@@ -37,7 +37,7 @@ def load_function(setting: str, value: str, known: str) -> Callable[..., Any]:
 
     `known` are the other values of the setting, for messages. Raises UserError.
     """
-    file, name = check_file(setting, value, known), value.rpartition(":")[2]
+    file, name = locate_function_file(setting, value, known), value.rpartition(":")[2]
     with locate_errors(setting, value):
         found = runpy.run_path(file, run_name="own_function")  # an import would leave a __pycache__ beside the file
     function: Callable[..., Any] | None = found.get(name)

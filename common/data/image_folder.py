@@ -26,7 +26,7 @@ SHOWN = 5  # files that a message names
 Sample = tuple[str, int]  # a file's path in train or val, and its label
 
 
-def write_folder(
+def write_folder_as_arrays(
     root: Path, beside: Path, side: int, unreadable: str, seed: int, report: Callable[[int, int], None]
 ) -> str:
     """Write root/train/<class>/* and root/val/<class>/* as arrays into the folder `beside`.
@@ -54,7 +54,7 @@ def write_folder(
         drawn = [samples[n] for n in seeds.make_generator(seed, "imagefolder", part).permutation(len(samples))]
         labels: list[int] = []
         with disk_errors(beside.parent), open(beside / f"{to}_images.npy", "wb") as file:
-            write_header(file, (len(drawn), 3, side, side))
+            write_npy_header(file, (len(drawn), 3, side, side))
             for (name, label), (pixels, problem) in zip(drawn, decode_images(root / part, drawn, side), strict=True):
                 report(next(done), total)
                 if pixels is None:
@@ -63,7 +63,7 @@ def write_folder(
                     file.write(pixels.data)
                     labels.append(label)
             file.seek(0)
-            write_header(file, (len(labels), 3, side, side))  # as many bytes as before
+            write_npy_header(file, (len(labels), 3, side, side))  # as many bytes as before
             np.save(beside / f"{to}_labels.npy", np.asarray(labels, np.int32))
         left = sorted(set(range(len(classes))) - set(labels))
         if left and unreadable == "skip":
@@ -120,7 +120,7 @@ def check_disk_space(root: Path, cache: Path, count: int, side: int) -> None:
         )
 
 
-def write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
+def write_npy_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
     """Write the header of a uint8 .npy file; numpy pads it, so that a later N takes the same number of bytes."""
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 

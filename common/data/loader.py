@@ -51,8 +51,8 @@ class Images:
     """The train or test part of a prepared set: images uint8 [N, H, W] (grey) or [N, 3, H, W], labels int64 [N]."""
 
     def __init__(self, prepared: Prepared, part: str, limit: int = 0) -> None:
-        images = torch.from_numpy(prepared.array(f"{part}_images"))
-        labels = torch.from_numpy(prepared.array(f"{part}_labels")).long()
+        images = torch.from_numpy(prepared.map_array(f"{part}_images"))
+        labels = torch.from_numpy(prepared.map_array(f"{part}_labels")).long()
         self.classes = int(labels.max()) + 1
         self.images, self.labels = (images[:limit], labels[:limit]) if limit else (images, labels)
         self.mean, self.std = (to_channel_tensor(values) for values in get_statistics(prepared))

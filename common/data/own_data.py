@@ -53,8 +53,8 @@ def check_arrays(found: Any) -> list[np.ndarray]:
         if 0 in array.shape:
             raise ValueError(f"the {name} are empty: their shape is {list(array.shape)}")
     train, train_labels, test, test_labels = found
-    check_part("train", train, train_labels)
-    check_part("test", test, test_labels)
+    check_learnable("train", train, train_labels)
+    check_learnable("test", test, test_labels)
     if train.shape[1:] != test.shape[1:]:
         shapes = f"{list(train.shape[1:])}, of a test image {list(test.shape[1:])}"
         raise ValueError(f"the shape of a train image is {shapes}; both parts need the same")
@@ -64,7 +64,7 @@ def check_arrays(found: Any) -> list[np.ndarray]:
     return [train, train_labels.astype(np.int32), test, test_labels.astype(np.int32)]
 
 
-def check_part(part: str, images: np.ndarray, labels: np.ndarray) -> None:
+def check_learnable(part: str, images: np.ndarray, labels: np.ndarray) -> None:
     """Raise ValueError unless images and labels are such that a network can learn from them."""
     if images.dtype != np.uint8:
         raise ValueError(f"the {part} images have dtype {images.dtype}; return uint8, from 0 to 255")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from common.core.errors import UserError
-from common.core.own_function import check_file, locate_errors, prefer_kept
+from common.core.own_function import locate_errors, locate_function_file, prefer_kept
 from common.data import image_folder, own_data, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import disk_errors, read_json
@@ -47,7 +47,7 @@ class Prepared:
     sha256: dict[str, str]
     notice: str = ""
 
-    def array(self, part: str) -> np.ndarray:
+    def map_array(self, part: str) -> np.ndarray:
         """Map one of PARTS into memory, copy on write; ranks on one host share the pages. Shapes: see sources.py."""
         return np.load(self.path / f"{part}.npy", mmap_mode="c")
 
@@ -72,14 +72,14 @@ class Prepared:
                 (code / own_data.KEPT).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.path / own_data.SOURCE, code / own_data.KEPT)
 
-    def verify(self) -> None:
+    def verify_checksums(self) -> None:
         """Raise UserError if an array has changed since it was prepared."""
         for part, expected in self.sha256.items():
             file = self.path / f"{part}.npy"
             if hash_file(file) != expected:
                 raise UserError(f"{file} is damaged (checksum differs); delete {self.path} and start again")
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the entries of meta.json on the set."""
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
@@ -93,7 +93,7 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
     Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
     """
     if ":" in data.name:
-        return prepare_own(data, code)
+        return prepare_own_set(data, code)
     match data.name:
         case "digits":
             return prepare_digits(Path(data.cache))
@@ -102,14 +102,14 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
         case "cifar10":
             return prepare_cifar10(data)
         case "imagefolder":
-            return prepare_folder(data, log or Log(progress="none"))
+            return prepare_image_folder(data, log or Log(progress="none"))
     return prepare_mnist(data, fallback)
 
 
 def check_model(cfg: Experiment, found: Prepared) -> None:
     """Raise UserError where the model of a config does not take the samples of a set."""
     try:
-        cfg.check_shape(found.array("train_images").shape[1:])
+        cfg.check_shape(found.map_array("train_images").shape[1:])
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -132,7 +132,9 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
             return dataclasses.replace(prepare_digits(Path(data.cache)), notice=notice)
     sources.check_mnist(raw)
     state = sources.fingerprint_mnist(raw)
-    return store_arrays(Path(data.cache), "mnist", state, lambda: sources.call_in_subprocess(sources.read_mnist, root))
+    return find_or_store_arrays(
+        Path(data.cache), "mnist", state, lambda: sources.call_in_subprocess(sources.read_mnist, root)
+    )
 
 
 def prepare_digits(cache: Path) -> Prepared:
@@ -145,7 +147,7 @@ def prepare_digits(cache: Path) -> Prepared:
         )
         return *train, *test
 
-    return store_arrays(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", make)
+    return find_or_store_arrays(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", make)
 
 
 def prepare_generated(data: Data) -> Prepared:
@@ -153,10 +155,10 @@ def prepare_generated(data: Data) -> Prepared:
     cache, count = Path(data.cache), data.samples
     if data.name == "vectors":
         state = f"seed {DATA_SEED} samples {count}"
-        return store_arrays(cache, "vectors", state, lambda: sources.generate_vectors(count, DATA_SEED))
+        return find_or_store_arrays(cache, "vectors", state, lambda: sources.generate_vectors(count, DATA_SEED))
     sizes = count, data.image_size, data.classes
     state = f"seed {DATA_SEED} sizes {sizes}"
-    made = store_arrays(cache, "generated", state, lambda: sources.generate_images(*sizes, DATA_SEED))
+    made = find_or_store_arrays(cache, "generated", state, lambda: sources.generate_images(*sizes, DATA_SEED))
     return dataclasses.replace(made, notice="generated images: random pixels and labels, good for throughput only")
 
 
@@ -170,14 +172,14 @@ def prepare_cifar10(data: Data) -> Prepared:
             raise UserError(f"CIFAR-10 is not in the folder {root} and cannot be downloaded ({problem}); {remedy}")
     state = sources.fingerprint_folder(root / CIFAR_FOLDER)
     try:
-        return store_arrays(
+        return find_or_store_arrays(
             Path(data.cache), "cifar10", state, lambda: sources.call_in_subprocess(sources.read_cifar10, root)
         )
     except UserError as error:
         raise UserError(f"{error}; delete {root / CIFAR_FOLDER} to download it again, {remedy}") from None
 
 
-def prepare_folder(data: Data, log: Log) -> Prepared:
+def prepare_image_folder(data: Data, log: Log) -> Prepared:
     """Find or make the set of an image folder (see image_folder.py). Raises UserError."""
     root = Path(data.root)
     absent = [name for name in ("train", "val") if not (root / name).is_dir()]
@@ -195,18 +197,20 @@ def prepare_folder(data: Data, log: Log) -> Prepared:
         with contextlib.closing(Screen(log, silent=False)) as screen:
             show = functools.partial(screen.show_progress, "preparation")
             show(0, 0)  # before the files are counted
-            return str(sources.call_in_subprocess(image_folder.write_folder, *how, limit=24 * 3600, show=show))
+            return str(
+                sources.call_in_subprocess(image_folder.write_folder_as_arrays, *how, limit=24 * 3600, show=show)
+            )
 
-    made = find_or_make(Path(data.cache), "imagefolder", state, write)
+    made = find_or_make_set(Path(data.cache), "imagefolder", state, write)
     listed = made.path / image_folder.LEFT_OUT
     more = f"; all of them: {sources.to_printable(str(listed))}" if listed.exists() else ""
     return dataclasses.replace(made, notice=made.notice + more)
 
 
-def prepare_own(data: Data, code: Path | None) -> Prepared:
+def prepare_own_set(data: Data, code: Path | None) -> Prepared:
     """Find or make the set that `FILE.py:function` returns (see own_data.py). Raises UserError."""
     value, root = prefer_kept(data.name, code and code / own_data.KEPT), Path(data.root)
-    file = Path(check_file("data.name", value, own_data.KNOWN))
+    file = Path(locate_function_file("data.name", value, own_data.KNOWN))
     with locate_errors("data.name", value):
         state = f"{hash_file(file)} {value.rpartition(':')[2]} {root.resolve()}"
 
@@ -214,10 +218,10 @@ def prepare_own(data: Data, code: Path | None) -> Prepared:
         files = [beside / f"{part}.npy" for part in PARTS]
         return str(sources.call_in_subprocess(own_data.write_arrays, value, root, files, limit=24 * 3600))
 
-    return dataclasses.replace(find_or_make(Path(data.cache), "own", state, write), name=data.name)
+    return dataclasses.replace(find_or_make_set(Path(data.cache), "own", state, write), name=data.name)
 
 
-def store_arrays(cache: Path, name: str, state: str, make: Callable[[], Arrays]) -> Prepared:
+def find_or_store_arrays(cache: Path, name: str, state: str, make: Callable[[], Arrays]) -> Prepared:
     """Find the set prepared from a state of its source, or store the arrays that `make` returns. Raises UserError."""
 
     def write(folder: Path) -> str:
@@ -226,10 +230,10 @@ def store_arrays(cache: Path, name: str, state: str, make: Callable[[], Arrays])
                 np.save(folder / f"{part}.npy", array)
         return ""
 
-    return find_or_make(cache, name, state, write)
+    return find_or_make_set(cache, name, state, write)
 
 
-def find_or_make(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> Prepared:
+def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> Prepared:
     """Find the set prepared from a state of its source, or make it under a lock.
 
     `write` saves an array for each of PARTS into a folder, and returns a notice that every run with this set shows.

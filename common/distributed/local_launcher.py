@@ -163,7 +163,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, p
         body(info)
         status = 0
     except BaseException as error:  # noqa: BLE001 (the parent reports every end)
-        status = EXIT_RESUMABLE if is_stop_request(error) else 2 if isinstance(error, UserError) else 1
+        status = EXIT_RESUMABLE if is_resumable_exit(error) else 2 if isinstance(error, UserError) else 1
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         note = {"user": isinstance(error, UserError), "text": text}
         with contextlib.suppress(OSError):
@@ -182,7 +182,7 @@ def redirect_output(log: Path, *, keep_stdout: bool) -> None:
     os.close(handle)
 
 
-def is_stop_request(error: BaseException) -> bool:
+def is_resumable_exit(error: BaseException) -> bool:
     """Check whether a rank ended because of a stop request, after saving."""
     return isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE
 

@@ -21,5 +21,5 @@ def create_mesh_groups(world: World, replicas: int) -> tuple[World, World]:
             f"replicas={replicas}: a replica's stages are on {' and '.join(torn[0])}; start a "
             f"multiple of {length} ranks on each host, in blocks (srun --distribution=block)"
         )
-    pipeline = world.subgroup(range(replica * length, (replica + 1) * length))
-    return pipeline, world.subgroup(range(position, world.size, length))
+    pipeline = world.make_subgroup(range(replica * length, (replica + 1) * length))
+    return pipeline, world.make_subgroup(range(position, world.size, length))

@@ -78,7 +78,7 @@ class World(RankInfo):
         """Return the rank in the run of a member of this subgroup."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
-    def subgroup(self, global_ranks: Sequence[int]) -> World:
+    def make_subgroup(self, global_ranks: Sequence[int]) -> World:
         """Return the world of some ranks, this one among them; all of them call it."""
         if len(global_ranks) == self.size:
             return self

@@ -32,17 +32,17 @@ class DeviceClock:
         self.start = 0.0
         self.stamp: Callable[[], Stamp] = self.record_stamp if self.cuda else time.perf_counter
         if self.cuda:
-            self.renew()
+            self.reset_zero()
 
-    def renew(self) -> None:
+    def reset_zero(self) -> None:
         """Wait for the device and reset the zero, which relates the time of the stream to that of the host."""
         torch.cuda.synchronize(self.device)
         self.zero, self.origin = self.record_event(), time.perf_counter()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step. Waits for the device every RENEWED seconds, so that stamps stay precise in a long run."""
         if self.cuda and time.perf_counter() - self.origin > RENEWED:
-            self.renew()
+            self.reset_zero()
 
     def record_event(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
@@ -58,7 +58,7 @@ class DeviceClock:
         """Return whether the device has reached a stamp, without waiting for it."""
         return not isinstance(stamp, TimedEvent) or stamp.event.query()
 
-    def start_now(self) -> None:
+    def set_zero_now(self) -> None:
         """Count seconds from now; ranks of several hosts call it at the same moment."""
         self.start = time.perf_counter()
 

@@ -55,7 +55,7 @@ def report_devices(
     if not world.is_main:
         return []
     partial = cfg.last_batch == "keep" and samples % cfg.batch and total >= -(-samples // cfg.batch)  # of a full epoch
-    rest = split_batch(cfg, samples % cfg.batch, devices) if partial else None
+    rest = count_samples_per_device(cfg, samples % cfg.batch, devices) if partial else None
     before = [rank.before_backward for rank in scaling.ranks]
     uneven = {"memory": compute_imbalance(held), "before_backward": compute_imbalance(before)}
     shown = describe_devices(cfg, devices, held, uneven, rest)
@@ -67,7 +67,7 @@ def report_devices(
     return [Facts(shown, outcome, {"imbalance": uneven}, memory), Comparison(rates, folder, gpus, title), scaling]
 
 
-def split_batch(cfg: Config, count: int, devices: int) -> list[int]:
+def count_samples_per_device(cfg: Config, count: int, devices: int) -> list[int]:
     """Return the samples of a batch that each device gets: DataParallel cuts equal chunks, and the last is smaller."""
     if cfg.strategy == "data_parallel":
         sizes = [len(chunk) for chunk in torch.arange(count).chunk(devices)]
@@ -80,15 +80,15 @@ def describe_devices(
 ) -> dict[str, str]:
     """Return the table's rows on shards, memory and BatchNorm; `held` are bytes by device."""
     seen = "synchronised" if cfg.sync_batchnorm and devices > 1 else cfg.strategy if devices > 1 else "single"
-    own = split_batch(cfg, cfg.batch, devices)
+    own = count_samples_per_device(cfg, cfg.batch, devices)
     rows = {
-        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {join_sizes(own)}",
+        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {format_sum(own)}",
         "memory": f"{', '.join(f'{value / 1e6:,.0f}' for value in held)} MB at most, by device",
         "BatchNorm": BUFFERS[seen].format(own[0]),
         "checkpoints": "the model's own names, without module., whatever the strategy",
     }
     if rest:
-        rows["last batch"] = f"{sum(rest)} = {join_sizes(rest)}"
+        rows["last batch"] = f"{sum(rest)} = {format_sum(rest)}"
     uneven = [f"{name.replace('_', ' ')} {value:.0%}" for name, value in imbalance.items() if value is not None]
     if uneven:
         rows["imbalance"] = f"{', '.join(uneven)} (the largest above the mean)"
@@ -126,6 +126,6 @@ class Comparison:
         return Facts(measured={"compare": dict(self.rates)})
 
 
-def join_sizes(sizes: list[int]) -> str:
+def format_sum(sizes: list[int]) -> str:
     """Return the sizes as a sum, shortened from nine on."""
     return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"

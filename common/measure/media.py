@@ -23,7 +23,7 @@ LIST, FILES = "media.jsonl", "media"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
-def make_path(folder: Folder, step: int, name: str, kind: str) -> Path:
+def make_media_path(folder: Folder, step: int, name: str, kind: str) -> Path:
     """Return the file for a step and make its folder. Raises ValueError for an invalid name, UserError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of media: letters, digits, _ . - (at most 64, a letter or digit first)")
@@ -43,22 +43,22 @@ def write_image(folder: Folder, step: int, name: str, pixels: Tensor) -> None:
     if values.is_floating_point():
         values = values.mul(255).round().clamp(0, 255)
     array = values.to(torch.uint8).numpy()
-    file = make_path(folder, step, name, "png")
+    file = make_media_path(folder, step, name, "png")
     with disk_errors(file):
         Image.fromarray(array if array.ndim == 2 else array.transpose(1, 2, 0).copy()).save(file)
-    append_entry(folder, step, name, "image", file)
+    append_media_entry(folder, step, name, "image", file)
 
 
 def write_histogram(folder: Folder, step: int, name: str, values: Tensor, bins: int = 64) -> None:
     """Write a histogram of the finite values (any shape): `bins` equal bins between the least and the largest."""
     flat = values.detach().double().flatten().cpu()
     counts, edges = np.histogram(flat[flat.isfinite()].numpy(), bins)
-    file = make_path(folder, step, name, "json")
+    file = make_media_path(folder, step, name, "json")
     write_atomic(file, json.dumps({"counts": counts.tolist(), "edges": edges.tolist()}) + "\n")
-    append_entry(folder, step, name, "histogram", file)
+    append_media_entry(folder, step, name, "histogram", file)
 
 
-def append_entry(folder: Folder, step: int, name: str, kind: str, file: Path) -> None:
+def append_media_entry(folder: Folder, step: int, name: str, kind: str, file: Path) -> None:
     """Append the line of a file to media.jsonl."""
     line: dict[str, Any] = {"global_step": step, "name": name, "kind": kind, "file": f"{FILES}/{file.name}"}
     with disk_errors(folder.attempt / LIST), open(folder.attempt / LIST, "a") as listed:

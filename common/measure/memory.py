@@ -69,10 +69,12 @@ def read_peak(device: torch.device) -> int:
 
 def describe_peak(held: Mapping[str, int], device: torch.device) -> str:
     """Return in words what `read_peak` gave by rank or device, in MB (1e6 bytes)."""
-    return f"{join_megabytes(held)}of {'tensors' if device.type == 'cuda' else 'the whole process, libraries included'}"
+    return (
+        f"{format_megabytes(held)}of {'tensors' if device.type == 'cuda' else 'the whole process, libraries included'}"
+    )
 
 
-def join_megabytes(held: Mapping[str, int]) -> str:
+def format_megabytes(held: Mapping[str, int]) -> str:
     """Return bytes by rank or device in words, as in "rank 0: 12.1 MB  rank 1: 8.0 MB  "."""
     return "".join(f"{name}: {number / 1e6:,.1f} MB  " for name, number in held.items())
 
@@ -89,19 +91,19 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> Facts:
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer": [value for value in state if isinstance(value, Tensor)],
     }
-    local = {name: sum(shard_of(tensor).nbytes for tensor in tensors) for name, tensors in held.items()}
+    local = {name: sum(get_own_shard(tensor).nbytes for tensor in tensors) for name, tensors in held.items()}
     full = sum(tensor.nbytes for tensors in held.values() for tensor in tensors)
     ranks = world.gather(local)
     if not ranks:
         return Facts()
     totals = {f"rank {rank}": sum(own.values()) for rank, own in enumerate(ranks)}
-    words = join_megabytes(totals) + "of parameters, gradients and optimizer state"
+    words = format_megabytes(totals) + "of parameters, gradients and optimizer state"
     words += f"; with ddp {full / 1e6:,.1f} MB each" if full > max(totals.values()) else ""
     by_kind = {name: [own[name] for own in ranks] for name in held}
     return Facts({"training state": words}, measured={"state_bytes": by_kind, "unsharded_state_bytes": full})
 
 
-def shard_of(tensor: Any) -> Tensor:
+def get_own_shard(tensor: Any) -> Tensor:
     """Return the part of a tensor that this rank holds: all of it, unless it is a DTensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -115,7 +117,7 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
     at the end of the block on a CPU. Raises UserError where the limit is too low.
     """
     before, taken = resource.getrlimit(resource.RLIMIT_DATA), dict[str, int]()
-    start = {device: read_limited(device) for device in devices}
+    start = {device: read_limited_bytes(device) for device in devices}
     try:
         for gpu in {device for device in devices if device.type == "cuda" and megabytes}:
             everything = torch.cuda.get_device_properties(gpu).total_memory
@@ -124,21 +126,21 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
         if megabytes and any(device.type == "cpu" for device in devices):
             resource.setrlimit(resource.RLIMIT_DATA, (read_writable_bytes() + megabytes * 1_000_000, before[1]))
         yield taken
-        taken |= {str(device): read_limited(device) - bytes for device, bytes in start.items()}
+        taken |= {str(device): read_limited_bytes(device) - bytes for device, bytes in start.items()}
     except (MemoryError, RuntimeError) as error:
         is_full = isinstance(error, MemoryError) or any(words in str(error) for words in FULL)
         if not megabytes or not is_full:
             raise
-        lift_limit(devices, before)
+        restore_limit(devices, before)
         raise UserError(
             f"memory_cap={megabytes}: the model with its gradients, optimizer and activations does not fit into "
             f"{megabytes} MB; split it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
         ) from None
     finally:
-        lift_limit(devices, before)
+        restore_limit(devices, before)
 
 
-def lift_limit(devices: Sequence[torch.device], before: tuple[int, int]) -> None:
+def restore_limit(devices: Sequence[torch.device], before: tuple[int, int]) -> None:
     """Restore the limit on this process from `before`, and remove those on GPUs."""
     resource.setrlimit(resource.RLIMIT_DATA, before)
     for device in devices:
@@ -146,7 +148,7 @@ def lift_limit(devices: Sequence[torch.device], before: tuple[int, int]) -> None
             torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def read_limited(device: torch.device) -> int:
+def read_limited_bytes(device: torch.device) -> int:
     """Return the bytes that `limit_memory` counts: the most that torch has reserved on a GPU, else address space."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else read_writable_bytes()
 

@@ -42,7 +42,7 @@ def fetch_values(rows: Sequence[Values]) -> list[dict[str, float]]:
     return found
 
 
-def average_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+def average_over_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each value of a step over the ranks that have it; `rows[r]` are the values of rank r."""
     means = {}
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -103,7 +103,7 @@ class MetricsLog:
         if not self.world.is_main:
             return
         known = [values for values, _ in (gathered if self.averaged else [gathered[self.source]])]
-        found = [average_ranks(values) for values in zip(*known, strict=True)]
+        found = [average_over_ranks(values) for values in zip(*known, strict=True)]
         self._find_divergence([row[0] for row in rows], found)
         self.writer.add(self._make_row(s, t) | values for (s, t, _), values in zip(rows, found, strict=True))
         self.show(step, found[-1])

@@ -112,7 +112,7 @@ class StepTimes:
         """Yield the loader's batches; a step lasts from asking for one to asking for the next."""
         source = iter(loader)
         while True:
-            self.clock.begin()
+            self.clock.begin_step()
             self.marks, self.computing, self.began = {"start": self.clock.stamp()}, [], []
             batch = next(source, None)
             if batch is None:

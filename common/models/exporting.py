@@ -30,17 +30,17 @@ sys.exit(f"it imports {sorted(ours)}" if ours else 0)
 """
 
 
-def write_program(model: nn.Module, x: Tensor, path: Path) -> Tensor:
+def write_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tensor:
     """Write a model in eval mode with torch.export, for inputs [any N, ...] like x [n, ...].
 
     Returns the outputs for x that a new process computes from the file alone. Raises RuntimeError if that fails.
     """
-    program = torch.export.export(model.cpu(), **make_example(x))
+    program = torch.export.export(model.cpu(), **make_export_inputs(x))
     torch.export.save(program, path)
     return run_in_new_process(path, x)
 
 
-def make_example(x: Tensor) -> dict[str, Any]:
+def make_export_inputs(x: Tensor) -> dict[str, Any]:
     """Return the arguments of an export for inputs [any N, ...] like x [n, ...]; one sample would fix N at 1."""
     zeros = torch.zeros(2, *x.shape[1:], dtype=x.dtype)
     return {"args": (zeros,), "dynamic_shapes": ({0: torch.export.Dim("samples", min=1)},)}
@@ -78,7 +78,9 @@ def write_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
         raise UserError(f"FORMAT=onnx needs {error.name}: .venv/bin/python -m pip install {' '.join(ONNX)}") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the exporter itself
-        made = torch.onnx.export(model.cpu(), **make_example(x), dynamo=True, input_names=["images"], verbose=False)
+        made = torch.onnx.export(
+            model.cpu(), **make_export_inputs(x), dynamo=True, input_names=["images"], verbose=False
+        )
     assert made is not None
     made.save(path)
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -86,6 +88,6 @@ def write_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
 
 
 WRITERS: dict[str, Callable[[nn.Module, Tensor, Path], Tensor]] = {
-    "torch.export": write_program,
+    "torch.export": write_torch_export,
     "onnx": write_onnx,
 }

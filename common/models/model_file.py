@@ -152,7 +152,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     if (path / "config.yaml").is_file():
         return read_model(Folder(path.absolute()))[1]
     if path.is_dir():
-        return read_checkpoint(path, text)
+        return read_model_of_checkpoint(path, text)
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     try:
@@ -166,7 +166,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     return found
 
 
-def read_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
+def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
     """Return the model in a checkpoint folder, such as runs/<id>/attempts/0001/checkpoints/step-00000100.
 
     Raises UserError.

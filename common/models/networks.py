@@ -258,7 +258,7 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 }
 
 
-def convert_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict under our names: torchvision's layer1.0 is layer1_0 here, and DDP's module. is removed."""
     plain = strip_wrapper_prefix(state)
     return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): value for name, value in plain.items()}
@@ -270,7 +270,9 @@ def load_weights(model: nn.Module, found: Mapping[str, Tensor], file: str) -> No
     Old files lack BatchNorm's num_batches_tracked: the model's own value stays.
     """
     own = model.state_dict()
-    state = {name: value for name, value in own.items() if name.endswith(".num_batches_tracked")} | convert_names(found)
+    state = {
+        name: value for name, value in own.items() if name.endswith(".num_batches_tracked")
+    } | convert_parameter_names(found)
     for problem, names in (("has no", own.keys() - state.keys()), ("has too much:", state.keys() - own.keys())):
         if names:
             raise UserError(

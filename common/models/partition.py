@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from common.measure.timing import time_calls
 
 
-def keep_input(layer: nn.Module) -> None:
+def keep_input_unchanged(layer: nn.Module) -> None:
     """Let a layer's first operation leave the input as it is: autograd refuses to overwrite what a stage is given."""
     first = next(module for module in layer.modules() if not any(module.children()))
     if hasattr(first, "inplace"):
@@ -40,7 +40,7 @@ def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Se
     if sorted(set(bounds)) != bounds:
         raise ValueError(f"split: {', '.join(starts)} is not in the order of the layers {', '.join(names)}")
     for start in bounds[1:-1]:
-        keep_input(layers[start][1])
+        keep_input_unchanged(layers[start][1])
     return [nn.Sequential(OrderedDict(layers[a:b])) for a, b in pairwise(bounds)]
 
 
@@ -78,7 +78,7 @@ def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str,
     costs: dict[str, float] = {}
     for number, (name, layer) in enumerate(model.named_children()):
         twin = copy.deepcopy(layer).to(x.device).train()  # a copy: BatchNorm updates its statistics
-        keep_input(twin)
+        keep_input_unchanged(twin)
         x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
         costs[name] = median(time_calls(partial(run_forward_backward, twin, x), x.device, repeats))
         x = twin(x)

@@ -45,7 +45,7 @@ def strip_masks(model: nn.Module) -> nn.Module:
 # ---- bytes
 
 
-def measure_file_size(model: nn.Module) -> tuple[int, int]:
+def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of the model's file as torch.save writes it, and of the same compressed by zlib."""
     file = io.BytesIO()
     with warnings.catch_warnings():
@@ -151,12 +151,12 @@ def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | Non
 
     `accuracy` returns a model's test accuracy. Without torchao there is no int8 copy.
     """
-    raw, squeezed = measure_file_size(model)
-    sparse, _ = measure_file_size(convert_to_csr(model))
+    raw, squeezed = measure_file_sizes(model)
+    sparse, _ = measure_file_sizes(convert_to_csr(model))
     sizes: dict[str, Any] = {"bytes_raw": raw, "bytes_compressed": squeezed, "bytes_csr": sparse}
     if accuracy is not None and int8.has_torchao():
         small = int8.quantize_to_int8(model)
-        raw, squeezed = measure_file_size(small)
+        raw, squeezed = measure_file_sizes(small)
         sizes |= {"int8_accuracy": accuracy(small), "int8_bytes_raw": raw, "int8_bytes_compressed": squeezed}
     return sizes
 
@@ -166,7 +166,7 @@ def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any
     try:
         with torch.no_grad():
             expected = model(x).cpu()
-        answer = exporting.write_program(model, x, path)
+        answer = exporting.write_torch_export(model, x, path)
         difference = float((answer - expected).abs().max())
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         return {"export_problem": summarize_error(error)}

@@ -13,7 +13,7 @@ from common.distributed.rendezvous import World
 from common.measure.device_clock import HISTORY, DeviceClock, Stamp
 from common.pipeline import schedules
 from common.pipeline.p2p import Messages, list_routes
-from common.pipeline.schedules import Action, Span, local_stages
+from common.pipeline.schedules import Action, Span, list_local_stages
 from configs.pipeline import PipelineConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -39,8 +39,8 @@ def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dt
 class PipelineEngine:
     """The built-in engine: one rank's stages of a model, trained by a schedule.
 
-    `stages` are all stages of the model; the rank moves those that `local_stages` gives it to its device. `loss` must
-    be a mean over samples: divided by the number of microbatches, the gradients equal those of the whole batch.
+    `stages` are all stages of the model; the rank moves those that `list_local_stages` gives it to its device. `loss`
+    must be a mean over samples: divided by the number of microbatches, the gradients equal those of the whole batch.
     `batch` is the number of samples in a step of this pipeline, `sample` the shape of one input without N.
     """
 
@@ -61,13 +61,13 @@ class PipelineEngine:
         self.count, self.microbatches = settings.stages, settings.microbatches
         self.size = batch // self.microbatches
         self.shapes = infer_boundary_shapes(stages, sample, dtype)
-        mine = local_stages(world.rank, world.size, self.count)
+        mine = list_local_stages(world.rank, world.size, self.count)
         self.local = {s: stages[s].to(world.device) for s in mine}
         self.has_first, self.has_last = 0 in self.local, self.count - 1 in self.local
         self.clock = DeviceClock(world.device)
         if len(set(world.hosts)) > 1:
             dist.barrier(world.group)  # not the world's: other replicas may be on one host
-            self.clock.start_now()  # hosts have unrelated clocks: all count from the end of the barrier
+            self.clock.set_zero_now()  # hosts have unrelated clocks: all count from the end of the barrier
         self.history: deque[Marks] = deque(maxlen=HISTORY)
         routes = list_routes(self.plan, self.shapes, self.size)
         self.messages = Messages(world, routes, dtype, self.microbatches, settings.transport)
@@ -87,13 +87,13 @@ class PipelineEngine:
         Returns the mean loss, a 0-d tensor that the device may still be computing, on the rank with the last stage,
         else None. Raises TimeoutError if a message does not arrive in time.
         """
-        self.clock.begin()
+        self.clock.begin_step()
         self.xs = self._split_batch(x) if x is not None and self.has_first else ()
         self.ys = self._split_batch(y) if y is not None and self.has_last else ()
         self.total: Tensor | None = None
         marks: Marks = []
         stamp, messages, last = self.clock.stamp, self.messages, self.count - 1
-        messages.begin()
+        messages.post_receives()
         for action in self.plan[self.world.rank]:
             kind, stage, _ = action
             # the first forward and the last backward receive no message
@@ -103,7 +103,7 @@ class PipelineEngine:
             marks.append((action, start, stamp()))
             if made is not None:
                 messages.send(*made)
-        messages.end()
+        messages.wait_until_sent()
         self.history.append(marks)
         return self.total
 

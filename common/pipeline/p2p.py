@@ -59,7 +59,7 @@ class Messages:
         self.coming: dict[Action, tuple[dist.Work, Tensor]] = {}
         self.inside: dict[Action, Tensor] = {}
 
-    def begin(self) -> None:
+    def post_receives(self) -> None:
         """Post all receives of a step."""
         self.coming = {action: (self.network.receive(action, value), value) for action, value in self.buffers}
 
@@ -82,7 +82,7 @@ class Messages:
         work.wait()
         return value
 
-    def end(self) -> None:
+    def wait_until_sent(self) -> None:
         """Wait until all tensors of the step are sent."""
         self.network.wait_for_sends()
 

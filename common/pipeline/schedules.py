@@ -46,7 +46,7 @@ Schedule = list[list[Action]]
 Maker = Callable[[int, int, int], Schedule]
 
 
-def local_stages(rank: int, ranks: int, stages: int) -> list[int]:
+def list_local_stages(rank: int, ranks: int, stages: int) -> list[int]:
     """Return the stages of a rank: every `ranks`-th one, so that a microbatch visits all ranks in turn."""
     return list(range(rank, stages, ranks))
 
@@ -61,7 +61,7 @@ def make_gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return GPipe's schedule: all forwards, then all backwards. Keeps the activations of every microbatch."""
     plan: Schedule = []
     for rank in range(ranks):
-        mine = local_stages(rank, ranks, stages)
+        mine = list_local_stages(rank, ranks, stages)
         plan.append([Action("F", s, m) for s in mine for m in range(microbatches)])
         plan[-1] += [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
     return plan
@@ -78,7 +78,7 @@ def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
     while len(done) < 2 * stages * microbatches:
         tick: list[Action] = []
         for rank in range(ranks):
-            mine = local_stages(rank, ranks, stages)
+            mine = list_local_stages(rank, ranks, stages)
             wanted = [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
             wanted += [Action("F", s, m) for s in reversed(mine) for m in range(microbatches) if flying[s] < stages - s]
             ready = (a for a in wanted if a not in done and all(n in done for n in find_dependencies(a, stages)))
@@ -149,7 +149,7 @@ def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -
             f"has {format_count(len(plan), 'list')} of actions, needs one for each of {format_count(ranks, 'rank')}"
         )
     for rank, actions in enumerate(plan):
-        mine = local_stages(rank, ranks, stages)
+        mine = list_local_stages(rank, ranks, stages)
         expected = {Action(kind, s, m) for kind in "FB" for s in mine for m in range(microbatches)}
         seen: set[Action] = set()
         for action in actions:
@@ -214,13 +214,13 @@ def format_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[st
     return lines
 
 
-def check_config(settings: object, code: Path | None = None) -> None:
+def check_schedule_of_config(settings: object, code: Path | None = None) -> None:
     """Raise UserError for a config whose schedule cannot work; configs without a pipeline pass.
 
     `code` is the source of the run that has these settings already, for the file that it keeps.
     """
-    if isinstance(settings, Stages) and settings.pipeline().engine == "own":
-        make_schedule(choose_file(settings.pipeline(), code) if code else settings.pipeline())
+    if isinstance(settings, Stages) and settings.make_pipeline_config().engine == "own":
+        make_schedule(choose_file(settings.make_pipeline_config(), code) if code else settings.make_pipeline_config())
 
 
 # ---- the file of a custom schedule in the source of a run
@@ -243,7 +243,7 @@ def keep_file(settings: object, code: Path, *, anew: bool = False) -> None:
 
     Ranks that start meanwhile find it whole or not at all.
     """
-    name = settings.pipeline().schedule if isinstance(settings, Stages) else ""
+    name = settings.make_pipeline_config().schedule if isinstance(settings, Stages) else ""
     kept = find_kept(name, code)
     if ":" in name and (anew or not kept.is_file()):
         with disk_errors(kept):

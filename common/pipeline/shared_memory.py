@@ -57,7 +57,7 @@ def open_shared_memory(world: World, near: Sequence[Route], dtype: torch.dtype) 
         with contextlib.suppress(OSError):
             if world.rank == members[0]:
                 remove_old_folders(base)
-                make_folder(folder, members, sum(count_slot_bytes(route, dtype) for route in near))
+                make_slots_folder(folder, members, sum(count_slot_bytes(route, dtype) for route in near))
         dist.barrier(world.group)
         with contextlib.suppress(OSError, ValueError):
             opened = SharedMemory(world, near, dtype, folder)
@@ -77,7 +77,7 @@ def remove_old_folders(base: Path) -> None:
                 shutil.rmtree(left)
 
 
-def make_folder(folder: Path, members: Sequence[int], size: int) -> None:
+def make_slots_folder(folder: Path, members: Sequence[int], size: int) -> None:
     """Make a private folder with the slots' memory, `size` bytes, and a pipe for each rank. Raises OSError."""
     folder.mkdir(mode=0o700)
     with open(folder / "slots", "wb") as file:
@@ -91,7 +91,7 @@ def count_slot_bytes(route: Route, dtype: torch.dtype) -> int:
     return -(-route.shape.numel() * dtype.itemsize // ALIGN) * ALIGN
 
 
-def choose_spin(local_size: int) -> float:
+def choose_polling_seconds(local_size: int) -> float:
     """Return the seconds of polling before sleeping: 0 where the ranks of this host have not a core each."""
     # under SLURM a rank may be bound to its own cores, and sees fewer than the job has on this host
     allowed = max(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE") or 0))
@@ -118,7 +118,7 @@ class SharedMemory:
         self.inbox = select.poll()
         self.inbox.register(self.pipes[world.rank], select.POLLIN)
         self.full: set[int] = set()
-        self.spin = choose_spin(world.local_size)
+        self.spin = choose_polling_seconds(world.local_size)
 
     def send(self, consumer: Action, value: Tensor) -> None:
         """Copy a tensor to its slot and notify the rank that consumes it."""

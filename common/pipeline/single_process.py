@@ -69,7 +69,7 @@ class SingleProcessPipeline:
 
         Backward, too, visits the devices in the order of their dependencies.
         """
-        self.tracer.begin()
+        self.tracer.begin_step()
         y = y.to(self.devices[-1])
         if self.pipelined:
             loss = self.loss(self.forward_pipelined(x), y)

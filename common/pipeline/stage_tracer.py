@@ -28,10 +28,10 @@ class StageTracer:
         next(stages[0].children()).register_forward_hook(self._hook_first_layer)
         self.on_first = 0
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step."""
         for clock in self.clocks:
-            clock.begin()
+            clock.begin_step()
         self.history.append({})
 
     def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:

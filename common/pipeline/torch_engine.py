@@ -114,7 +114,7 @@ class TorchPipelineEngine(PipelineEngine):
 
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
         """Forward and backward of one batch, as `PipelineEngine.step`."""
-        self.clock.begin()
+        self.clock.begin_step()
         self.marks: Marks = []
         losses: list[Tensor] = []
         newest: list[Tensor] = []  # the library clears it at every call

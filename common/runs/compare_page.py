@@ -203,7 +203,7 @@ def format_legend(runs: Sequence[ComparedRun], colours: Sequence[str]) -> str:
         name = html.escape(experiment)
         lines.append(f'<legend><label><input type="checkbox" class="all" checked>{name}</label></legend>')
         for run in own:
-            line = f'<path d="M0 4H22" class="line" stroke-dasharray="{choose_dash(run)}"/>'
+            line = f'<path d="M0 4H22" class="line" stroke-dasharray="{choose_line_style(run)}"/>'
             lines += [
                 f'<label class="run" data-run="{number}" style="--c:{colours[number]}" title="{html.escape(run.key)}">',
                 f'<input type="checkbox" checked><svg width="22" height="8">{line}</svg>',
@@ -214,7 +214,7 @@ def format_legend(runs: Sequence[ComparedRun], colours: Sequence[str]) -> str:
     return "".join(lines)
 
 
-def choose_dash(run: ComparedRun) -> str:
+def choose_line_style(run: ComparedRun) -> str:
     """The dashes of a run's line, by its state."""
     return DASH.get(run.state, EARLY)
 
@@ -230,7 +230,9 @@ def render_page(given: Sequence[ComparedRun], within: Sequence[str], between: Se
     colours = choose_colours(len(runs))
     charts = build_charts(runs)
     names = [f"{run.experiment} {run.label}" if len(groups) > 1 else run.label for run in runs]
-    drawn = [{"name": n, "colour": c, "dash": choose_dash(r)} for n, c, r in zip(names, colours, runs, strict=True)]
+    drawn = [
+        {"name": n, "colour": c, "dash": choose_line_style(r)} for n, c, r in zip(names, colours, runs, strict=True)
+    ]
     frames = "".join(
         f'<figure><h3>{html.escape(one["title"])}</h3><div class="chart"></div></figure>' for one in charts
     )

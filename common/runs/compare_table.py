@@ -32,12 +32,12 @@ class Column:
         return [line.ljust(self.width) if self.left else line.rjust(self.width) for line in self.lines]
 
 
-def shorten(text: str) -> str:
+def shorten_text(text: str) -> str:
     """The beginning of a text that is too long for a cell."""
     return text if len(text) <= CELL else text[: CELL - 1] + "…"
 
 
-def get_width() -> int:
+def get_terminal_width() -> int:
     """Characters in a line of the terminal; a fixed number where there is none."""
     return shutil.get_terminal_size((WIDTH, 24)).columns
 

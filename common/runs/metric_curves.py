@@ -65,13 +65,13 @@ def read_curves(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> R
         for name, value in row.items():
             if name not in NO_CURVE and isinstance(value, int | float):
                 tests.setdefault(name, []).append((*at, value))
-    table = to_table(steps, 5)
-    found = {name: to_table(values, 4) for name, values in tests.items()}
+    table = make_numeric_table(steps, 5)
+    found = {name: make_numeric_table(values, 4) for name, values in tests.items()}
     evaluations = {name: Curve(own[:, :3], own[:, 3], own[:, 3], own[:, 3]) for name, own in found.items()}
     return RunCurves(compute_loss_curve(table), compute_speed_curve(table), evaluations)
 
 
-def to_table(rows: list[tuple[float, ...]], width: int) -> Numbers:
+def make_numeric_table(rows: list[tuple[float, ...]], width: int) -> Numbers:
     """Return an array [rows, width] without the rows that hold anything but numbers."""
     try:
         return np.array(rows, dtype=np.float64).reshape(len(rows), width)

@@ -12,31 +12,33 @@ REPORTING = ("eval_batch", "plot", "compare", "export", "sweep", "repeats", "pro
 MISSING = "-"  # where a run has no such setting
 
 
-def matches(key: str, name: str) -> bool:
+def matches_setting(key: str, name: str) -> bool:
     """Check that a setting has this name, or is in the group that a name with a dot at its end stands for."""
     return key == name or (name.endswith(".") and key.startswith(name))
 
 
-def list_differences(runs: Sequence[Settings]) -> list[str]:
+def list_differing_settings(runs: Sequence[Settings]) -> list[str]:
     """List the settings whose values differ between the runs that have them."""
     found = []
     for key in dict.fromkeys(key for run in runs for key in run):
-        if len({run[key] for run in runs if key in run}) > 1 and not any(matches(key, name) for name in NO_MATTER):
+        if len({run[key] for run in runs if key in run}) > 1 and not any(
+            matches_setting(key, name) for name in NO_MATTER
+        ):
             found.append(key)
     return found
 
 
 def rank_setting(key: str) -> int:
     """Return the order of settings in a label: what one experiment has, then what all have, then how it is reported."""
-    return next((order for order, name in enumerate((*GENERAL, *REPORTING), 1) if matches(key, name)), 0)
+    return next((order for order, name in enumerate((*GENERAL, *REPORTING), 1) if matches_setting(key, name)), 0)
 
 
 def sort_differences(runs: Sequence[Settings]) -> list[str]:
     """The settings that differ, the most telling first."""
-    return sorted(list_differences(runs), key=rank_setting)
+    return sorted(list_differing_settings(runs), key=rank_setting)
 
 
-def choose_telling(runs: Sequence[Settings], most: int) -> list[str]:
+def choose_telling_settings(runs: Sequence[Settings], most: int) -> list[str]:
     """Choose settings that tell runs apart, `most` at most: each divides runs that those before it did not."""
     found: list[str] = []
     parts = 1

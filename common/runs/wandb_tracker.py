@@ -149,7 +149,7 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
             if run is not None:
                 media.forward(run)
             if count > recorded:
-                record_forwarded(folder, count)
+                record_forwarded_count(folder, count)
                 recorded = count
             continue
         if run is None:  # only now, so that the import does not compete with the first step
@@ -159,7 +159,7 @@ def main(path: str, attempt: str, mode: str, reason: str) -> None:
         count += 1
     if run is None:
         run = connect_wandb(folder, mode, reason)
-    record_forwarded(folder, count)
+    record_forwarded_count(folder, count)
     media.forward(run)
     result = folder.result
     log_model_artifact(run, folder)
@@ -173,7 +173,7 @@ def make_row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(sorted((name, value) for name, value in row.items() if name != "time"))
 
 
-def record_forwarded(folder: Folder, rows: int) -> None:
+def record_forwarded_count(folder: Folder, rows: int) -> None:
     """Write the number of rows that W&B has of this attempt, for later ones."""
     with contextlib.suppress(UserError):  # a full disk: they then come twice
         write_json(folder.attempt / FORWARDED, {"rows": rows})

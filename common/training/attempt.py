@@ -69,10 +69,10 @@ class Attempt:
         if not (self.folder.path / "meta.json").exists():
             provenance.copy_source(self.folder)
             self.prepared.keep_source(self.folder.path / "code")
-            provenance.write_metadata(self.folder, sys.argv, self.prepared.facts())
+            provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         schedules.keep_file(cfg, self.folder.path / "code")
         provenance.record_attempt(self.folder)
-        self.prepared.verify()
+        self.prepared.verify_checksums()
 
     @contextlib.contextmanager
     def discard_on(self, *errors: type[BaseException]) -> Iterator[None]:
@@ -92,13 +92,13 @@ class Attempt:
         if not self.folder.path.exists():
             return
         try:
-            ended = describe_ending(self.folder, status, reason)
+            ended = make_ending_result(self.folder, status, reason)
             if not self.folder.result and not submitted and not self.folder.is_superseded:
                 with contextlib.suppress(UserError):  # the full disk that ended the run has been reported
                     ended.write(self.folder)
                 if ended.last_step:
                     print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
-                if storage.list_candidates(self.folder):
+                if storage.list_resumable_checkpoints(self.folder):
                     print(f"go on with: {format_resume_command(self.folder, cfg, reason)}", file=sys.stderr)
                 elif ended.state in ("cancelled", "preempted"):
                     again = format_resume_command(self.folder, cfg, reason)
@@ -149,7 +149,7 @@ def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
     """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
     prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=given.path / "code")
     known = provenance.read_metadata(given).get("data") or {}
-    if known.get("sha256", prepared.facts()["sha256"]) != prepared.facts()["sha256"]:
+    if known.get("sha256", prepared.to_dict()["sha256"]) != prepared.to_dict()["sha256"]:
         raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
     warn_of_damaged_metrics(given)
     extended = given.result.get("state") == "finished"
@@ -204,13 +204,13 @@ def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:
     return again
 
 
-def describe_ending(folder: Folder, status: int, reason: str) -> Result:
+def make_ending_result(folder: Folder, status: int, reason: str) -> Result:
     """Return the result of an attempt that did not finish the run; `reason` is the cause of a failure."""
     last = folder.find_last_step()
     if status == 128 + signal.SIGINT:
         return Result("cancelled", status, "stopped by Ctrl-C", last)
     if status == EXIT_RESUMABLE:
-        saved = bool(storage.list_candidates(folder))
+        saved = bool(storage.list_resumable_checkpoints(folder))
         when = "after saving a checkpoint" if saved else "before the first step"
         return Result("preempted", status, f"stopped on request, {when}", last)
     return Result("failed", status, reason, last)

@@ -57,10 +57,10 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     cfg = config.load_config(schema, sys.argv[1:])
     path = config.parse_command_line(sys.argv[1:]).resume
     given = Folder(path.absolute()) if path else None
-    schedules.check_config(cfg, given.path / "code" if given else None)
+    schedules.check_schedule_of_config(cfg, given.path / "code" if given else None)
     wandb_account.read_requested_mode(cfg)
     if given is None:
-        initial_weights.check_config(cfg)
+        initial_weights.check_schedule_of_config(cfg)
     else:
         extension.check_settings(given, cfg)
     if getattr(cfg, "sweep", False):
@@ -133,7 +133,7 @@ class ForkedRanks:
         attempt = Attempt.open(cfg, given, fallback=True)
         if given is not None:
             folder = attempt.folder
-            saved = bool(storage.list_candidates(folder))
+            saved = bool(storage.list_resumable_checkpoints(folder))
             word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
             print(
                 f"{given.experiment}: {format_count(cfg.processes, 'rank')}, {word}run folder {given.path}", flush=True

@@ -31,7 +31,7 @@ def slice_shard(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]
     return (slice(i * count // total, (i + 1) * count // total) for i in range(rank, total, ranks))
 
 
-def classify(
+def score_test_set(
     predict: Predict, run: RunContext, *, inputs: bool = True, shard: tuple[int, int] = (0, 1)
 ) -> dict[str, float]:
     """Return mean loss and accuracy over exactly all test samples, the same on every rank. All ranks call it.
@@ -54,13 +54,13 @@ def classify(
     return compute_scores(own)
 
 
-def classify_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
+def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
     """Return the scores of a model that every rank holds: each takes its shard of the samples. All ranks call it.
 
     BatchNorm's running statistics are averaged before: each rank's have seen other samples.
     """
     sync_batchnorm.average_buffers(model)
-    return classify(lambda x, _: model(x), run, shard=run.shard)
+    return score_test_set(lambda x, _: model(x), run, shard=run.shard)
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def sum_scores(
     shard: tuple[int, int] = (0, 1),
     after_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
-    """Return one rank's part of `classify`: float64 [3], the sum of losses, right answers, samples.
+    """Return one rank's part of `score_test_set`: float64 [3], the sum of losses, right answers, samples.
 
     It needs no process group. `after_batch(done, total)` is called after each batch with the samples that all ranks
     have done by then, if they are as fast, and all there are.

@@ -122,7 +122,9 @@ def check_matrix_product(world: World) -> dict[str, Any]:
         times = time_calls(multiply_eight_times, world.device, sys.maxsize, warm_up=0, budget=PRODUCT_SECONDS)
         best = max(best, 8 * len(times) / sum(times))
         rates = world.gather(best)
-        is_any_slow = world.broadcast(any(is_slow(rate, rates[:i] + rates[i + 1 :]) for i, rate in enumerate(rates)))
+        is_any_slow = world.broadcast(
+            any(is_slow_rate(rate, rates[:i] + rates[i + 1 :]) for i, rate in enumerate(rates))
+        )
         if number + 1 >= ROUNDS and not is_any_slow:
             break
     return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * side**3 / 1e9, 1)}
@@ -201,20 +203,20 @@ def find_differences(facts: Sequence[dict[str, Any]]) -> list[str]:
     """Return the differences in versions, data and devices."""
     found = []
     for package in facts[0]["versions"]:
-        for where, own, usual in find_unusual(facts, [f["versions"].get(package) for f in facts]):
+        for where, own, usual in find_unusual_values(facts, [f["versions"].get(package) for f in facts]):
             found.append(f"{where} has {package} {own}, the others {usual}; use one .venv")
     looked = [f for f in facts if "data" in f]
     for prepared in sorted({key for f in looked for key in f["data"]}):
-        for where, _, _ in find_unusual(looked, [f["data"].get(prepared) for f in looked]):
+        for where, _, _ in find_unusual_values(looked, [f["data"].get(prepared) for f in looked]):
             found.append(
                 f"{where} has other data in {prepared} than the others, or none; "
                 "data.cache must be one folder that all hosts share"
             )
-    devices = find_unusual(facts, [f["device"] for f in facts])
+    devices = find_unusual_values(facts, [f["device"] for f in facts])
     return found + [f"{where} has {own}, the others {usual}" for where, own, usual in devices]
 
 
-def find_unusual(facts: Sequence[dict[str, Any]], values: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+def find_unusual_values(facts: Sequence[dict[str, Any]], values: Sequence[Any]) -> list[tuple[str, Any, Any]]:
     """Return the name of each host whose value is not the most frequent one, its value, and that one."""
     usual, _ = Counter(values).most_common(1)[0]
     return [(name_host(f), own, usual) for f, own in zip(facts, values, strict=True) if own != usual]
@@ -246,7 +248,7 @@ def find_host_problems(f: dict[str, Any], hosts: int) -> list[str]:
     return found
 
 
-def is_slow(rate: float, others: Sequence[float]) -> bool:
+def is_slow_rate(rate: float, others: Sequence[float]) -> bool:
     """Compare a host's rate with those of the others."""
     return bool(others) and rate < SLOW * median(others)
 
@@ -256,7 +258,7 @@ def find_slow_hosts(facts: Sequence[dict[str, Any]]) -> list[str]:
     found, measured = [], [f for f in facts if "gflop_per_s" in f]
     for f in measured:
         others = [g["gflop_per_s"] for g in measured if g is not f]
-        if is_slow(f["gflop_per_s"], others):
+        if is_slow_rate(f["gflop_per_s"], others):
             found.append(
                 f"{name_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {median(others)}; "
                 "look for other programs and for thermal throttling there"

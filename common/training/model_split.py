@@ -133,7 +133,7 @@ def measure_once(run: RunContext, name: str, find: Callable[[], list[str]]) -> l
     return value
 
 
-def check_devices(names: Sequence[str]) -> Sequence[str]:
+def require_devices(names: Sequence[str]) -> Sequence[str]:
     """Return the names of devices. Raises UserError where one of them is not there."""
     count = torch.cuda.device_count()
     absent = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]

@@ -26,7 +26,7 @@ from configs.ddp_multinode import Config
 ROUNDS, STEPS = 3, 5  # of a comparison: how often each side takes its turn, and for how many steps
 
 
-def make_stepper(
+def make_step_function(
     run: RunContext, model: Callable[[Tensor], Tensor], parameters: nn.Module, shard: tuple[int, int] = (0, 1)
 ) -> Callable[[], Tensor]:
     """Return a function that takes one step with the next batch, or with a shard of it, and returns the loss []."""
@@ -55,7 +55,7 @@ def time_one_rank(run: RunContext, name: str, count: int = 20, patience: float =
     seconds = 0.0
     if run.world.is_main:
         model = networks.build_network(name, run.sample_shape, run.classes).to(run.device, run.dtype)
-        seconds = time_steps(make_stepper(run, model, model), run.device, count, patience)
+        seconds = time_steps(make_step_function(run, model, model), run.device, count, patience)
     return float(run.world.broadcast(seconds))
 
 
@@ -75,7 +75,7 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
     """Return samples/s of each side, round by round; the sides take turns. All ranks call it."""
     world, rates = run.world, {side.name: list[float]() for side in sides}
     own = [side for side in sides if side.shard or world.is_main]
-    steppers = {side.name: make_stepper(run, *side.make_model(), side.shard or (0, 1)) for side in own}
+    steppers = {side.name: make_step_function(run, *side.make_model(), side.shard or (0, 1)) for side in own}
     for number in range(ROUNDS):
         for side in sides:
             run.say(f"comparison, round {number + 1} of {ROUNDS}: {side.name}")

@@ -43,7 +43,7 @@ def load_grid(name: str) -> Grid[Experiment]:
     return grid
 
 
-def join_words(cell: dict[str, object]) -> str:
+def format_point(cell: dict[str, object]) -> str:
     """Return the settings of a point as they stand on a command line."""
     return " ".join(f"{name}={value}" for name, value in format_settings(cell).items())
 
@@ -61,7 +61,7 @@ def run_sweep(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folde
     rows: list[Row] = []
     for number, (row, chosen) in enumerate(planned, 1):
         chosen.wandb.group = folder.name
-        print(f"{number:>4} of {len(planned)}  {join_words(row['cell'])}", end="", flush=True)
+        print(f"{number:>4} of {len(planned)}  {format_point(row['cell'])}", end="", flush=True)
         try:
             with (
                 open(os.devnull, "w") as nowhere,
@@ -91,7 +91,7 @@ def run_sweep(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folde
         print_summary(grid.summarise(cfg, gpus, done), folder)
     failed = [row for row in rows if row.get("state") != "finished"]
     for row in failed:
-        print(f"error: {row['run']} ({join_words(row['cell'])}) did not finish; see its logs", file=sys.stderr)
+        print(f"error: {row['run']} ({format_point(row['cell'])}) did not finish; see its logs", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -29,7 +29,7 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
     return [cell | brief for cell in grid]
 
 
-def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     """Report the cost of each point, and how far its result is from fp32's with one microbatch."""
     names = ("samples_per_second", "training_bytes", "bytes_sent", "steps_skipped", "final_loss", "test_accuracy")
     found = {name: average_rows(rows, BY, name) for name in names}
@@ -57,4 +57,4 @@ def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     return Summary({"cells": "\n".join(lines)}, drawn)
 
 
-GRID = Grid(list_points, summarise_runs)
+GRID = Grid(list_points, summarize_runs)

@@ -17,7 +17,7 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
     return [{"strategy": name, "compare": False} | alike for name in names]
 
 
-def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     """Report samples per second of each strategy."""
     rates = {str(name): found for (name,), found in average_rows(rows, ["strategy"], "samples_per_second").items()}
     lines = {
@@ -32,4 +32,4 @@ def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     )
 
 
-GRID = Grid(list_points, summarise_runs)
+GRID = Grid(list_points, summarize_runs)

@@ -36,7 +36,7 @@ def runs_on_gpus(cfg: Config, gpus: int) -> bool:
     return all(gpus >= one.processes for one in chosen)
 
 
-def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     """Report time per batch against the size of microbatches, and the idle share and memory of each stage."""
     times = average_rows(rows, ("mode", "split_size"), "step_seconds")
     lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's rank"]
@@ -67,4 +67,4 @@ def plot_times(cfg: Config, gpus: int, times: dict[Any, tuple[float, float, int]
     return Curves("split_size.png", series, "split size", "ms a batch", levels, computed, title)
 
 
-GRID = Grid(list_points, summarise_runs, measured=("split",))
+GRID = Grid(list_points, summarize_runs, measured=("split",))

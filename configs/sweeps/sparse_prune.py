@@ -22,7 +22,7 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
     return [plain | {"schedule": "none", "l1": 0}, *grid]
 
 
-def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     """Report test error against the weights that are left, and the medians of all that was measured."""
     dense = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
     groups: dict[str, list[Row]] = {}
@@ -40,7 +40,7 @@ def summarise_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
     title = f"{cfg.model} on {rows[0]['data']}"
     plot = Curves("sparsity.png", series, "weights left, %", "test error, %", levels, title=title)
-    return Summary({"medians": format_medians(groups), "CSR": judge_csr(groups)}, [plot])
+    return Summary({"medians": format_medians(groups), "CSR": report_csr_speed(groups)}, [plot])
 
 
 COLUMNS = {  # of a sweep's table: what, its head, and how its numbers are written
@@ -67,7 +67,7 @@ def format_medians(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def judge_csr(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def report_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Report where sparse kernels are slower than dense ones, and where the repeats do not agree on it."""
     told = []
     for dense in ("fp32", "bf16"):
@@ -83,4 +83,4 @@ def judge_csr(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "; ".join(told)
 
 
-GRID = Grid(list_points, summarise_runs, new_seeds=True)
+GRID = Grid(list_points, summarize_runs, new_seeds=True)

@@ -30,7 +30,7 @@ Every rank trains the same network on its shard of each batch, and DDP averages 
 
 from __future__ import annotations
 
-from common.api import Facts, Run, TrainState, build_optimizer, classify_replicated, ddp, networks, start
+from common.api import Facts, Run, TrainState, build_optimizer, ddp, networks, score_replicated, start
 from configs.my_experiment import Config
 
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ def main(cfg: Config, run: Run) -> None:
     ddp.warm_up_buckets(model, run.load_example(cfg.batch_plan.shard))
     state = TrainState([inner], optimizer, batches, run.world, replicated=True)
 
-    for step in run.steps(state, lambda: classify_replicated(inner, run)):
+    for step in run.steps(state, lambda: score_replicated(inner, run)):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y)  # the mean over this rank's shard
@@ -142,14 +142,14 @@ def check_new_name(name: str) -> None:
     found = [path for path in (Path(one.replace(SAMPLE, name)) for one in taken) if (ROOT / path).exists()]
     if found:
         raise UserError(f"NAME={name}: {found[0]} exists already; choose another name")
-    if name in sys.stdlib_module_names or is_module(name):
+    if name in sys.stdlib_module_names or is_importable(name):
         raise UserError(
             f"NAME={name}: a module of Python, of a package or of this project has this name, and experiments/ comes "
             f"first on a script's path; choose another one, such as my_{name}"
         )
 
 
-def is_module(name: str) -> bool:
+def is_importable(name: str) -> bool:
     """Check for a module that can be imported; a folder of the checkout without one, such as runs, does not count."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is not None:
@@ -157,7 +157,7 @@ def is_module(name: str) -> bool:
     return any(Path(folder).parent != ROOT for folder in spec.submodule_search_locations or ())
 
 
-def add_line(readme: str, name: str) -> str:
+def add_readme_line(readme: str, name: str) -> str:
     """Return the README with a line for the experiment at the end of its table, unchanged where it has no table."""
     rows = list(ROW.finditer(readme))
     end = rows[-1].end() if rows else 0
@@ -189,7 +189,7 @@ def main(given: argparse.Namespace) -> int:
     texts = {ROOT / path.replace(SAMPLE, name): text.replace(SAMPLE, name) for path, (text, _) in FILES.items()}
     readme = ROOT / "README.md"
     before = readme.read_text() if readme.is_file() else ""
-    after = add_line(before, name)
+    after = add_readme_line(before, name)
     write_files(texts, {readme: after} if after != before else {})
     shown = {path.replace(SAMPLE, name): purpose for path, (_, purpose) in FILES.items()}
     shown |= {"README.md": "its line in the table of experiments"} if after != before else {}

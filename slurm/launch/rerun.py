@@ -43,7 +43,7 @@ PLACES = ("runs", "data.root", "data.cache")  # where things lie changes no numb
 Lines = Iterator[tuple[str, Any, Any]]
 
 
-def find_repeatable(run: str) -> Folder:
+def find_repeatable_run(run: str) -> Folder:
     """Find the folder of a run that is over and can be repeated. Raises UserError."""
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
@@ -75,7 +75,7 @@ def resolve_settings(old: Folder, words: list[str]) -> str:
     return done.stdout
 
 
-def read_flat(text: str) -> dict[str, Any]:
+def parse_settings_text(text: str) -> dict[str, Any]:
     """Read the settings of a YAML text, by dotted name, as text."""
     return config.flatten_mapping(yaml.load(text, Loader=config.LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
 
@@ -84,19 +84,21 @@ def read_known_settings(name: str, text: str) -> Experiment:
     """Read the settings whose keys today's source knows."""
     schema = config.import_schema(name)
     known = config_keys.list_keys(schema)
-    return config.build_config(schema, [{key: value for key, value in read_flat(text).items() if key in known}])
+    return config.build_config(
+        schema, [{key: value for key, value in parse_settings_text(text).items() if key in known}]
+    )
 
 
 def create_folder(old: Folder, text: str, settings: Experiment, found: Prepared, *, anew: bool = False) -> Folder:
     """Make a new run folder with the old run's source; with `anew` a custom schedule's file is the one named."""
     new = Folder.create(Path(settings.runs), old.experiment, text)
-    with submit.remove_on_error(new):
+    with submit.remove_folder_on_error(new):
         with disk_errors(new.path):
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
         found.keep_source(new.path / "code")
         schedules.keep_file(settings, new.path / "code", anew=anew)
-        provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.facts())
+        provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
 
@@ -108,7 +110,7 @@ def list_differences(
     old: Folder, text: str, settings: Experiment, found: Prepared, scheduler: Scheduler | None
 ) -> Lines:
     """List what differs from the first time: name, value then, value now."""
-    then, now = read_flat((old.path / "config.yaml").read_text()), read_flat(text)
+    then, now = parse_settings_text((old.path / "config.yaml").read_text()), parse_settings_text(text)
     for key in now | then:
         if key not in PLACES and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)
@@ -148,7 +150,7 @@ def print_differences(lines: Lines) -> int:
 
 def run_locally(new: Folder, settings: Experiment) -> int:
     """Run on this machine to the end; returns the exit status."""
-    submit.print_no_slurm(settings)
+    submit.print_simulated_hosts(settings)
     with subprocess.Popen(submit.make_resume_command(new), env=submit.make_source_environment(new)) as run:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it hears Ctrl-C itself, and saves
         signal.signal(signal.SIGTERM, lambda number, frame: run.send_signal(number))
@@ -157,7 +159,7 @@ def run_locally(new: Folder, settings: Experiment) -> int:
 
 def run_on_cluster(new: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
     """Run on a cluster, followed to the end; returns the exit status."""
-    with submit.remove_on_error(new):
+    with submit.remove_folder_on_error(new):
         job = submit.submit_folder(new, settings, text, profile, scheduler)
     submit.print_job(new, settings, job, scheduler)
     return logs.follow_log(new, logs.find_rank_0_log(new))
@@ -171,7 +173,7 @@ def read_losses(folder: Folder) -> dict[int, float | None]:
     return {row["global_step"]: row["loss"] for row in folder.read_rows() if "loss" in row}
 
 
-def find_distance(a: Any, b: Any) -> float:
+def compute_distance(a: Any, b: Any) -> float:
     """Find the distance of two numbers; infinite if only one of them is a number."""
     both = isinstance(a, int | float) and isinstance(b, int | float)
     return float(abs(a - b)) if both else 0.0 if a == b else math.inf
@@ -181,7 +183,7 @@ def compare_runs(old: Folder, new: Folder) -> bool:
     """Print that two runs are equal to the bit, or how far apart; returns True where they are equal."""
     then, now = read_losses(old), read_losses(new)
     both = [step for step in then if step in now]
-    gaps = {step: find_distance(then[step], now[step]) for step in both}
+    gaps = {step: compute_distance(then[step], now[step]) for step in both}
     wrong = [step for step in both if gaps[step]]
     finished = old.result.get("state") == "finished"
     missing = len(then) - len(both) + (len(now) - len(both) if finished else 0)
@@ -199,7 +201,7 @@ def compare_runs(old: Folder, new: Folder) -> bool:
     a, b = (result.parse_result(folder.result).select_repeatable() for folder in (old, new))  # speed does not count
     odd = [key for key in a | b if a.get(key) != b.get(key)]
     for key in odd:
-        gap = find_distance(a.get(key), b.get(key))
+        gap = compute_distance(a.get(key), b.get(key))
         words = f", {gap:.3g} apart" if gap < math.inf else ""
         print(f"result      {key}: then {a.get(key)}, now {b.get(key)}{words}")
     if not odd:
@@ -220,33 +222,33 @@ def find_profile(old: Folder, cluster: str, words: list[str]) -> Profile:
     known = {key: value for key, value in (job.get("profile") or {}).items() if key in vars(Profile())}
     if cluster or not known:
         return sbatch.load_profile(cluster or "default", words)
-    return sbatch.make_profile(read_flat(yaml.safe_dump(known)), words)
+    return sbatch.make_profile(parse_settings_text(yaml.safe_dump(known)), words)
 
 
 def main(given: argparse.Namespace) -> int:
     """Repeat a run; returns the exit status."""
-    old = find_repeatable(given.run)
+    old = find_repeatable_run(given.run)
     words, for_profile = parse_settings(given.args)
     profile = find_profile(old, given.cluster, for_profile)
     scheduler = choose_scheduler(given.launch or "auto")
     text = resolve_settings(old, [f"runs={old.path.parent}", *words])
     settings = read_known_settings(old.experiment, text)
     if scheduler is not None:  # the job starts in another folder
-        absolute = [f"{key}={Path(path).absolute()}" for key, path in settings.paths().items()]
+        absolute = [f"{key}={Path(path).absolute()}" for key, path in settings.list_paths().items()]
         text = resolve_settings(old, words + absolute)
         settings = read_known_settings(old.experiment, text)
         submit.check_step_timeout(settings, profile)
         scheduler.check(settings.launch.nodes, profile.partition)
     named = config.parse_command_line(words).values
     kept = {key: None if key in named else old.path / "code" for key in ("schedule", "data.name")}
-    schedules.check_config(settings, kept["schedule"])
+    schedules.check_schedule_of_config(settings, kept["schedule"])
     found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=kept["data.name"])
     prepare.check_model(settings, found)
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, found, scheduler)):
         known = "source and versions" if scheduler else "source, versions and machine"  # a job's hosts are not
         print(f"same        settings, {known}", flush=True)
-    found.verify()
+    found.verify_checksums()
     new = create_folder(old, text, settings, found, anew="schedule" in named)
     code = run_on_cluster(new, settings, text, profile, scheduler) if scheduler else run_locally(new, settings)
     if new.result.get("state") != "finished":

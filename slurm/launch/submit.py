@@ -47,7 +47,7 @@ def make_resume_command(folder: Folder) -> list[str]:
 
 
 @contextlib.contextmanager
-def remove_on_error(folder: Folder) -> Iterator[None]:
+def remove_folder_on_error(folder: Folder) -> Iterator[None]:
     """Remove a run folder if the block fails."""
     try:
         yield
@@ -56,7 +56,7 @@ def remove_on_error(folder: Folder) -> Iterator[None]:
         raise
 
 
-def print_no_slurm(settings: Experiment) -> None:
+def print_simulated_hosts(settings: Experiment) -> None:
     """Print a line where hosts are simulated as processes of this machine."""
     if settings.launch.nodes > 1:
         print(f"no SLURM is used: {settings.launch.nodes} nodes are simulated as processes of this machine", flush=True)
@@ -67,7 +67,7 @@ def exec_script(name: str, settings: Experiment, words: list[str], resumed: Fold
     script = (resumed.path / "code" if resumed else ROOT) / "experiments" / f"{name}.py"
     if resumed and not script.is_file():
         raise UserError(f"{resumed.path} has no source in code/ any more, and cannot go on; start a new run")
-    print_no_slurm(settings)
+    print_simulated_hosts(settings)
     environ = make_source_environment(resumed) if resumed else dict(os.environ)
     os.execve(sys.executable, [sys.executable, str(script), *words], environ)
 
@@ -80,20 +80,20 @@ def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None)
     if found.notice:
         print(found.notice, flush=True)
     settings.data.name = found.name
-    for key, path in settings.paths().items():  # it may start in another folder
+    for key, path in settings.list_paths().items():  # it may start in another folder
         group, _, last = key.rpartition(".")
         setattr(getattr(settings, group) if group else settings, last, str(Path(path).absolute()))
     folder = Folder.create(Path(settings.runs), name, config.format_yaml(settings))
-    with remove_on_error(folder):
+    with remove_folder_on_error(folder):
         provenance.copy_source(folder)
         found.keep_source(folder.path / "code")
         schedules.keep_file(settings, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
-        provenance.write_metadata(folder, command, found.facts())
+        provenance.write_metadata(folder, command, found.to_dict())
     return folder
 
 
-def find_resumable(run: str, name: str) -> Folder:
+def find_resumable_run(run: str, name: str) -> Folder:
     """Find the folder of a run that can be resumed. Raises UserError."""
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
@@ -113,7 +113,7 @@ def submit_run(
         text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)
     folder = prepare_folder(name, settings, scheduler)
-    with remove_on_error(folder):
+    with remove_folder_on_error(folder):
         return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
 
 
@@ -141,7 +141,7 @@ def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Schedul
 def resolve_processes(settings: Experiment, profile: Profile) -> None:
     """Set the ranks per host, where the settings leave it open: one for each GPU of the profile."""
     if getattr(settings, "processes_per_node", None) == 0:
-        settings.processes_per_node = profile.per_node  # type: ignore[attr-defined]
+        settings.processes_per_node = profile.ranks_per_node  # type: ignore[attr-defined]
 
 
 def check_step_timeout(settings: Experiment, profile: Profile) -> None:
@@ -153,7 +153,7 @@ def check_step_timeout(settings: Experiment, profile: Profile) -> None:
         )
 
 
-def check_source_knows(folder: Folder, words: list[str]) -> None:
+def check_source_knows_settings(folder: Folder, words: list[str]) -> None:
     """Raise UserError for a setting that the source of a resumed run does not know."""
     known = config.read_config_file(folder.path / "config.yaml")
     new = [name for name in config.parse_command_line(words).values if name not in known]
@@ -174,7 +174,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run an experiment or resume a run; returns the exit status. Raises UserError."""
-    resumed = find_resumable(given.resume, given.name) if given.resume else None
+    resumed = find_resumable_run(given.resume, given.name) if given.resume else None
     name = parse_experiment(resumed.experiment if resumed else given.name)
     words, for_profile = split_arguments(given.args)
     if given.nodes:
@@ -183,9 +183,9 @@ def main(given: argparse.Namespace) -> int:
         words = ["--resume", str(resumed.path), *words]
     follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load_config(config.import_schema(name), words)
-    schedules.check_config(settings, resumed.path / "code" if resumed else None)
+    schedules.check_schedule_of_config(settings, resumed.path / "code" if resumed else None)
     if resumed is None:
-        initial_weights.check_config(settings)
+        initial_weights.check_schedule_of_config(settings)
     else:
         extension.check_settings(resumed, settings)
     wandb_account.read_requested_mode(settings)
@@ -211,7 +211,7 @@ def main(given: argparse.Namespace) -> int:
         exec_script(name, settings, words, resumed)
         return 0
     if resumed:
-        check_source_knows(resumed, words)
+        check_source_knows_settings(resumed, words)
     scheduler.check(settings.launch.nodes, profile.partition)
     resolve_processes(settings, profile)
     folder, job = submit_run(name, settings, profile, scheduler, resumed)

@@ -50,7 +50,7 @@ class Sweep:
                 remedy = f"give the file another name, or remove {path}"
                 raise UserError(f"{path} was started with other {what} ({known[what]}); {remedy}")
         cells = known.get("cells", [])
-        self.cells = {sweep_file.make_key(cell["values"], cell.get("repeat", 0)): cell for cell in cells}
+        self.cells = {sweep_file.make_point_key(cell["values"], cell.get("repeat", 0)): cell for cell in cells}
 
     def find_folder(self, point: Point) -> Folder | None:
         """Find the run folder of a point; None where it has none, or one that was never started."""
@@ -125,7 +125,7 @@ def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tu
 # ---- on a cluster
 
 
-def find_shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
+def find_task_shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
     """Find hosts, ranks on each, and the module that is executed: equal for all tasks of an array."""
     nodes = point.settings.launch.nodes
     return nodes, point.settings.processes // nodes, (find_entry_points(folder) if folder else CURRENT).job
@@ -140,8 +140,8 @@ def submit_points(
         submit.check_step_timeout(point.settings, profile)
     for nodes in {point.settings.launch.nodes for point, _ in chosen}:
         scheduler.check(nodes, profile.partition)
-    ordered = sorted(chosen, key=lambda one: find_shape(*one))
-    for (nodes, per_node, _), same in itertools.groupby(ordered, lambda one: find_shape(*one)):
+    ordered = sorted(chosen, key=lambda one: find_task_shape(*one))
+    for (nodes, per_node, _), same in itertools.groupby(ordered, lambda one: find_task_shape(*one)):
         submit_as_array(sweep, list(same), nodes, per_node, profile, scheduler)
 
 

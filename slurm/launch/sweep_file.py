@@ -56,7 +56,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        return make_key(self.values, self.repeat)
+        return make_point_key(self.values, self.repeat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Grid:
     parallel: int
 
 
-def make_key(values: Mapping[str, str], repeat: int) -> str:
+def make_point_key(values: Mapping[str, str], repeat: int) -> str:
     """Write the text that tells a point from the others of its sweep."""
     return json.dumps([sorted(values.items()), repeat])
 
@@ -81,7 +81,7 @@ def read_sweep_file(path: str, more: list[str]) -> Grid:
         found = sorted(str(file.relative_to(config.ROOT)) for file in (config.ROOT / "configs/sweeps").glob("[a-z]*.*"))
         raise UserError(f"GRID is missing; write make sweep GRID=<file> (there are {', '.join(found)})")
     name = Path(path).stem
-    tree = read_python_grid(name, more) if is_python_grid(Path(path)) else read_tree(Path(path))
+    tree = read_python_grid(name, more) if is_python_grid(Path(path)) else read_yaml_tree(Path(path))
     if not NAME.fullmatch(name):
         raise UserError(f"GRID={path}: the sweep is named after its file; use letters, digits and ._- alone")
     for key in tree:
@@ -124,7 +124,7 @@ def read_python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
     return {"experiment": experiment, "points": points, "repeats": repeats}
 
 
-def read_tree(path: Path) -> dict[str, Any]:
+def read_yaml_tree(path: Path) -> dict[str, Any]:
     """Read the file's tree, all scalars as text. Raises UserError."""
     try:
         tree = yaml.load(path.read_text(), Loader=config.LOADER)  # noqa: S506 (it builds only str, list, dict)
@@ -184,8 +184,8 @@ def make_point(
             raise UserError("sweep=true runs a grid of its own; leave it out")
         if settings.runs != common.get("runs", settings.runs):
             raise UserError("runs is the same for all points; write it under settings")
-        schedules.check_config(settings)
-        initial_weights.check_config(settings)
+        schedules.check_schedule_of_config(settings)
+        initial_weights.check_schedule_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:
         where = " ".join(f"{key}={value}" for key, value in cell.items())

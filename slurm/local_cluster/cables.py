@@ -64,7 +64,7 @@ def format_unit(value: float, units: dict[str, float]) -> str:
     return f"{value / units[unit]:g}{unit}"
 
 
-def check_support(shape: Shape) -> None:
+def check_shaping_support(shape: Shape) -> None:
     """Raise UserError where this machine cannot shape a cable so; nothing is changed."""
     if not (shape.rate or shape.delay):
         return

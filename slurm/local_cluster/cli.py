@@ -31,7 +31,13 @@ from common.core.processes import Process
 from common.core.text import format_count
 from slurm.arguments import parse_count, parse_switch
 from slurm.local_cluster import cables, daemons, slurm_conf
-from slurm.local_cluster.cluster import DEFAULT, Cluster, find_folder, find_running, require_running
+from slurm.local_cluster.cluster import (
+    DEFAULT,
+    Cluster,
+    find_cluster_folder,
+    find_running_cluster,
+    require_running_cluster,
+)
 from slurm.local_cluster.namespaces import check_user
 from slurm.local_cluster.slurm_conf import Plan
 
@@ -39,7 +45,7 @@ from slurm.local_cluster.slurm_conf import Plan
 @contextlib.contextmanager
 def lock_folder(name: str) -> Iterator[Path]:
     """Make the state folder if need be, check that it is ours, and lock it. Raises UserError."""
-    folder = slurm_conf.check_folder(find_folder(name))
+    folder = slurm_conf.check_folder(find_cluster_folder(name))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -59,10 +65,10 @@ def start_cluster(given: argparse.Namespace) -> None:
     shape = cables.parse_shape(given.rate, given.delay)
     auth = given.auth or slurm_conf.choose_auth()
     slurm_conf.check_programs(auth, database)
-    cables.check_support(shape)
+    cables.check_shaping_support(shape)
     user = check_user(os.getuid())
     with lock_folder(given.name) as folder:
-        if found := find_running(given.name):
+        if found := find_running_cluster(given.name):
             there = cables.Shape(found.plan.rate, found.plan.delay)
             asked = (bool(given.nodes), nodes, found.plan.nodes), (any(shape), shape, there)
             if any(is_given and wanted != had for is_given, wanted, had in asked):
@@ -76,8 +82,8 @@ def start_cluster(given: argparse.Namespace) -> None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
         uid, gid, first = os.getuid(), os.getgid(), slurm_conf.choose_first_job_id(int(last), time.time())
         plan = Plan(given.name, folder, nodes, cpus, memory, user, uid, gid, auth, database, first, settings, *shape)
-        slurm_conf.write_files(plan)
-        daemons.create_cluster(plan)
+        slurm_conf.write_cluster_files(plan)
+        daemons.fork_cluster(plan)
         try:
             wait_until_idle(plan, seconds=30 + nodes + 30 * database)
         except BaseException:  # also Ctrl-C: half a cluster is of no use
@@ -93,11 +99,13 @@ def wait_until_idle(plan: Plan, seconds: float) -> None:
     end = time.monotonic() + seconds
     asked = ("sinfo", "--noheader", "--partition=main", "--states=idle", "--responding", "--format=%D")
     while time.monotonic() < end:
-        cluster = find_running(plan.name)
+        cluster = find_running_cluster(plan.name)
         if not cluster:
             break
         # asked too early, sinfo would sleep for a second
-        if daemons.find_record(plan, plan.nodes).exists() and cluster.run(*asked, check=False) == str(plan.nodes):
+        if daemons.locate_process_record(plan, plan.nodes).exists() and cluster.run(*asked, check=False) == str(
+            plan.nodes
+        ):
             return
         time.sleep(0.02)
     raise UserError(f"cluster {plan.name} did not start: {find_complaint(plan.folder / 'log')}; see {plan.folder}/log")
@@ -124,7 +132,7 @@ def end_cluster(folder: Path) -> None:
 
 def stop_cluster(given: argparse.Namespace) -> None:
     """End a cluster. Its logs stay until the next `up`."""
-    if not find_running(given.name):
+    if not find_running_cluster(given.name):
         print(f"cluster {given.name} is not up")
         return
     with lock_folder(given.name) as folder:
@@ -136,7 +144,7 @@ def stop_cluster(given: argparse.Namespace) -> None:
 
 def print_status(given: argparse.Namespace) -> None:
     """Print what is up and the state of every host."""
-    cluster = require_running(given.name)
+    cluster = require_running_cluster(given.name)
     plan = cluster.plan
     print(f"cluster {plan.name} is up: first process {cluster.process.pid}, files in {plan.folder}", flush=True)
     states = dict(line.split() for line in cluster.run("sinfo", "-h", "-p", "main", "-N", "-o", "%N %T").splitlines())
@@ -145,7 +153,7 @@ def print_status(given: argparse.Namespace) -> None:
 
 def run_inside(given: argparse.Namespace) -> None:
     """Run a command inside, in this folder, in place of this process."""
-    cluster = require_running(given.name)
+    cluster = require_running_cluster(given.name)
     number = parse_host(cluster, given.node) if given.verb == "node" else 0
     if number:
         cluster.run_as_root(lambda: daemons.require_host(cluster.plan, number))
@@ -166,7 +174,7 @@ def parse_host(cluster: Cluster, text: str) -> int:
 
 def cause_fault(given: argparse.Namespace) -> None:
     """Cut a host's cable or power, or bring them back."""
-    cluster = require_running(given.name)
+    cluster = require_running_cluster(given.name)
     number = parse_host(cluster, given.node)
     cluster.run_as_root(lambda: daemons.VERBS[given.verb](cluster.plan, number))
     print(f"{given.verb}: {slurm_conf.format_host_name(number)}")
@@ -174,7 +182,7 @@ def cause_fault(given: argparse.Namespace) -> None:
 
 def preempt_job(given: argparse.Namespace) -> None:
     """Submit a short job of high priority that wants the hosts of one job, or all hosts, for itself."""
-    cluster = require_running(given.name)
+    cluster = require_running_cluster(given.name)
     where = "--states=idle,mixed,allocated", "--responding", "--format=%N"
     nodes = cluster.run("sinfo", "--noheader", "--partition=main", *where).replace("\n", ",")
     if given.job:
@@ -189,7 +197,7 @@ def preempt_job(given: argparse.Namespace) -> None:
 
 def requeue_job(given: argparse.Namespace) -> None:
     """Put a running job back into the queue, as an administrator would."""
-    require_running(given.name).run("scontrol", "requeue", given.job)
+    require_running_cluster(given.name).run("scontrol", "requeue", given.job)
 
 
 ARGUMENTS = {
@@ -238,7 +246,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     """Carry out one verb of `python -m slurm cluster`. Raises UserError."""
     given = make_parser().parse_args(arguments)
-    if os.environ.get("SLURM_CONF") == str(find_folder(given.name) / "slurm.conf"):
+    if os.environ.get("SLURM_CONF") == str(find_cluster_folder(given.name) / "slurm.conf"):
         raise UserError(
             f"this is inside cluster {given.name}, where its processes look different; leave its shell first"
         )

@@ -32,7 +32,7 @@ class Cluster:
         user = ["--user", "--preserve-credentials"] if self.plan.uid else []
         prefix = ["nsenter", f"--target={self.process.pid}", *user, *doors, "--"]
         if node:
-            pid = daemons.find_record(self.plan, node).read_text().split()[0]
+            pid = daemons.locate_process_record(self.plan, node).read_text().split()[0]
             prefix += ["nsenter", f"--target={pid}", *doors, "--"]
         variables = [f"{key}={value}" for key, value in self.plan.environment.items()]
         # env changes the folder last: a namespace's mounts are entered at their root
@@ -53,22 +53,22 @@ class Cluster:
             sys.exit(status)  # it has said why
 
 
-def find_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+def find_cluster_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Find the folder of a cluster's state. Raises UserError."""
     base = environ.get("CLUSTER_DIR") or environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 (checked on use)
     return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.check_cluster_name(name)}"
 
 
-def find_running(name: str = DEFAULT) -> Cluster | None:
+def find_running_cluster(name: str = DEFAULT) -> Cluster | None:
     """Find the cluster of that name, if it is up. Inside a cluster the answer is None: sbatch works there as it is."""
-    folder = find_folder(name)
+    folder = find_cluster_folder(name)
     process = Process.load(folder / "holder")
     return Cluster(Plan.load(folder), process) if process else None
 
 
-def require_running(name: str) -> Cluster:
+def require_running_cluster(name: str) -> Cluster:
     """Find the cluster of that name. Raises UserError if it is not up."""
-    cluster = find_running(name)
+    cluster = find_running_cluster(name)
     if not cluster:
         named = "" if name == DEFAULT else f" NAME={name}"
         raise UserError(f"cluster {name} is not up; start it with: make cluster-up{named}")

@@ -1,6 +1,6 @@
 """The daemons of a cluster: start of the controller and the hosts, and their loss of cable or power.
 
-Every function here runs as root of the cluster's namespaces, except `create_cluster`, which makes them.
+Every function here runs as root of the cluster's namespaces, except `fork_cluster`, which makes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slurm.local_cluster.slurm_conf import CONTROLLER, Plan, format_host_address
 BRIDGE = "switch"
 
 
-def create_cluster(plan: Plan) -> None:
+def fork_cluster(plan: Plan) -> None:
     """Start a cluster. On return its first process is recorded and goes on by itself."""
 
     def start_controller() -> None:
@@ -55,7 +55,7 @@ def run_controller(plan: Plan) -> None:
         if namespaces.wait_for_child(child):
             raise UserError(f"{format_host_name(number)} did not start")
     record = plan.folder / "holder"
-    namespaces.wait_while(record.exists)  # a cluster whose folder was deleted could not be found any more
+    namespaces.serve_as_init(record.exists)  # a cluster whose folder was deleted could not be found any more
 
 
 def start_host(plan: Plan, number: int) -> None:
@@ -74,13 +74,13 @@ def start_host(plan: Plan, number: int) -> None:
         namespaces.run_ip("link set lo up", f"addr add {format_host_address(number)}/24 dev eth0", up, route)
         cables.shape_device("eth0", shape)
         start_daemon(plan, "slurmd", "-N", name)
-        namespaces.wait_while(lambda: True)
+        namespaces.serve_as_init(lambda: True)
 
-    namespaces.plug_host(name, BRIDGE, find_record(plan, number), run_host)
+    namespaces.create_host(name, BRIDGE, locate_process_record(plan, number), run_host)
     cables.shape_device(name, shape)
 
 
-def find_record(plan: Plan, number: int) -> Path:
+def locate_process_record(plan: Plan, number: int) -> Path:
     """Return the file that records a host's first process, by its number in the cluster's process table."""
     return plan.folder / "hosts" / format_host_name(number)
 
@@ -155,7 +155,7 @@ def wait_for_port(name: str, address: str, port: int, seconds: float = 20) -> No
 
 def require_host(plan: Plan, number: int) -> Process:
     """Find the first process of a host. Raises UserError if the host is off."""
-    process = Process.load(find_record(plan, number))
+    process = Process.load(locate_process_record(plan, number))
     if not process:
         raise UserError(f"{format_host_name(number)} is powered off; python -m slurm cluster power-on {number}")
     return process
@@ -188,7 +188,7 @@ def power_off(plan: Plan, number: int) -> None:
 
 def power_on(plan: Plan, number: int) -> None:
     """Start a host that is off. Raises UserError."""
-    if Process.load(find_record(plan, number)):
+    if Process.load(locate_process_record(plan, number)):
         raise UserError(f"{format_host_name(number)} is on")
     start_host(plan, number)
 
@@ -207,6 +207,6 @@ def print_hosts(plan: Plan, states: dict[str, str]) -> None:
     print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}{'RATE':14}SLURM")
     for number in range(1, plan.nodes + 1):
         name = format_host_name(number)
-        cable = ("in" if plugged.get(name) else "cut") if Process.load(find_record(plan, number)) else "off"
+        cable = ("in" if plugged.get(name) else "cut") if Process.load(locate_process_record(plan, number)) else "off"
         shape = shapes.get(name, Shape()).describe()
         print(f"{name:10}{format_host_address(number):14}{cable:8}{shape:14}{states.get(name, 'unknown')}")

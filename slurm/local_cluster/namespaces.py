@@ -139,7 +139,7 @@ def detach_process(log: Path, keep: socket.socket | None = None) -> None:
     os.closerange(kept + bool(keep), 1 << 16)
 
 
-def wait_while(wanted: Callable[[], bool]) -> None:
+def serve_as_init(wanted: Callable[[], bool]) -> None:
     """Be the first process of a process table, which lasts as long as it: let the kernel collect what ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
@@ -184,7 +184,7 @@ def list_cables() -> dict[str, bool]:
     return {link["ifname"]: "UP" in link["flags"] for link in json.loads(done.stdout) if "link_netnsid" in link}
 
 
-def plug_host(name: str, bridge: str, record: Path, first: Callable[[socket.socket], None]) -> None:
+def create_host(name: str, bridge: str, record: Path, first: Callable[[socket.socket], None]) -> None:
     """Start a host: a process running `first`, its cable, and its record. Raises UserError."""
     ours, theirs = socket.socketpair()
     unshare_namespaces("pid")

@@ -171,7 +171,7 @@ def choose_first_job_id(last: int, now: float) -> int:
     return max(last + 1000, int(since_2025) // 10)
 
 
-def list_values(plan: Plan) -> dict[str, str]:
+def list_default_values(plan: Plan) -> dict[str, str]:
     """List the values of slurm.conf that the plan's own settings may replace."""
     folder = plan.folder
     values = {
@@ -227,7 +227,7 @@ def make_slurm_conf(plan: Plan) -> str:
     """Write the text of slurm.conf."""
     given = {key.lower(): (key, value) for key, value in plan.settings.items()}
     grace = given.pop("gracetime", ("", "0"))[1]  # belongs to a partition, not to the whole
-    lines = {key.lower(): (key, value) for key, value in list_values(plan).items()} | given
+    lines = {key.lower(): (key, value) for key, value in list_default_values(plan).items()} | given
     rows = [f"{key}={value}" for key, value in lines.values()]
     rows += [
         f"NodeName=node[1-{plan.nodes}] CPUs={plan.cpus} RealMemory={plan.memory} State=UNKNOWN",
@@ -263,7 +263,7 @@ def make_hosts_file(plan: Plan) -> str:
     return "\n".join(rows) + "\n"
 
 
-def write_files(plan: Plan) -> None:
+def write_cluster_files(plan: Plan) -> None:
     """Write all files of a cluster into its folder, which is emptied first: old jobs would come back and run on."""
     for name in FOLDERS:
         shutil.rmtree(plan.folder / name, ignore_errors=True)

@@ -21,7 +21,7 @@ from common.runs import compare_page as pages
 from common.runs import metric_curves, setting_labels
 from common.runs import result as results
 from common.runs.compare_page import Cell, ComparedRun
-from common.runs.compare_table import Column, choose_columns, get_width, join_columns, shorten
+from common.runs.compare_table import Column, choose_columns, get_terminal_width, join_columns, shorten_text
 from common.runs.folder import Folder, disk_errors, read_json, write_atomic
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
@@ -56,12 +56,12 @@ class Compared:
         return cls(folder, status.read_status(folder), own, results.parse_result(folder.result), world, drawn)
 
     @property
-    def end(self) -> str:
+    def short_id(self) -> str:
         """The last characters of the id, which commands take as well."""
         return self.folder.path.name.rpartition("-")[2]
 
     @property
-    def needs_words(self) -> bool:
+    def lacks_result(self) -> bool:
         """True where numbers do not tell its state: it is not finished, or its result cannot be read."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
@@ -72,7 +72,7 @@ class Compared:
             value = results.to_number(self.curves.tests[name].value[-1])
         return value
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The columns of the table, null where a run has no such number."""
         return {
             "run": self.status.run,
@@ -83,25 +83,25 @@ class Compared:
             "restarts": max(0, self.status.attempts - 1),
             "processes": self.world.get("processes"),
             "step": self.status.step,
-            "loss": find_last(self.curves.loss),
+            "loss": find_last_number(self.curves.loss),
             "test_loss": self.find_value("test_loss"),
             "test_accuracy": self.find_value("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,
             "efficiency": self.find_value("efficiency"),
             "waiting": self.result.compute_waiting_share(),
             "memory_mb": self.result.find_peak_mb(),
-            "cut": format_cut(self.result),
+            "cut": format_partition(self.result),
         }
 
 
-def format_cut(result: results.Result) -> str | None:
+def format_partition(result: results.Result) -> str | None:
     """The layers that begin a stage; None for a run without stages, or with one."""
     stages = result.measured.get("stages")
     named = isinstance(stages, list) and all(isinstance(names, list) and names for names in stages)
     return ",".join(str(names[0]) for names in stages[1:]) or None if named else None  # type: ignore[index]
 
 
-def find_last(curve: metric_curves.Curve) -> float | None:
+def find_last_number(curve: metric_curves.Curve) -> float | None:
     """The last value that is a number."""
     return float(curve.value[-1]) if len(curve) and math.isfinite(curve.value[-1]) else None
 
@@ -118,19 +118,19 @@ def label_runs(runs: list[Compared]) -> None:
     """Give each run the settings that tell it from others of its experiment, and a label: its id's end, and these."""
     for own in group_runs(runs).values():
         settings = [run.settings for run in own]
-        telling = setting_labels.choose_telling(settings, NAMED)
+        telling = setting_labels.choose_telling_settings(settings, NAMED)
         names = setting_labels.shorten_keys(telling, settings)
         for run in own:
-            values = [shorten(run.settings.get(key, setting_labels.MISSING)) for key in telling]
+            values = [shorten_text(run.settings.get(key, setting_labels.MISSING)) for key in telling]
             words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-            run.telling, run.label = telling, " ".join([run.end, *words])
+            run.telling, run.label = telling, " ".join([run.short_id, *words])
 
 
-def list_within(runs: list[Compared]) -> list[str]:
+def list_differences_within(runs: list[Compared]) -> list[str]:
     """The settings that differ between runs of the same experiment: those in labels, then the others."""
     groups = group_runs(runs).values()
     told = [key for i in range(NAMED) for own in groups for key in own[0].telling[i : i + 1]]
-    rest = [key for own in groups for key in setting_labels.list_differences([run.settings for run in own])]
+    rest = [key for own in groups for key in setting_labels.list_differing_settings([run.settings for run in own])]
     return list(dict.fromkeys([*told, *sorted(rest, key=setting_labels.rank_setting)]))
 
 
@@ -138,7 +138,7 @@ def compare_runs(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
     """The runs with their labels, and the settings in which they differ."""
     runs = [Compared.from_folder(folder) for folder in folders]
     label_runs(runs)
-    return runs, setting_labels.list_differences([run.settings for run in runs])
+    return runs, setting_labels.list_differing_settings([run.settings for run in runs])
 
 
 SHOWN = {
@@ -158,7 +158,7 @@ HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "proces
 HEADS |= {"memory_mb": "peak MB", "cut": "split at"}  # of the memory of a rank; the layers that begin a stage
 
 
-def name_column(name: str) -> str:
+def format_column_head(name: str) -> str:
     """The head of a column."""
     return HEADS.get(name, name.replace("_", " "))
 
@@ -170,7 +170,7 @@ def format_value(facts: dict[str, Any], name: str) -> str:
 
 def list_columns(runs: list[Compared]) -> list[str]:
     """The columns that say something of any of the runs."""
-    every = [run.facts() for run in runs]
+    every = [run.to_dict() for run in runs]
     return [n for n in SHOWN if any(facts[n] or (facts[n] == 0 and n != "restarts") for facts in every)]
 
 
@@ -181,15 +181,17 @@ def format_table(given: list[Compared], width: int) -> str:
     """
     groups = group_runs(given)
     runs = [run for own in groups.values() for run in own]
-    every = [run.facts() for run in runs]
-    within = list_within(runs)
+    every = [run.to_dict() for run in runs]
+    within = list_differences_within(runs)
     names = list_columns(runs)
-    settings = [Column(key, [shorten(run.settings.get(key, setting_labels.MISSING)) for run in runs]) for key in within]
+    settings = [
+        Column(key, [shorten_text(run.settings.get(key, setting_labels.MISSING)) for run in runs]) for key in within
+    ]
     told = len({key for run in runs for key in run.telling})
     columns = [Column("state", [facts["state"] for facts in every], left=True), *settings[:told]]
-    columns += [Column(name_column(name), [format_value(facts, name) for facts in every]) for name in names]
+    columns += [Column(format_column_head(name), [format_value(facts, name) for facts in every]) for name in names]
     columns += settings[told:]
-    for cells in ([run.status.run for run in runs], [run.end for run in runs]):
+    for cells in ([run.status.run for run in runs], [run.short_id for run in runs]):
         chosen = choose_columns([Column("run", cells, left=True), *columns], width)
         if len(chosen) > len(columns):
             break
@@ -200,20 +202,22 @@ def format_table(given: list[Compared], width: int) -> str:
         text += [lines.pop(0) for _ in own]
     missing = [column.head for column in columns if column not in chosen]
     text += [f"not shown, the terminal is too narrow: {', '.join(missing)}"] if missing else []
-    words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if run.needs_words]
+    words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if run.lacks_result]
     return "\n".join(text + [word.removesuffix(": ") for word in words])
 
 
-def make_picture(run: Compared, names: list[str], beside: Path) -> ComparedRun:
+def make_compared_run(run: Compared, names: list[str], beside: Path) -> ComparedRun:
     """The data of a run for the page in the folder `beside`, with these columns and relative links."""
-    facts = run.facts()
+    facts = run.to_dict()
     columns = {}
     for name in names:
         value = None if isinstance(facts[name], str) else results.to_number(facts[name])
-        columns[name_column(name)] = Cell(format_value(facts, name), value)
+        columns[format_column_head(name)] = Cell(format_value(facts, name), value)
     for name, curve in run.curves.tests.items():
         if name not in SHOWN and len(curve):
-            columns[name_column(name)] = Cell(f"{curve.value[-1]:.4g}", results.to_number(float(curve.value[-1])))
+            columns[format_column_head(name)] = Cell(
+                f"{curve.value[-1]:.4g}", results.to_number(float(curve.value[-1]))
+            )
     return ComparedRun(
         run.status.run,
         run.folder.experiment,
@@ -222,7 +226,7 @@ def make_picture(run: Compared, names: list[str], beside: Path) -> ComparedRun:
         run.curves,
         columns,
         run.settings,
-        run.status.detail if run.needs_words else "",
+        run.status.detail if run.lacks_result else "",
         list_links(run.folder, beside),
     )
 
@@ -245,7 +249,7 @@ def write_page(page: Path, text: str) -> None:
     try:
         if not page.parent.exists():
             raise UserError(f"PAGE={page}: there is no folder {page.parent}; make it, or name another file")
-        if page.exists() and not is_page(page):
+        if page.exists() and not is_compare_page(page):
             raise UserError(f"PAGE={page} exists and is no page of make compare; name a new file, or remove that one")
         with disk_errors(page):
             write_atomic(page, text)
@@ -254,7 +258,7 @@ def write_page(page: Path, text: str) -> None:
         raise UserError(f"PAGE={page}: cannot be written ({why}); name a file, such as runs/compare.html") from None
 
 
-def is_page(path: Path) -> bool:
+def is_compare_page(path: Path) -> bool:
     """Tell whether a file was written by this command, in this version or before pages were marked."""
     with open(path, "rb") as file:
         beginning = file.read(1000).decode(errors="replace")
@@ -276,13 +280,13 @@ def main(given: argparse.Namespace) -> int:
     folders = selection.select_runs(Choice(given.pick, given.name, given.last, given.where, given.sweep), root)
     runs, differing = compare_runs(folders)
     if as_json:
-        rows = [run.facts() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
+        rows = [run.to_dict() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
         print(json.dumps({"differing": differing, "runs": rows}, indent=2))
         return 0
-    print(format_table(runs, get_width()), flush=True)
-    page, within = Path(given.page or root / "compare.html"), list_within(runs)
+    print(format_table(runs, get_terminal_width()), flush=True)
+    page, within = Path(given.page or root / "compare.html"), list_differences_within(runs)
     between = [key for key in differing if key not in within]
-    pictures = [make_picture(run, list_columns(runs), page.parent) for run in runs]
+    pictures = [make_compared_run(run, list_columns(runs), page.parent) for run in runs]
     write_page(page, pages.render_page(pictures, within, between))
     print(f"page: {format_link(page)}")
     return 0

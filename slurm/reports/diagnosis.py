@@ -76,7 +76,7 @@ class Rank:
         """Seconds since its last sign of life."""
         return max(0.0, time.time() - self.seen)
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("beat", "seen")}
         return dataclasses.asdict(self.beat) | own | {"age": self.age}
 
@@ -110,7 +110,7 @@ def find_endings(text: str) -> dict[int, str]:
     return found
 
 
-def find_start_time(attempt: Folder) -> float:
+def find_last_sign_of_life(attempt: Folder) -> float:
     """Find the newest sign of life of an attempt without its heartbeats, in seconds since 1970."""
     names = ("attempt.json", "world.json", "logs")
     paths = [*(attempt.attempt / name for name in names), *attempt.attempt.glob("logs/rank-*.log")]
@@ -146,7 +146,7 @@ def read_ranks(folder: Folder) -> list[Rank]:
     found = []
     endings = find_endings(read_job_log(folder, 0))  # srun writes where rank 0 does
     for attempt in folder.attempts()[-1:]:
-        first = find_start_time(attempt)
+        first = find_last_sign_of_life(attempt)
         for beat in read_heartbeats(attempt):
             text = f"{read_tail(attempt.log_file(beat.rank))}\n{read_job_log(folder, beat.rank)}"
             ended = endings.get(beat.rank, "")
@@ -230,14 +230,14 @@ def examine_run(folder: Folder) -> dict[str, Any]:
     state, detail = status.read_state(folder)
     ranks = read_ranks(folder)
     errors = sort_errors(ranks)
-    first = errors[0].facts() if errors else None
+    first = errors[0].to_dict() if errors else None
     slow = find_slow_rank([rank.beat for rank in ranks])
     return {
         "run": folder.path.name,
         "state": state.lower(),
         "detail": detail,
         "attempts": len(folder.attempts()),
-        "ranks": [rank.facts() for rank in ranks],
+        "ranks": [rank.to_dict() for rank in ranks],
         "first_error": first,
         "straggler": slow.rank if slow else None,
         "cause": find_cause(folder, state, detail, ranks),
@@ -258,7 +258,7 @@ def give_advice(folder: Folder, cause: str) -> str:
         job = provenance.read_metadata(folder).get("job")
         more = f'{again} ARGS="cluster.memory_gb=..."' if job else f"{again} on a machine with more memory"
         return f"{more}, or a new run with a smaller batch or model: it would end in the same way here"
-    return again if storage.list_candidates(folder) else f"{again}, which begins anew: it has no checkpoint"
+    return again if storage.list_resumable_checkpoints(folder) else f"{again}, which begins anew: it has no checkpoint"
 
 
 def print_diagnosis(folder: Folder, as_json: bool) -> int:

@@ -83,7 +83,12 @@ def examine_this_host(nodes: int, runs: Path, cache: Path) -> int:
 
 def make_srun_command(profile: Profile, nodes: int, name: str) -> list[str]:
     """Make the srun command that starts ranks on so many hosts."""
-    words = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={profile.per_node}", f"--cpus-per-task={profile.cpus}"]
+    words = [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks-per-node={profile.ranks_per_node}",
+        f"--cpus-per-task={profile.cpus}",
+    ]
     words += ["--kill-on-bad-exit=1", "--time=10", f"--job-name={name}"]
     return words + [f"--{key}={value}" for key, value in sbatch.choose_host_options(profile).items()]
 

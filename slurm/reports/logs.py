@@ -23,14 +23,14 @@ EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # s
 def follow_log(folder: Folder, log: Path) -> int:
     """Print a log as it grows until the run is over; returns the run's exit status."""
     try:
-        return print_until_end(folder, log)
+        return print_growing_log(folder, log)
     except KeyboardInterrupt:
         run = shlex.quote(str(folder.path))
         print(f"\nno longer following; the run goes on, and is ended by: make cancel RUN={run}")
         return 128 + signal.SIGINT
 
 
-def print_until_end(folder: Folder, log: Path) -> int:
+def print_growing_log(folder: Folder, log: Path) -> int:
     """Print a log as it grows, and at the end the status; returns the run's exit status."""
     position, looked, state = 0, 0.0, ""
     while True:

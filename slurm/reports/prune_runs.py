@@ -18,14 +18,18 @@ from slurm.reports import selection, status, wandb_sync
 from slurm.reports.selection import Choice
 
 
-def list_superfluous(folder: Folder, named: bool) -> list[Path]:
+def list_superfluous_files(folder: Folder, named: bool) -> list[Path]:
     """List the files of a run that is over that can be deleted.
 
     Unless the run is named, its best model stays (checkpoint.best), and its newest checkpoint where there is no other
     model of it.
     """
     found = sorted(folder.path.glob("attempts/*/trace-*.json"))
-    only = [] if named or (folder.path / MODEL).is_file() else [one.path for one in storage.list_candidates(folder)[:1]]
+    only = (
+        []
+        if named or (folder.path / MODEL).is_file()
+        else [one.path for one in storage.list_resumable_checkpoints(folder)[:1]]
+    )
     for attempt in folder.attempts():
         saved = storage.checkpoints_dir(attempt)
         best = None if named else storage.read_pointer(attempt, "best")
@@ -35,7 +39,7 @@ def list_superfluous(folder: Folder, named: bool) -> list[Path]:
             found += [path for path in sorted(saved.iterdir()) if path not in stay]
         elif saved.exists():
             found.append(saved)
-    return found + [path for path in wandb_sync.list_offline(folder) if wandb_sync.is_sent(path)]
+    return found + [path for path in wandb_sync.list_offline_folders(folder) if wandb_sync.is_sent(path)]
 
 
 def measure_size(path: Path) -> int:
@@ -53,12 +57,12 @@ def remove_path(path: Path) -> None:
             path.unlink()
 
 
-def remove_superfluous(folders: list[Folder], named: bool, dry: bool) -> int:
+def remove_superfluous_files(folders: list[Folder], named: bool, dry: bool) -> int:
     """Remove, or only show, what can go; returns the bytes."""
     total = 0
     for folder in folders:
         state, _ = status.read_state(folder)
-        paths = list_superfluous(folder, named) if state == "FINISHED" or (named and state in status.OVER) else []
+        paths = list_superfluous_files(folder, named) if state == "FINISHED" or (named and state in status.OVER) else []
         if not paths:
             continue
         own = sum(map(measure_size, paths))
@@ -76,6 +80,6 @@ def main(given: argparse.Namespace) -> int:
     asked = Choice(given.pick, given.name, given.last, given.where)
     dry = given.dry_run != "0"
     folders = selection.select_runs(asked, Path(given.runs or "runs"), newest=0)
-    total = remove_superfluous(folders, bool(given.pick), dry)
+    total = remove_superfluous_files(folders, bool(given.pick), dry)
     print(f"{total / 1e6:.1f} MB " + ("would be freed; make prune-runs DRY_RUN=0 does it" if dry else "freed"))
     return 0

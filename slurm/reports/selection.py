@@ -93,14 +93,14 @@ def read_sweep(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     cells = found.get("cells") if isinstance(found, dict) else None
-    if not isinstance(cells, list) or not all(map(is_cell, cells)):
+    if not isinstance(cells, list) or not all(map(is_sweep_point, cells)):
         raise UserError(
             f"{file} is damaged; bring it back, or delete it: the sweep then begins anew beside its old runs"
         )
     return found
 
 
-def is_cell(value: Any) -> bool:
+def is_sweep_point(value: Any) -> bool:
     """Check for a point of a sweep: settings, number of the repeat, name of its run."""
     if not isinstance(value, dict) or not isinstance(value.get("values"), dict):
         return False
@@ -149,7 +149,7 @@ def filter_runs(folders: list[Folder], where: str) -> list[Folder]:
     settings = [read_settings(folder) | {"experiment": folder.experiment} for folder in folders]
     known = {key for values in settings for key in values}
     for key, _, _ in conditions:
-        if not any(matches_key(key, one) for one in known):
+        if not any(matches_short_name(key, one) for one in known):
             names = sorted(known | {one.split(".")[-1] for one in known})
             raise UserError(f"WHERE: no run has a setting {key}{suggest_nearest(key, names)}")
     pairs = zip(folders, settings, strict=True)
@@ -159,14 +159,14 @@ def filter_runs(folders: list[Folder], where: str) -> list[Folder]:
     return found
 
 
-def matches_key(short: str, full: str) -> bool:
+def matches_short_name(short: str, full: str) -> bool:
     """Check a short name of a setting, such as `lr`, against a full one."""
     return full == short or full.endswith(f".{short}")
 
 
 def meets_condition(values: dict[str, str], key: str, sign: str, wanted: str) -> bool:
     """Check one condition on a run's settings; numbers are compared as numbers. Raises UserError."""
-    own = values[key] if key in values else next((v for k, v in values.items() if matches_key(key, k)), None)
+    own = values[key] if key in values else next((v for k, v in values.items() if matches_short_name(key, k)), None)
     if own is None:
         return False
     left, right = parse_float(own), parse_float(wanted)

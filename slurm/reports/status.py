@@ -63,7 +63,7 @@ class Status:
         speed = f"{self.samples_per_second:.0f}"
         return LINE.format(self.run, self.state, self.restarts, self.step, speed, age, self.detail).rstrip()
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return all values, for programs."""
         return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": self.restarts}
 
@@ -97,7 +97,7 @@ def read_status(folder: Folder) -> Status:
     signs = heartbeats.read_heartbeats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
     age = max(0.0, time.time() - beat) if beat else None
-    begun = [attempt.origin[1] for attempt in counted if attempt.origin]  # steps of earlier attempts
+    begun = [attempt.resumed_from[1] for attempt in counted if attempt.resumed_from]  # steps of earlier attempts
     step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":
@@ -182,7 +182,7 @@ def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     """Return the SLURM that a run was given to; None for a local cluster that is down."""
     if meta["job"]["scheduler"] != LOCAL:
         return Scheduler(meta["job"]["scheduler"])
-    own = cluster.find_running()
+    own = cluster.find_running_cluster()
     return Scheduler(LOCAL, own) if own else None
 
 
@@ -199,7 +199,7 @@ def describe_disk(folder: Folder) -> str:
     return ""
 
 
-def wait_for_end(folder: Folder, seconds: float) -> Status:
+def wait_for_run_end(folder: Folder, seconds: float) -> Status:
     """Return the status once the run is over, or after so many seconds."""
     deadline = time.monotonic() + seconds
     status = read_status(folder)
@@ -212,14 +212,14 @@ def wait_for_end(folder: Folder, seconds: float) -> Status:
 def print_statuses(found: Iterable[Status], as_json: bool) -> None:
     """Print runs as a table, or as JSON."""
     if as_json:
-        print(json.dumps([status.facts() for status in found], indent=2))
+        print(json.dumps([status.to_dict() for status in found], indent=2))
         return
     print(LINE.format("run", "state", "restarts", "step", "samples/s", "heartbeat", "").rstrip())
     for status in found:
         print(status.format_line())
 
 
-def report_unlisted(runs: Path) -> None:
+def report_unlisted_folders(runs: Path) -> None:
     """Print, on stderr, the folders that look like runs and have no config.yaml."""
     names = [path.name for path in sorted(runs.glob("*")) if RUN_NAME.fullmatch(path.name) and path.is_dir()]
     names = [name for name in names if not (runs / name / "config.yaml").exists()]
@@ -241,12 +241,12 @@ def main(given: argparse.Namespace) -> int:
         print_statuses(map(read_status, chosen), as_json)
         if len(chosen) < len(folders):
             print(f"not listed: {format_count(len(folders) - len(chosen), 'older run')}; make status ALL=1 lists them")
-        report_unlisted(runs)
+        report_unlisted_folders(runs)
         return 0
     folder = selection.find_run(given.run, runs)
     if not (given.wait or "0").isdigit():
         raise UserError(f"WAIT={given.wait!r} is no number of seconds")
-    status = wait_for_end(folder, float(given.wait or "0"))
+    status = wait_for_run_end(folder, float(given.wait or "0"))
     print_statuses([status], as_json)
     is_script = bool(given.wait) or as_json  # others have read the state, and make would print its `Error 1` below it
     return 1 if is_script and status.state in ("FAILED", "LOST") else 0

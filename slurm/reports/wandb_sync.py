@@ -22,7 +22,7 @@ from slurm.reports.selection import Choice
 WANDB = Path(sys.executable).with_name("wandb")
 
 
-def list_offline(folder: Folder) -> list[Path]:
+def list_offline_folders(folder: Folder) -> list[Path]:
     """List the W&B folders of a run's offline attempts, in their order."""
     return sorted(path.parent for path in folder.path.glob("wandb/offline-run-*/*.wandb"))
 
@@ -36,7 +36,7 @@ def send_runs(folders: list[Folder], dry: bool) -> int:
     """Send what was not sent yet; returns the exit status. Raises UserError."""
     waiting: list[Path] = []
     for folder in folders:
-        new = [path for path in list_offline(folder) if not is_sent(path)]
+        new = [path for path in list_offline_folders(folder) if not is_sent(path)]
         state = status.read_state(folder)[0] if new else ""
         if new and state not in status.OVER:
             print(f"{folder.path.name} is not over yet ({state}): left for later")

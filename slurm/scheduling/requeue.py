@@ -78,7 +78,7 @@ def find_obstacle(folder: Folder, status: int) -> str:
     return ""
 
 
-def is_current(scheduler: Scheduler, job: str) -> bool:
+def is_current_attempt(scheduler: Scheduler, job: str) -> bool:
     """Check that this is still the current attempt of the job, as far as SLURM knows.
 
     It is not if SLURM has started or queued the job again while this host was cut off. Waits for a controller that does
@@ -103,7 +103,7 @@ def main(path: str, status: int) -> int:
     if folder.result or status == 0:  # with 0 and no result, a newer attempt has overtaken this one
         known = folder.result.get("exit_status")
         return known if isinstance(known, int) else status
-    if not is_current(scheduler, job):
+    if not is_current_attempt(scheduler, job):
         print(f"job {job} is queued again already", flush=True)
         return status
     status = 2 if read_refusal(folder) else status  # srun may tell of the signal by which it ended the others
@@ -115,7 +115,7 @@ def main(path: str, status: int) -> int:
             scheduler.call("scontrol", "requeue", job)  # ends this script, too
             return EXIT_RESUMABLE
         except UserError as error:
-            if not is_current(scheduler, job):
+            if not is_current_attempt(scheduler, job):
                 return EXIT_RESUMABLE
             reason = f"it cannot be queued again: {error}"
     Result("failed", status or 1, reason, folder.find_last_step()).write(folder)

@@ -215,7 +215,7 @@ def choose_scheduler(launch: str) -> Scheduler | None:
         raise UserError(f"LAUNCH={launch} is unknown; use auto, local or slurm")
     if launch == "local":
         return None
-    own = cluster.find_running()
+    own = cluster.find_running_cluster()
     if own is None and not is_configured():
         if launch == "auto":
             return None

@@ -17,7 +17,7 @@ from PIL import Image
 from common.core.processes import Process
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import namespaces
-from slurm.local_cluster.cluster import Cluster, find_folder
+from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan, make_search_path
 from tests.harness.processes import environment, processes_of
 from tests.harness.shared import locked
@@ -86,7 +86,7 @@ class Lab:
 
     @property
     def cluster(self) -> Cluster:
-        folder = find_folder("local", self.env)
+        folder = find_cluster_folder("local", self.env)
         process = Process.load(folder / "holder")
         assert process, "the cluster is gone"
         return Cluster(Plan.load(folder), process)

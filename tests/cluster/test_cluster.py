@@ -268,8 +268,8 @@ def test_commands_run_as_the_caller_where_the_caller_is(tool: Tool) -> None:
 
 def test_programs_find_the_cluster_that_is_up(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_DIR", str(tool.base))
-    found = cluster.find_running()
-    assert found and cluster.find_running("other") is None
+    found = cluster.find_running_cluster()
+    assert found and cluster.find_running_cluster("other") is None
     argv = found.build_command(["sh", "-c", "hostname; echo $SLURM_CONF; pwd"], cwd="/usr")
     text = subprocess.check_output(argv, text=True, timeout=20)
     assert text.split() == ["ctl", found.plan.environment["SLURM_CONF"], "/usr"]

@@ -64,13 +64,13 @@ def host_knows(site: Site, number: int, names: str) -> Iterator[None]:
     file = site.folder / "hosts"
     file.write_text(f"127.0.0.1 localhost\n10.77.0.254 ctl\n{names}\n")
     environ = {"CLUSTER_DIR": str(site.folder)}
-    process = Process.load(cluster.find_folder("local", environ) / "holder")
+    process = Process.load(cluster.find_cluster_folder("local", environ) / "holder")
     assert process
-    plan = slurm_conf.Plan.load(cluster.find_folder("local", environ))
+    plan = slurm_conf.Plan.load(cluster.find_cluster_folder("local", environ))
 
     def on_host(*argv: str) -> None:
         def body() -> None:
-            namespaces.enter_namespaces(int(daemons.find_record(plan, number).read_text().split()[0]))
+            namespaces.enter_namespaces(int(daemons.locate_process_record(plan, number).read_text().split()[0]))
             subprocess.run(argv, check=True)
 
         assert namespaces.run_inside(process, body) == 0

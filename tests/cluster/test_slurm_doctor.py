@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from common.core.processes import Process
-from slurm.local_cluster.cluster import Cluster, find_folder
+from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.site import FIRST, Site, until
 
@@ -67,7 +67,7 @@ def doctor(site: Site, nodes: int = NODES, more: str = "") -> dict[str, Any]:
 
 
 def cluster(site: Site) -> Cluster:
-    folder = find_folder("local", {"CLUSTER_DIR": str(site.folder)})
+    folder = find_cluster_folder("local", {"CLUSTER_DIR": str(site.folder)})
     process = Process.load(folder / "holder")
     assert process
     return Cluster(Plan.load(folder), process)

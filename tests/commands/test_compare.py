@@ -206,7 +206,7 @@ def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> Non
     for name in ("mnist_pipeline", "ddp_multinode"):
         Made(name, 7, 10, result={"idle_share": [0.2]}).write(tmp_path)
     runs, _ = compared.compare_runs(selection.list_runs(tmp_path))
-    page = compare_page.render_page([compared.make_picture(run, ["waiting"], tmp_path) for run in runs], [], [])
+    page = compare_page.render_page([compared.make_compared_run(run, ["waiting"], tmp_path) for run in runs], [], [])
     rows = re.findall(r'<tr class="run" data-run="(\d)".*? title="([^"]+)"', page)
     assert rows == [(str(i), run.folder.path.name) for i, run in enumerate(runs)]
     drawn = json.loads(re.findall(r'type="application/json">(.*?)</script>', page)[0])["runs"]
@@ -219,7 +219,7 @@ def test_text_of_a_run_folder_is_escaped_in_the_page(made: Path) -> None:
     own.curves.tests[bad] = own.curves.tests["test_loss"]
     own.settings["optim.lr"] = own.label = bad
     picture = dataclasses.replace(
-        compared.make_picture(own, ["step"], made), state=bad, detail=bad, experiment=bad, links={bad: bad}
+        compared.make_compared_run(own, ["step"], made), state=bad, detail=bad, experiment=bad, links={bad: bad}
     )
     page = compare_page.render_page([picture, dataclasses.replace(picture, experiment="b")], ["optim.lr"], ["optim.lr"])
     assert "<i>" not in page and page.count("{{script}}") > 10

@@ -85,8 +85,8 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
         (kept,) = (new.path / "code" / "own").iterdir()
         assert (kept.read_text() == order.read_text()) is anew
     with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: rank 0 has no such work: .'W', 0, 0"):
-        schedules.check_config(settings)
-    schedules.check_config(settings, old.path / "code")
+        schedules.check_schedule_of_config(settings)
+    schedules.check_schedule_of_config(settings, old.path / "code")
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,5 +213,5 @@ def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path
 
 
 def test_a_loss_that_is_no_number_is_as_far_as_can_be() -> None:
-    assert rerun.find_distance(None, None) == 0 and rerun.find_distance(1.0, None) == float("inf")
-    assert rerun.find_distance(1.0, 1.5) == 0.5
+    assert rerun.compute_distance(None, None) == 0 and rerun.compute_distance(1.0, None) == float("inf")
+    assert rerun.compute_distance(1.0, 1.5) == 0.5

@@ -66,7 +66,7 @@ def train(tmp_path: Path, *words: str) -> Done:
 )
 def test_a_mode_is_a_schedule_and_its_microbatches(words: list[str], processes: int, plan: tuple[Any, ...]) -> None:
     cfg = settings(*words)
-    found = cfg.pipeline()
+    found = cfg.make_pipeline_config()
     assert cfg.processes == processes
     assert (found.schedule, found.engine, found.stages, found.microbatches) == plan
 
@@ -122,7 +122,7 @@ def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, de
     cfg.fit_devices(gpus)
     assert cfg.devices == devices
     alone = devices not in ([], ["auto"]) or cfg.mode == "single"
-    assert cfg.processes == (1 if alone else cfg.pipeline().processes * cfg.replicas)
+    assert cfg.processes == (1 if alone else cfg.make_pipeline_config().processes * cfg.replicas)
     cfg.check()
 
 
@@ -177,7 +177,7 @@ def test_a_stage_without_weights_is_refused(engine: str) -> None:
     cfg = settings("stages=3", "split=[pool,fc]", f"engine={engine}")
     run = cast(Any, SimpleNamespace(cfg=cfg, sample_shape=(3, 8, 8)))
     with pytest.raises(UserError, match="the stage from pool on has no parameters to train"):
-        model_split.split_model(cfg.pipeline(), model, run)
+        model_split.split_model(cfg.make_pipeline_config(), model, run)
 
 
 def test_the_cut_is_measured_once_and_stands_in_the_configuration(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_start_with_other_settings_leaves_the_configuration_alone(tmp_path: Pa
 def in_one_process(
     stages: list[nn.Sequential], cfg: Config, devices: list[str] | None = None, dtype: torch.dtype = torch.float32
 ) -> SingleProcessPipeline:
-    plan, schedule = cfg.batch_plan, cfg.pipeline().schedule
+    plan, schedule = cfg.batch_plan, cfg.make_pipeline_config().schedule
     sizes: Any = {"size": plan.microbatch, "microbatches": plan.microbatches, "dtype": dtype}
     how: Any = {"schedule": schedule, "pipelined": cfg.mode == "pipelined"}
     return SingleProcessPipeline(stages, nn.functional.cross_entropy, devices or cfg.devices, **sizes, **how)
@@ -246,7 +246,7 @@ def test_stages_sit_on_their_devices() -> None:
     for number, part in enumerate(placed.stages):
         part.register_forward_pre_hook(lambda _, given, number=number: seen.append((number, given[0].device.type)))
     for forward in (placed.forward_naive, placed.forward_pipelined):
-        placed.tracer.begin()
+        placed.tracer.begin_step()
         seen.clear()
         out = forward(torch.zeros(8, 3, 16, 16))
         assert out.shape == (8, 10) and out.device.type == "meta"

@@ -33,7 +33,7 @@ def test_stages_share_a_host_and_replicas_have_one_each() -> None:
     class Somewhere(SimpleNamespace):
         """A process of six, with the host of each."""
 
-        def subgroup(self, members: Sequence[int]) -> Any:
+        def make_subgroup(self, members: Sequence[int]) -> Any:
             return SimpleNamespace(global_ranks=[*members], hosts=[self.hosts[member] for member in members])
 
     blocks = [create_mesh_groups(cast(Any, Somewhere(rank=rank, size=6, hosts="aaabbb")), 2) for rank in range(6)]

@@ -81,8 +81,8 @@ def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]
 def test_shares_are_those_of_the_strategies() -> None:
     chunks, slices = Config(strategy="data_parallel"), Config(strategy="ddp")
     for count, devices, expected in ((5, 4, [2, 2, 1, 0]), (1, 4, [1, 0, 0, 0]), (64, 2, [32, 32]), (5, 2, [3, 2])):
-        assert device_report.split_batch(chunks, count, devices) == expected
-    assert device_report.split_batch(slices, 5, 4) == [2, 1, 1, 1]
+        assert device_report.count_samples_per_device(chunks, count, devices) == expected
+    assert device_report.count_samples_per_device(slices, 5, 4) == [2, 1, 1, 1]
 
 
 def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from common.core.errors import UserError
 from common.models import int8, networks, pruning_masks, pruning_savings, pruning_schedules
 from common.models.pruning_masks import Masks
 from configs.sparse_prune import CRITERIA, Config
-from configs.sweeps.sparse_prune import GRID, judge_csr
+from configs.sweeps.sparse_prune import GRID, report_csr_speed
 from experiments import sparse_prune
 from tests.harness.processes import Done, run
 
@@ -100,7 +100,7 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
 
 @pytest.mark.parametrize(("pattern", "shape"), [("2:4", (6, 3, 3, 3)), ("1:4", (5, 16)), ("3:8", (4, 50))])
 def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> None:
-    left, size = Config(pattern=pattern).group()
+    left, size = Config(pattern=pattern).parse_pattern()
     for levels in (0, 2):
         (score,) = made(shape, levels=levels)
         (mask,) = pruning_masks.prune_groups([score], 1 - left / size, size)
@@ -208,7 +208,7 @@ def test_the_sparsity_that_a_refusal_names_is_taken(pattern: str) -> None:
         config.load_config(Config, words, {})
     named = str(caught.value).partition("use ")[2].partition(",")[0]
     cfg = config.load_config(Config, [*words, named], {})
-    left, size = cfg.group()
+    left, size = cfg.parse_pattern()
     (mask,) = pruning_masks.prune_groups(made((4, 5 * size)), cfg.sparsity, size)
     assert (mask.view(-1, size).sum(1) == left).all()
 
@@ -366,16 +366,16 @@ def test_other_forms_of_the_model_give_its_outputs() -> None:
 
 def test_zeros_save_bytes_only_when_compressed_or_in_csr() -> None:
     sizes = {
-        share: pruning_savings.measure_file_size(pruning_savings.strip_masks(a_model(share))) for share in (0.0, 0.9)
+        share: pruning_savings.measure_file_sizes(pruning_savings.strip_masks(a_model(share))) for share in (0.0, 0.9)
     }
     assert sizes[0.0][0] == sizes[0.9][0] > 4 * 431_080
     assert sizes[0.9][1] < 0.2 * sizes[0.0][1]
     assert (
-        pruning_savings.measure_file_size(pruning_savings.convert_to_csr(pruning_savings.strip_masks(a_model())))[0]
+        pruning_savings.measure_file_sizes(pruning_savings.convert_to_csr(pruning_savings.strip_masks(a_model())))[0]
         < 0.35 * sizes[0.9][0]
     )
     assert (
-        pruning_savings.measure_file_size(int8.quantize_to_int8(pruning_savings.strip_masks(a_model())))[0]
+        pruning_savings.measure_file_sizes(int8.quantize_to_int8(pruning_savings.strip_masks(a_model())))[0]
         < 0.35 * sizes[0.9][0]
     )
 
@@ -419,5 +419,5 @@ def test_the_verdict_knows_when_repeats_disagree() -> None:
     def rows(*csr: float) -> list[dict[str, float]]:
         return [{"csr_seconds": value, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for value in csr]
 
-    words = judge_csr({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
+    words = report_csr_speed({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
     assert words == "slower than dense fp32 for a; now slower, now faster for b; nowhere slower than dense bf16"

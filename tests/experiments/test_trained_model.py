@@ -46,7 +46,7 @@ def copy(folder: Folder, place: Path) -> Folder:
 
 def joined(folder: Folder) -> dict[str, torch.Tensor]:
     """The model in the checkpoint of the last step."""
-    newest = storage.list_candidates(folder)[0]
+    newest = storage.list_resumable_checkpoints(folder)[0]
     assert newest.step == json.loads((folder.path / "model.json").read_text())["step"]
     return checkpointer.read_full_model(newest)
 
@@ -221,7 +221,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     again = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
     assert again.status == 2 and "it was resumed with steps 40 -> 50, and no single run repeats that" in again.err
     assert not (tmp_path / "again").exists()
-    for checkpoint in storage.list_candidates(folder):
+    for checkpoint in storage.list_resumable_checkpoints(folder):
         shutil.rmtree(checkpoint.path)
     done = resume(REPLICATED, folder, "steps=60")
     assert done.returncode == 2 and "no checkpoint of its last step, 50, any more" in done.stderr

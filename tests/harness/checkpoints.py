@@ -111,7 +111,7 @@ def rank_0_cannot_begin(case: Case) -> Any:
 def one_rank_sees_less(case: Case) -> Any:
     """Rank 1 cannot read the newest one: with agreement all take the older, without they part."""
     case.save(1, 2)
-    read = storage.read_verified
+    read = storage.read_verified_rank_file
 
     def blind(checkpoint: storage.CheckpointPath, manifest: storage.Manifest, rank: int) -> bytes:
         if checkpoint.step == 2 and case.world.rank == 1:
@@ -129,11 +129,11 @@ def one_rank_sees_less(case: Case) -> Any:
         def broadcast(self, value: Any) -> Any:
             return value
 
-    storage.read_verified = blind
+    storage.read_verified_rank_file = blind
     agreed = case.checkpoints.load()
     said, case.said = case.said, []
     parted = case.start(Alone(**vars(case.world))).load()
-    storage.read_verified = read
+    storage.read_verified_rank_file = read
     assert agreed and parted
     case.said = said
     return {"agreed": agreed.step, "right": right(agreed, case.world.rank), "parted": parted.step}
@@ -216,7 +216,7 @@ def endless(folder: Folder, notes: Path) -> None:
         folder.set_parent(loaded.attempt if loaded else None, step)
         note = {"newest": newest, "step": step, "said": said, "right": loaded is None or right(loaded, 0, NUMBERS)}
         with open(notes, "a") as file:
-            file.write(json.dumps(note | {"left": len(storage.list_unfinished(folder))}) + "\n")
+            file.write(json.dumps(note | {"left": len(storage.list_staging_dirs(folder))}) + "\n")
         while True:
             step += 1
             checkpoints.save(step, state_of(step, numbers=NUMBERS))
@@ -247,7 +247,7 @@ def has_lines(file: Path, count: int) -> bool:
 
 
 def newest_of(folder: Folder) -> int:
-    return max((checkpoint.step for checkpoint in storage.list_candidates(folder)), default=0)
+    return max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     """One case on this rank; on rank 0 its losses, full state and scores."""
     run = (OneShard if mistake == "same_share" else Run)(cfg, folder, world, prepared)
     before: dict[str, Tensor] = {}
-    wrap, classify = ddp_multinode.wrap_model, evaluate.classify_replicated
+    wrap, classify = ddp_multinode.wrap_model, evaluate.score_replicated
 
     def wrap_wrongly(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         return make_mistake(wrap(cfg, model, run), mistake, world)
@@ -124,7 +124,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
         run,
         (ddp_multinode, "init_network", lambda cfg, shape, classes: unsplit(cfg)),
         (ddp_multinode, "wrap_model", wrap_wrongly),
-        (ddp_multinode, "classify_replicated", look_before),
+        (ddp_multinode, "score_replicated", look_before),
     )
     assert run.times is not None
     ranks, sums = step_timing.gather_times(world, run.times), sums_of_ranks(found["state"])

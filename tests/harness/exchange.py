@@ -36,7 +36,7 @@ def exchange(what: str, place: RankInfo) -> None:
         messages = Messages(world, found, torch.float32, 2, "network" if what == "network" else "auto")
         assert (messages.memory is not None) == (what in ("memory", "silent"))
         for step in range(3):
-            messages.begin()
+            messages.post_receives()
             for m in range(2):
                 value = torch.full((4, 30_000), 10.0 * step + m)
                 if world.rank == 0:
@@ -49,7 +49,7 @@ def exchange(what: str, place: RankInfo) -> None:
                     given = messages.receive(Action("F", 1, m))
                     assert given is not None
                     messages.send(Action("B", 0, m), given.t().contiguous().t() + 1)
-            messages.end()
+            messages.wait_until_sent()
         world.gather(None)
 
 

@@ -65,7 +65,7 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         assert process.returncode == (128 + number if number == signal.SIGINT else EXIT_RESUMABLE), out + err
         assert "Traceback" not in err and "go on with: make exp RESUME=" in err, err
         folder = only_folder(runs)
-        (checkpoint,) = storage.list_candidates(folder)
+        (checkpoint,) = storage.list_resumable_checkpoints(folder)
         assert checkpoint.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
         beats = read_heartbeats(folder.attempts()[0])
         assert [beat.step for beat in beats] == [checkpoint.step] * 2, "the doctor shows the newest step"

@@ -54,7 +54,7 @@ def send_values(place: RankInfo, folder: Path) -> None:
     kinds = {"text": "é \udc80 \n", "whole": -(2**70), "number": 0.1, "most": math.inf, "true": True, "none": None}
     with rendezvous.joined_world(place, SETTINGS) as world:
         some = [1, 2] if world.rank else [0]
-        own = world.subgroup(some)
+        own = world.make_subgroup(some)
         values: list[list[Any]] = [[None, [], {}], ["", kinds, [[kinds]]], [kinds, "y" * 10, [kinds] * 1000]]
         for sent in values:
             assert world.all_gather(sent[world.rank]) == sent

@@ -30,9 +30,9 @@ def rate(settings: Optim, step: int, steps: int) -> float:
 def normalised(prepared: Prepared, part: str, limit: int = 0) -> tuple[Tensor, Tensor]:
     """Images in float64, and labels; all of them, or the first few."""
     mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in loader.STATISTICS[prepared.name])
-    pixels = torch.from_numpy(prepared.array(f"{part}_images")[: limit or None]).double()
+    pixels = torch.from_numpy(prepared.map_array(f"{part}_images")[: limit or None]).double()
     pixels = pixels if pixels.dim() == 4 else pixels[:, None]
-    return (pixels / 255 - mean) / std, torch.from_numpy(prepared.array(f"{part}_labels")[: limit or None]).long()
+    return (pixels / 255 - mean) / std, torch.from_numpy(prepared.map_array(f"{part}_labels")[: limit or None]).long()
 
 
 @torch.no_grad()

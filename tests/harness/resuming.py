@@ -42,7 +42,7 @@ def cut_off(folder: Folder, step: int, place: Path) -> Folder:
     copy = Folder(place / folder.path.name)
     (copy.path / "result.json").unlink()
     attempt = copy.attempts()[-1]
-    begun = attempt.origin[1] if attempt.origin else 0
+    begun = attempt.resumed_from[1] if attempt.resumed_from else 0
     for checkpoint in storage.list_checkpoints(attempt):
         if checkpoint.step > step:
             shutil.rmtree(checkpoint.path)
@@ -117,7 +117,7 @@ def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path
         out, err = process.communicate(PATIENCE)
         seconds = time.monotonic() - began
     assert process.returncode == EXIT_RESUMABLE and "stop request: saved after step 20" in out, out + err
-    assert len(folder.metrics()) == 20 and [s.step for s in storage.list_candidates(folder)] == [20]
+    assert len(folder.metrics()) == 20 and [s.step for s in storage.list_resumable_checkpoints(folder)] == [20]
     assert seconds < 60, "far less than the evaluation would have taken"
     done = resume(entry, folder, "data.test_limit=100")
     assert done.returncode == 0, done.stderr

@@ -71,7 +71,7 @@ def test_two_halves_on_one_device_are_the_unsplit_model(finished: Make) -> None:
     spans = sorted((span.start, span.end) for steps in pipe.collect_spans() for span in steps[0])
     assert len(spans) == 2 * 2 * 4 and all(a[1] <= b[0] for a, b in pairwise(spans)), "one half works at a time"
     folder = finished(BY_NAME["resnet_modelparallel"]).folder
-    checkpoint = storage.list_candidates(folder)[0].path
+    checkpoint = storage.list_resumable_checkpoints(folder)[0].path
     one, two = (torch.load(checkpoint / f"rank-{rank}.pt", weights_only=True)["model"] for rank in range(2))
     assert one and two and not one.keys() & two.keys(), "a rank holds its own stage and nothing else"
     assert one.keys() | two.keys() == model_file.read_model(folder)[1].keys()

@@ -49,7 +49,7 @@ def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[
         folder = only_folder(tmp_path)
         assert cancel.cancel_run(folder).startswith("cancelled process ")
         process.communicate(PATIENCE)
-    assert process.returncode == EXIT_RESUMABLE and storage.list_candidates(folder)
+    assert process.returncode == EXIT_RESUMABLE and storage.list_resumable_checkpoints(folder)
     assert status.read_state(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
     assert diagnosis.examine_run(folder)["cause"] == "", "its state says it"
     assert "after step" in logs.read_rank_0_log(folder)

@@ -87,7 +87,7 @@ def test_all_ranks_leave_when_one_is_told(tmp_path: Path, digits: tuple[str, ...
         os.kill(last, signal.SIGUSR2)
         _, errors = process.communicate(PATIENCE)
         waited = time.monotonic() - told
-    saved = storage.list_candidates(folder)
+    saved = storage.list_resumable_checkpoints(folder)
     if without:
         assert process.returncode not in (0, EXIT_RESUMABLE) and not saved and waited > timeout / 2  # it hung
         assert "did not answer" in errors or "timed out" in errors.lower() or "error" in errors, errors

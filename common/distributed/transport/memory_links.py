@@ -31,7 +31,7 @@ RING = (1 << 64) - 1  # name of the memory of slots
 SPIN = 1e-3  # seconds of polling before sleeping: waking a core takes 50 us
 
 
-def choose_spin(local_size: int) -> float:
+def choose_polling_seconds(local_size: int) -> float:
     """Return the seconds of polling before sleeping: 0 where the ranks of this host have not a core each."""
     # under SLURM a rank may be bound to its own cores, and sees fewer than the job has on this host
     allowed = max(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE") or 0))

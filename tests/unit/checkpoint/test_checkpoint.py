@@ -240,7 +240,7 @@ def test_a_start_that_was_superseded_removes_nothing(disk: Disk) -> None:
     assert disk.load() == 1, "what it saved after the new start branched off does not count"
     disk.save(2)
     assert disk.load() == 2
-    assert [(s.attempt.number, s.step) for s in storage.list_candidates(disk.folder)] == [(2, 2), (1, 1)]
+    assert [(s.attempt.number, s.step) for s in storage.list_resumable_checkpoints(disk.folder)] == [(2, 2), (1, 1)]
 
 
 def test_older_starts_keep_theirs_until_this_one_has_enough(disk: Disk) -> None:
@@ -418,7 +418,9 @@ def test_without_checksums_wrong_weights_are_loaded(disk: Disk, monkeypatch: pyt
     disk.save(1, 2)
     flip(disk.at(2, "rank-0.pt"), weights_at(disk.at(2, "rank-0.pt")))
     monkeypatch.setattr(
-        storage, "read_verified", lambda place, _, rank: storage.read_file(place, f"rank-{rank}.pt", None)
+        storage,
+        "read_verified_rank_file",
+        lambda place, _, rank: storage.read_owned_file(place, f"rank-{rank}.pt", None),
     )
     loaded = disk.checkpoints.load()
     assert loaded is not None and loaded.step == 2 and not right(loaded, 0)

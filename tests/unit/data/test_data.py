@@ -52,7 +52,7 @@ def test_digits_are_the_same_bytes_for_a_seed_and_balanced() -> None:
 
 
 def test_statistics_are_those_of_the_digits(cache: Path) -> None:
-    pixels = prepare.prepare_digits(cache).array("train_images")
+    pixels = prepare.prepare_digits(cache).map_array("train_images")
     assert pixels.shape == (60_000, 28, 28)
     counts = sum(np.bincount(part.ravel(), minlength=256) for part in np.array_split(pixels, 60))
     values = np.arange(256) / 255
@@ -114,7 +114,7 @@ def test_prepared_once_by_processes_that_start_together(tmp_path: Path) -> None:
         return (*synthetic_digits.generate_digits(50, 0, "train"), *synthetic_digits.generate_digits(20, 0, "test"))
 
     def body() -> None:
-        prepare.store_arrays(tmp_path / "cache", "digits", "small", small).verify()
+        prepare.find_or_store_arrays(tmp_path / "cache", "digits", "small", small).verify_checksums()
 
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=body) for _ in range(4)]
@@ -147,8 +147,8 @@ def test_mnist_comes_through_torchvision(raw: Path, tmp_path: Path, monkeypatch:
     settings = Data(root=str(tmp_path), cache=str(tmp_path / "cache"))
     found = prepare.prepare_dataset(settings)
     assert found.name == "mnist" and not found.notice
-    assert (found.array("train_images") == synthetic_digits.generate_digits(100, 1, "train")[0]).all()
-    assert (found.array("test_labels") == synthetic_digits.generate_digits(50, 1, "test")[1]).all()
+    assert (found.map_array("train_images") == synthetic_digits.generate_digits(100, 1, "train")[0]).all()
+    assert (found.map_array("test_labels") == synthetic_digits.generate_digits(50, 1, "test")[1]).all()
     shutil.copy(raw / "t10k-labels-idx1-ubyte", raw / "kept")
     (raw / "t10k-labels-idx1-ubyte").write_bytes(b"short")
     with pytest.raises(UserError, match="t10k-labels-idx1-ubyte is damaged: 5 bytes"):

@@ -80,7 +80,7 @@ def test_images_and_vectors_are_stored_as_they_are_and_normalised(tmp_path: Path
     found = prepared(
         tmp_path, "x = np.asfortranarray(np.load(root / 'x.npy')); return x, Y.astype(np.uint64), x[:9], Y[:9]"
     )
-    found.verify()
+    found.verify_checksums()
     train, test = Images(found, "train"), Images(found, "test")
     assert torch.equal(train.images, torch.from_numpy(x)) and train.images.is_contiguous()
     assert torch.equal(test.images, train.images[:9])

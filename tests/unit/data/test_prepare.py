@@ -161,7 +161,7 @@ def test_what_a_killed_preparation_left_goes_with_the_next(many: Data) -> None:
     many.image_size = 64
     found = prepare.prepare_dataset(many)
     assert sorted(path.name for path in cache.iterdir()) == [".lock", found.path.name]
-    assert found.array("train_images").shape == (200, 3, 64, 64)
+    assert found.map_array("train_images").shape == (200, 3, 64, 64)
 
 
 @pytest.fixture

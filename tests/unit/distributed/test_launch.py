@@ -146,10 +146,10 @@ def test_missing_weights_are_refused_before_anything_starts(tmp_path: Path) -> N
 
 
 def test_the_smallest_of_all_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    free, what = host_memory.measure_available()
+    free, what = host_memory.measure_available_memory()
     assert 1 << 28 < free < 1 << 50 and what
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "100")
-    assert host_memory.measure_available() == (100 << 20, "what SLURM gave the job")
+    assert host_memory.measure_available_memory() == (100 << 20, "what SLURM gave the job")
 
 
 def test_files_that_the_kernel_keeps_are_no_use_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

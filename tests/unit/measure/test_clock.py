@@ -49,10 +49,10 @@ STEP, DAY = 0.0123456, 86_400.0
 
 def test_stamps_of_a_step_are_as_precise_after_a_day_as_at_once() -> None:
     device = device_clock.DeviceClock(torch.device("cuda", 0))
-    device.begin()
+    device.begin_step()
     early = device.stamp()
     Played.now += DAY
-    device.begin()
+    device.begin_step()
     first = device.stamp()
     Played.now += STEP
     last = device.stamp()
@@ -68,7 +68,7 @@ def test_steps_within_a_zero_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     device = device_clock.DeviceClock(torch.device("cuda", 0))
     for _ in range(1000):
         Played.now += 0.025
-        device.begin()
+        device.begin_step()
     assert len(waits) == 3, "at the start and every ten seconds"
 
 
@@ -79,7 +79,7 @@ def test_watch_and_step_times_begin_their_steps() -> None:
     times.skip = 0
     Played.now += DAY
     for x in times.iterate([torch.ones(1, 1)] * 3):
-        watch.begin()
+        watch.begin_step()
         out = watch.forward(0, 0, x)
         times.mark("backward")
         Played.now += STEP
@@ -109,7 +109,7 @@ def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest
         monkeypatch.setattr(time, "perf_counter", lambda booted=booted: Played.now - booted)
         host = device_clock.DeviceClock(torch.device("cpu"))
         monkeypatch.setattr(Played, "now", 60_000.0)
-        host.start_now()  # behind a barrier
+        host.set_zero_now()  # behind a barrier
         monkeypatch.setattr(Played, "now", 60_001.5)
         found.append(host.to_seconds(host.stamp()))
     assert found == [1.5, 1.5]

@@ -41,7 +41,7 @@ def test_the_same_outputs_as_torchvision_with_the_same_weights(name: str, side: 
 def test_the_same_names_and_shapes_as_torchvision(name: str) -> None:
     with torch.device("meta"):
         theirs, ours = getattr(torchvision.models, name)(num_classes=7), networks.ResNet(name, (3, 64, 64), 7)
-    states = networks.convert_names(theirs.state_dict()), ours.state_dict()
+    states = networks.convert_parameter_names(theirs.state_dict()), ours.state_dict()
     shapes = [{key: value.shape for key, value in state.items()} for state in states]
     assert shapes[0] == shapes[1] and len(shapes[0]) > 100
 

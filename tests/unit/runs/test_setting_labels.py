@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.runs import setting_labels
-from common.runs.compare_table import Column, choose_columns, join_columns, shorten
+from common.runs.compare_table import Column, choose_columns, join_columns, shorten_text
 
 
 def test_the_settings_of_the_method_come_first_and_repeat_nothing() -> None:
@@ -15,9 +15,12 @@ def test_the_settings_of_the_method_come_first_and_repeat_nothing() -> None:
         run |= {"checkpoint.every_seconds": f"{i}", "log.level": f"{i}", "runs": f"{i}"}
     differing = setting_labels.sort_differences(runs)
     assert differing == ["strategy", "optim.lr", "optim.base_batch", "seed", "checkpoint.every_seconds"]
-    assert setting_labels.choose_telling(runs, 3) == ["strategy", "optim.lr"]  # with these, all four are told apart
-    assert setting_labels.choose_telling(runs, 1) == ["strategy"]
-    assert setting_labels.choose_telling(runs[:1], 3) == []
+    assert setting_labels.choose_telling_settings(runs, 3) == [
+        "strategy",
+        "optim.lr",
+    ]  # with these, all four are told apart
+    assert setting_labels.choose_telling_settings(runs, 1) == ["strategy"]
+    assert setting_labels.choose_telling_settings(runs[:1], 3) == []
 
 
 def test_names_are_short_where_that_is_clear() -> None:
@@ -30,4 +33,4 @@ def test_columns_that_fit_are_kept_in_their_order() -> None:
     chosen = choose_columns(columns, 10)
     assert join_columns(chosen) == ["run   n", "a     1", "bb   22"]
     assert choose_columns(columns, 39) == columns and choose_columns(columns, 1) == columns[:1]
-    assert shorten("x" * 24) == "x" * 24 and shorten("x" * 25) == "x" * 23 + "…"
+    assert shorten_text("x" * 24) == "x" * 24 and shorten_text("x" * 25) == "x" * 23 + "…"

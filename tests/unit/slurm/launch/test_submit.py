@@ -66,7 +66,7 @@ PYTHON -m slurm.scheduling.requeue /runs/x-1-2-3 $?"""
 
 
 def text_of(profile: Profile, folder: Path) -> str:
-    asked = sbatch.make_parameters(profile, "mnist_pipeline", 2, profile.per_node, folder)
+    asked = sbatch.make_parameters(profile, "mnist_pipeline", 2, profile.ranks_per_node, folder)
     return sbatch.make_executor(Folder(folder), None, asked).make_text().replace(sys.executable, "PYTHON")
 
 
@@ -108,7 +108,7 @@ def test_bad_profiles_are_refused(words: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml")))
 def test_every_profile_is_valid(name: str) -> None:
-    assert sbatch.load_profile(name, []).per_node >= 1
+    assert sbatch.load_profile(name, []).ranks_per_node >= 1
 
 
 @pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b", "/a;b", "/a&b"])
@@ -171,9 +171,9 @@ def test_the_files_of_a_data_set_and_a_schedule_of_ones_own_are_in_the_source_of
     assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
     monkeypatch.chdir("/")  # where the job may start
     written = config.load_config(mnist_pipeline.Config, ["--resume", str(folder.path)], {})
-    schedules.check_config(written, folder.path / "code")
+    schedules.check_schedule_of_config(written, folder.path / "code")
     with pytest.raises(UserError, match="neither one of naive, gpipe, 1f1b nor an existing"):
-        schedules.check_config(written)
+        schedules.check_schedule_of_config(written)
     found = prepare.prepare_dataset(written.data, code=folder.path / "code")
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 

@@ -48,6 +48,6 @@ def test_a_machine_without_tc_is_refused_only_where_it_is_needed(
 ) -> None:
     monkeypatch.setattr(slurm_conf, "ADMIN_PATH", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    cables.check_support(Shape())
+    cables.check_shaping_support(Shape())
     with pytest.raises(UserError, match="apt-get install iproute2"):
-        cables.check_support(Shape(rate=1e6))
+        cables.check_shaping_support(Shape(rate=1e6))

@@ -118,14 +118,14 @@ def test_bad_conf_lines_are_refused(line: str) -> None:
 @pytest.mark.parametrize("name", ["A", "1a", "a b", "../x", "a-b", "a" * 40, "$(id)"])
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="name has only"):
-        cluster.find_folder(name)
+        cluster.find_cluster_folder(name)
 
 
 def test_the_folder_follows_the_environment() -> None:
     mine = f"cluster-{os.getuid()}-local"
-    assert cluster.find_folder("local", {}) == Path("/tmp", mine)
-    assert cluster.find_folder("local", {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7", mine)
-    assert cluster.find_folder("local", {"XDG_RUNTIME_DIR": "/x", "CLUSTER_DIR": "/y"}) == Path("/y", mine)
+    assert cluster.find_cluster_folder("local", {}) == Path("/tmp", mine)
+    assert cluster.find_cluster_folder("local", {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7", mine)
+    assert cluster.find_cluster_folder("local", {"XDG_RUNTIME_DIR": "/x", "CLUSTER_DIR": "/y"}) == Path("/y", mine)
 
 
 @pytest.mark.parametrize("folder", ["/tmp/a b", "/tmp/a#b", "/tmp/" + "x" * 90])
@@ -138,7 +138,7 @@ def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(slurm_conf, "check_folder", lambda folder: folder)  # pytest's paths may be long
     monkeypatch.setenv("CLUSTER_DIR", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
-    cluster.find_folder("local").symlink_to(tmp_path / "elsewhere")
+    cluster.find_cluster_folder("local").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="somebody else"), cli.lock_folder("local"):
         pass
     assert not any((tmp_path / "elsewhere").iterdir())
