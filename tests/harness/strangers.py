@@ -58,9 +58,10 @@ def attack(found: Published, inputs: int, seed: str, *, is_local: bool = False) 
     held: list[socket.socket] = []
     for _ in range(inputs):
         stranger = socket.socket(socket.AF_UNIX if is_local else socket.AF_INET)
-        stranger.settimeout(20)
         with contextlib.suppress(ConnectionError, BrokenPipeError):  # refused while it spoke
+            stranger.settimeout(None if is_local else 20)  # a Unix socket waits for its turn only without a limit
             stranger.connect("\0" + found.local if is_local else (found.address, found.port))
+            stranger.settimeout(20)
             stranger.sendall(draw_input(draw))
         if draw.random() < 0.3:
             held.append(stranger)

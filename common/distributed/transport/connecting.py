@@ -23,7 +23,7 @@ from common.distributed.transport.certificates import Identity, check_peer, desc
 from common.distributed.transport.links import Incoming, Outgoing
 from common.distributed.transport.memory_links import MemoryStream
 from common.distributed.transport.reception import Reception, find_user
-from common.distributed.transport.socket_stream import SocketStream
+from common.distributed.transport.socket_stream import SocketStream, pack_seconds
 from common.distributed.transport.welcome import ANSWER, Direction, Stranger, make_answer, make_hello
 
 RETRY = 0.05  # seconds between two attempts to connect
@@ -191,7 +191,8 @@ def exchange_welcome(
 def open_local(name: str, seconds: float) -> socket.socket | None:
     """Connect to a rank of this host; None if it is another one of the same name, or a user other than this one."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(seconds)
+    # with a time limit of Python's own it would not wait where others wait, too
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_seconds(seconds))
     with contextlib.suppress(OSError):
         connection.connect("\0" + name)
         if find_user(connection) == os.getuid():

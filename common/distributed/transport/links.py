@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 
+NOTHING = memoryview(bytearray())
+
+
 class LinkError(ConnectionError):
     """A connection that was closed, here or by the other rank, or that broke."""
 
@@ -33,7 +36,7 @@ class LinkTimeout(TimeoutError):
 def as_bytes(data: ReadableBuffer) -> memoryview:
     """Return a view of the bytes of contiguous memory."""
     view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(bytearray())  # an empty view cannot be cast
+    return view.cast("B") if view.nbytes else NOTHING  # an empty view cannot be cast
 
 
 class Link:
@@ -41,13 +44,15 @@ class Link:
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
         self.stream, self.peer = stream, peer
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0  # threads that wait for a change
         self._busy = False  # a thread may be in a blocking call on the socket
         self._problem: LinkError | LinkTimeout | None = None
 
     def close(self) -> None:
         """End the link, and at once, with LinkError, what any thread waits for here."""
-        with self._changed:
+        with self._lock:
             self._end(LinkError(f"the connection with rank {self.peer} was closed on this rank"))
 
     def _end(self, problem: LinkError | LinkTimeout) -> None:
@@ -57,16 +62,29 @@ class Link:
             self.stream.shut()
         if not self._busy:
             self.stream.close()  # otherwise whoever is busy closes it: its number must not be taken by another file
-        self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting:
+            self._changed.notify_all()
+
+    def _wait(self, seconds: float | None = None) -> bool:
+        """Wait for a change, under the lock; return False if there is none in time."""
+        self._waiting += 1
+        try:
+            return self._changed.wait(seconds)
+        finally:
+            self._waiting -= 1
 
     def _fail(self, error: BaseException) -> BaseException:
         """End the link because of an error of the busy thread; return what to raise."""
-        with self._changed:
+        with self._lock:
             self._busy = False
-            self._end(self._explain(error))
+            self._end(self.explain(error))
             return self._copy_problem() if isinstance(error, OSError | EOFError) else error
 
-    def _explain(self, error: BaseException) -> LinkError | LinkTimeout:
+    def explain(self, error: BaseException) -> LinkError | LinkTimeout:
+        """Return an error of the stream as one that names the other rank."""
         if isinstance(error, LinkError):
             return error
         if isinstance(error, BlockingIOError | TimeoutError):
@@ -103,7 +121,7 @@ class Outgoing(Link):
         Memory of more than SMALL bytes must stay as it is until `wait(ticket)` returns. Messages arrive in order.
         """
         view = as_bytes(data)
-        with self._changed:
+        with self._lock:
             if self._problem is not None:
                 raise self._copy_problem()
             self._newest += 1
@@ -114,8 +132,8 @@ class Outgoing(Link):
                 return self._newest
             try:
                 rest = self.stream.begin(tag, view)
-            except OSError as error:
-                self._end(self._explain(error))
+            except (OSError, EOFError) as error:
+                self._end(self.explain(error))
                 raise self._copy_problem() from None
             if rest is None:
                 self._written = self._newest
@@ -132,11 +150,11 @@ class Outgoing(Link):
         """Wait until a message is with the kernel. Raises LinkError, LinkTimeout."""
         if self._written >= ticket:
             return
-        with self._changed:
+        with self._lock:
             while self._written < ticket:
                 if self._problem is not None:
                     raise self._copy_problem()
-                self._changed.wait()  # the thread has the time limit
+                self._wait()  # the thread has the time limit
 
     def _wake_thread(self) -> None:
         self._busy = True
@@ -144,14 +162,14 @@ class Outgoing(Link):
             self._thread = threading.Thread(target=self._write_queue, name=f"send to rank {self.peer}", daemon=True)
             self._thread.start()
         else:
-            self._changed.notify_all()
+            self._wake()
 
     def _write_queue(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._queue and self._problem is None:
                     self._busy = False
-                    self._changed.wait()
+                    self._wait()
                 if self._problem is not None:
                     self._busy = False
                     self._end(self._problem)
@@ -162,10 +180,10 @@ class Outgoing(Link):
             except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
                 self._fail(error)
                 return
-            with self._changed:
+            with self._lock:
                 self._queue.popleft()
                 self._written = ticket
-                self._changed.notify_all()
+                self._wake()
 
 
 class Incoming(Link):
@@ -189,7 +207,8 @@ class Incoming(Link):
             return
         try:
             self._find(tag, len(target))
-            self.stream.read_into(target)
+            if target:
+                self.stream.read_into(target)
         except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
             raise self._fail(error) from None
         self._release(len(target))
@@ -214,7 +233,7 @@ class Incoming(Link):
 
     def _claim(self, tag: int, length: int) -> bytearray | None:
         """Return a message that is there; None if this thread is to read the connection."""
-        with self._changed:
+        with self._lock:
             while True:
                 if queue := self._inbox.get(tag):
                     self._check_length(tag, len(queue[0]), length)
@@ -227,21 +246,22 @@ class Incoming(Link):
                 if not self._busy:
                     self._busy = True
                     return None
-                if not self._changed.wait(self.stream.timeout):
-                    raise self._explain(TimeoutError())
+                if not self._wait(self.stream.timeout):
+                    raise self.explain(TimeoutError())
 
     def _find(self, tag: int, length: int) -> None:
         """Read until the message with a tag begins; keep those before it."""
         while True:
             found, size = self.stream.read_header()
             if found == tag:
-                return self._check_length(tag, size, length)
+                self._check_length(tag, size, length)
+                return
             stored = bytearray(size)
             self.stream.read_into(memoryview(stored))
-            with self._changed:
+            with self._lock:
                 self._inbox.setdefault(found, deque()).append(stored)
                 self.bytes_received += size
-                self._changed.notify_all()
+                self._wake()
 
     def _check_length(self, tag: int, size: int, length: int) -> None:
         if size != length:
@@ -251,9 +271,9 @@ class Incoming(Link):
             )
 
     def _release(self, length: int) -> None:
-        with self._changed:
+        with self._lock:
             self.bytes_received += length
             self._busy = False
             if self._problem is not None:
                 self._end(self._problem)
-            self._changed.notify_all()
+            self._wake()

@@ -12,6 +12,7 @@ SIGBUS. Linux only.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import itertools
@@ -19,8 +20,9 @@ import mmap
 import os
 import select
 import socket
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from common.distributed.transport.socket_stream import HEADER, PIECE, Rest, SocketStream
 
@@ -28,6 +30,7 @@ SLOTS = 8  # in each direction, of PIECE bytes
 INLINE = 1 << 13  # bytes up to which a message goes through the socket itself
 IN_SLOTS, SHARED = 1 << 63, 1 << 62  # bits of a header's length: the message is in slots; memory is handed over
 RING = (1 << 64) - 1  # name of the memory of slots
+NUMBER = struct.Struct("I")
 SPIN = 1e-3  # seconds of polling before sleeping: waking a core takes 50 us
 
 
@@ -131,7 +134,6 @@ class MemoryStream(SocketStream):
 
     def read_header(self) -> tuple[int, int]:
         while True:
-            self._wait()
             tag, length = super().read_header()
             if not length & SHARED:
                 self._in_slots = bool(length & IN_SLOTS)
@@ -144,16 +146,31 @@ class MemoryStream(SocketStream):
             if tag == RING:
                 self._slots = divide(self.shared[tag])
 
-    def _wait(self) -> None:
-        """Poll for a while until something can be read: whoever sleeps is woken late."""
-        if self.spin:
-            end = time.perf_counter() + self.spin
-            while time.perf_counter() < end:
-                try:
-                    self.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-                    return
-                except BlockingIOError:
-                    os.sched_yield()
+    def take(self, count: int) -> bytes:
+        end = 0.0
+        while True:
+            try:
+                data = self.socket.recv(count, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                now = time.perf_counter()
+                end = end or now + self.spin
+                if now >= end:
+                    return super().take(count)
+                os.sched_yield()  # not asleep: whoever sleeps is woken late
+                continue
+            if not data:
+                raise EOFError
+            return data
+
+    # Numbers alone, for those who have shared memory of their own and send nothing else from then on.
+
+    def ring(self, number: int) -> None:
+        """Send a number below 2^32."""
+        self.socket.send(NUMBER.pack(number))
+
+    def hear(self) -> Iterable[int]:
+        """Wait for numbers. Raises EOFError if the other side has closed."""
+        return array.array("I", self.take(1024 * NUMBER.size))
 
     def read_into(self, target: memoryview) -> None:
         if not self._in_slots:
@@ -169,10 +186,7 @@ class MemoryStream(SocketStream):
         full = 0
         for begin in range(0, length, PIECE):
             if not full:
-                self._wait()
-                full = len(self.socket.recv(-(-(length - begin) // PIECE)))  # not more: a header may follow
-                if not full:
-                    raise EOFError
+                full = len(self.take(-(-(length - begin) // PIECE)))  # not more: a header may follow
             full -= 1
             yield self._slots[self._next][: min(PIECE, length - begin)]
             self._next = (self._next + 1) % SLOTS

@@ -15,6 +15,11 @@ PIECE = 1 << 18  # bytes of a large message that are handled at once: they stay 
 Rest = Callable[[], None]
 
 
+def pack_seconds(seconds: float) -> bytes:
+    """Return a time limit as the kernel takes it."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
 class SocketStream:
     """One end of a connection, plain or TLS, on which messages go in one direction."""
 
@@ -28,9 +33,8 @@ class SocketStream:
             connection.settimeout(timeout)
             return
         connection.settimeout(None)  # with a limit of Python's own, each call would poll first
-        limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, option, limit)
+            connection.setsockopt(socket.SOL_SOCKET, option, pack_seconds(timeout))
 
     # ---- writing
 
@@ -67,11 +71,18 @@ class SocketStream:
     # ---- reading
 
     def read_header(self) -> tuple[int, int]:
-        """Wait for a message; return its tag and length."""
-        header = bytearray(HEADER.size)
-        self.read_into(memoryview(header))
+        """Wait for a message; return its tag and length. Raises EOFError if the other side has closed."""
+        header = self.take(HEADER.size)
+        while len(header) < HEADER.size:
+            header += self.take(HEADER.size - len(header))
         tag, length = HEADER.unpack(header)
         return tag, length
+
+    def take(self, count: int) -> bytes:
+        """Wait for at most `count` bytes, at least one. Raises EOFError."""
+        if data := self.socket.recv(count):
+            return data
+        raise EOFError
 
     def read_into(self, target: memoryview) -> None:
         """Fill `target`. Raises EOFError if the other side closes before."""
