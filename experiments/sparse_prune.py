@@ -141,7 +141,7 @@ def main(cfg: Config, run: Run) -> None:
     state = TrainState([inner], optimizer, batches, run.world, replicated=True)
 
     done = run.resume(state)
-    masks.refresh()  # a checkpoint may have brought other masks
+    masks.recompute_factors()  # a checkpoint may have brought other masks
     masks.assert_equal()
     if done == 0:
         prune(cfg, run, model, masks, optimizer, 0)

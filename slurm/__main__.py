@@ -132,7 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     return top
 
 
-def check_variables(goals: list[str], environ: Mapping[str, str]) -> None:
+def check_make_variables(goals: list[str], environ: Mapping[str, str]) -> None:
     """Raise UserError for a variable of make's command line that no goal has, or for TESTS that are not there."""
     given = environ.get("GIVEN", "").split()
     known = ["PYTHON", *dict.fromkeys(s.variable for goal in goals for s in TARGETS.get(goal, ()) if s.variable)]
@@ -153,7 +153,7 @@ def check_tests(words: list[str]) -> None:
 
 def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:
     """Translate a target of make into words of this command line. Raises UserError for an unknown variable."""
-    check_variables(environ.get("MAKECMDGOALS", "").split() or [target], environ)
+    check_make_variables(environ.get("MAKECMDGOALS", "").split() or [target], environ)
     given = environ.get("GIVEN", "").split()
     settings = [setting for setting in TARGETS.get(target, ()) if setting.variable in given]
     options = [f"{one.option}={environ[one.variable]}" for one in settings if one.option.startswith("--")]
@@ -165,7 +165,7 @@ def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:
 def main(words: list[str]) -> int:
     """Carry out one verb; returns the exit status. Raises UserError."""
     if words[:2] == ["--make", "--check"]:
-        check_variables(os.environ.get("MAKECMDGOALS", "").split(), os.environ)
+        check_make_variables(os.environ.get("MAKECMDGOALS", "").split(), os.environ)
         return 0
     if words[:1] == ["--make"]:
         words = translate_target(words[1], os.environ)

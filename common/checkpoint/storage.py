@@ -61,7 +61,7 @@ class Manifest:
         step, attempt, processes = (int(content[name]) for name in ("step", "attempt", "processes"))
         return cls(step, attempt, processes, files, dict(content["facts"]))
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """Return the manifest as JSON, with its own checksum."""
         content = {"format": FORMAT} | asdict(self)
         return json.dumps(content | {"sha256": hash_manifest(content)}, indent=1) + "\n"
@@ -226,7 +226,7 @@ class StagingDir:
             if (self.path / name).stat().st_size != entry.bytes:
                 raise OSError(errno.EIO, f"{name} is shorter here than where it was written")
         with open(self.path / MANIFEST, "x") as file:
-            file.write(manifest.text())
+            file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
         fsync_path(self.path)

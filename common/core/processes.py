@@ -60,7 +60,7 @@ class Process(NamedTuple):
     @staticmethod
     def identify(pid: int) -> Process:
         """Return the running process with a pid. Raises OSError."""
-        return Process(pid, int(read_stat(pid)[19]))
+        return Process(pid, int(read_process_stat(pid)[19]))
 
     @staticmethod
     def load(path: Path) -> Process | None:
@@ -80,7 +80,7 @@ class Process(NamedTuple):
     def is_alive(self) -> bool:
         """Check whether this very process runs."""
         try:
-            now = read_stat(self.pid)
+            now = read_process_stat(self.pid)
         except OSError:
             return False
         return int(now[19]) == self.start and now[0] not in "ZX"
@@ -97,7 +97,7 @@ class Process(NamedTuple):
         os.close(handle)
 
 
-def read_stat(pid: int) -> list[str]:
+def read_process_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, process group and so on. Raises OSError."""
     name = "self" if pid == os.getpid() else pid  # /proc may be that of another pid namespace
     return Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()

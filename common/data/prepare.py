@@ -240,7 +240,7 @@ def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path],
     """
     path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
     if read_prepared(name, path) is None:
-        with sources.hold_lock(cache):
+        with sources.hold_folder_lock(cache):
             if read_prepared(name, path) is None:  # another run may have been faster
                 write_prepared(path, write)
     found = read_prepared(name, path)

@@ -74,7 +74,7 @@ def download_dataset(name: str, root: Path, timeout: float) -> None:
 
 
 @contextlib.contextmanager
-def hold_lock(folder: Path) -> Iterator[None]:
+def hold_folder_lock(folder: Path) -> Iterator[None]:
     """Hold a folder's lock, so that runs that start together download or prepare a set once."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def download_missing(name: str, root: Path, folder: str, mirror: str, timeout: f
     try:
         with disk_errors(root):
             root.mkdir(parents=True, exist_ok=True)
-        with hold_lock(root):
+        with hold_folder_lock(root):
             if any((root / folder).glob("**/*.*")) or any((root / folder).glob("**/*-ubyte")):
                 return ""  # another run was faster
             with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as beside:

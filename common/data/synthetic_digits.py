@@ -29,7 +29,7 @@ def draw_glyph(digit: int, stroke: int) -> Image.Image:
     return image
 
 
-def compute_affine(angle: float, scale: float, shear: float, dx: float, dy: float) -> tuple[float, ...]:
+def compute_affine_coefficients(angle: float, scale: float, shear: float, dx: float, dy: float) -> tuple[float, ...]:
     """Return Pillow's six affine coefficients from output pixel to canvas pixel, about the centres.
 
     `angle` in radians, `dx` and `dy` in pixels.
@@ -54,7 +54,7 @@ def generate_digits(count: int, seed: int, part: str) -> tuple[np.ndarray, np.nd
     shift = rng.uniform(-3.5, 3.5, (2, count))
     images = np.empty((count, SIDE, SIDE), np.uint8)
     for i in range(count):
-        coefficients = compute_affine(angle[i], scale[i], shear[i], shift[0, i], shift[1, i])
+        coefficients = compute_affine_coefficients(angle[i], scale[i], shear[i], shift[0, i], shift[1, i])
         drawn = draw_glyph(int(labels[i]), STROKES[stroke[i]])
         moved = drawn.transform((SIDE, SIDE), Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
         images[i] = np.asarray(moved)

@@ -13,7 +13,7 @@ import torch
 from common.distributed.rendezvous import World
 from common.measure import plots
 from common.measure.memory import read_peak
-from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalance, gather_times
+from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalance, gather_step_times
 from common.runs.result import Facts, Report
 from configs.resnet_dataparallel import ONE_DEVICE, Config
 
@@ -51,7 +51,7 @@ def report_devices(
     one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
     step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
-    scaling = ScalingReport(gather_times(world, times), hosts, step, alone=single)
+    scaling = ScalingReport(gather_step_times(world, times), hosts, step, alone=single)
     if not world.is_main:
         return []
     partial = cfg.last_batch == "keep" and samples % cfg.batch and total >= -(-samples // cfg.batch)  # of a full epoch

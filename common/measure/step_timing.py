@@ -168,7 +168,7 @@ class StepTimes:
         )
 
 
-def gather_times(world: World, times: StepTimes | None) -> list[RankTimes]:
+def gather_step_times(world: World, times: StepTimes | None) -> list[RankTimes]:
     """Return the numbers of all ranks that have some, on rank 0. All ranks call it."""
     own = times.summarize() if times else None
     return [RankTimes(**found) for found in world.gather(asdict(own) if own else None) if found]
@@ -213,7 +213,7 @@ class ScalingReport:
     """Seconds of the same step by one rank; 0 where it was not measured."""
 
     @property
-    def exposed(self) -> float | None:
+    def exposed_fraction(self) -> float | None:
         """The fraction of the communication that is not hidden behind backward.
 
         In each step the rank that waits least counts: the others wait for it too, not only for messages.
@@ -252,8 +252,8 @@ class ScalingReport:
                 f"rank {self.straggler} on {host}: {slow.before_backward * 1e3:.2f} ms until backward, "
                 f"the others {others * 1e3:.2f} ms"
             )
-        if self.exposed is not None and self.communication is not None:
-            rows["communication"] = f"{self.communication * 1e3:.2f} ms a step, {self.exposed:.0%} not hidden"
+        if self.exposed_fraction is not None and self.communication is not None:
+            rows["communication"] = f"{self.communication * 1e3:.2f} ms a step, {self.exposed_fraction:.0%} not hidden"
         if self.efficiency is not None:
             rows["efficiency"] = (
                 f"{self.efficiency:.0%} of {len(self.hosts)} times one rank "
@@ -267,7 +267,7 @@ class ScalingReport:
             "ranks": [{k: v for k, v in asdict(rank).items() if k != "exposed"} for rank in self.ranks],
             "straggler": self.straggler,
             "communication_seconds": self.communication,
-            "communication_exposed": self.exposed,
+            "communication_exposed": self.exposed_fraction,
             "single_rank_step_seconds": self.alone or None,
             "efficiency": self.efficiency,
         }

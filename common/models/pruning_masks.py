@@ -144,7 +144,8 @@ class Masks:
     """The masks of a model's linear and convolutional weights; biases and norms are never pruned.
 
     They are bool buffers of the layers, `weight_mask`, and so part of checkpoints. `factors` holds them as numbers of
-    the weights' type, too: multiplying by those takes a tenth of the time. Call `refresh` after changing a buffer.
+    the weights' type, too: multiplying by those takes a tenth of the time. Call `recompute_factors` after changing a
+    buffer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,7 +156,7 @@ class Masks:
         self.weights = [layer.weight for layer in self.layers.values()]
         self.total = sum(weight.numel() for weight in self.weights)
         self.factors = [torch.empty_like(weight, requires_grad=False) for weight in self.weights]
-        self.refresh()
+        self.recompute_factors()
 
     @property
     def kept(self) -> list[Tensor]:
@@ -167,9 +168,9 @@ class Masks:
         """Replace all masks; the weights change at the next `apply`."""
         for own, mask in zip(self.kept, masks, strict=True):
             own.copy_(mask)
-        self.refresh()
+        self.recompute_factors()
 
-    def refresh(self) -> None:
+    def recompute_factors(self) -> None:
         """Recompute the factors and the sparsity from the buffers, as after loading a checkpoint."""
         for factor, mask in zip(self.factors, self.kept, strict=True):
             factor.copy_(mask)

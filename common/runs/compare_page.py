@@ -122,13 +122,13 @@ def format_cell(cell: Cell, full: float | None = None) -> str:
     return f"<td{value}{bar}>{html.escape(cell.text)}</td>"
 
 
-def format_head(words: Sequence[str]) -> str:
+def format_table_head(words: Sequence[str]) -> str:
     """Return a table's head as HTML; its words are buttons that sort."""
     cells = (f'<th scope="col"><button>{html.escape(word)}</button></th>' for word in words)
     return f"<thead><tr>{''.join(cells)}</tr></thead>"
 
 
-def parse_cell(text: str) -> Cell:
+def make_setting_cell(text: str) -> Cell:
     """A cell of a setting, sorted as a number where it is one."""
     try:
         return Cell(text, float(text))
@@ -164,7 +164,7 @@ def format_runs_table(runs: Sequence[ComparedRun], colours: Sequence[str], setti
         name: max((run.columns[name].value or 0 for run in runs if name in run.columns), default=0) for name in names
     }
     full = {name: BARS[name] or most[name] for name in names if name in BARS}
-    lines = [format_head(["run", *names, *settings, "state", "files"])]
+    lines = [format_table_head(["run", *names, *settings, "state", "files"])]
     number = 0
     for experiment, own in group_runs(runs).items():
         lines.append("<tbody>")
@@ -174,7 +174,7 @@ def format_runs_table(runs: Sequence[ComparedRun], colours: Sequence[str], setti
             lines.append(f'<tr class="group">{head}</tr>')
         for run in own:
             cells = [format_cell(run.columns.get(name, Cell(MISSING)), full.get(name)) for name in names]
-            cells += [format_cell(parse_cell(run.settings.get(key, MISSING))) for key in settings]
+            cells += [format_cell(make_setting_cell(run.settings.get(key, MISSING))) for key in settings]
             lines.append(format_run(number, run, colours[number], cells))
             number += 1
         lines.append("</tbody>")
@@ -187,9 +187,9 @@ def format_experiments_table(runs: Sequence[ComparedRun], settings: Sequence[str
     groups = group_runs(runs)
     if len(groups) < 2 or not settings:
         return ""
-    lines = [format_head(["setting", *groups]), "<tbody>"]
+    lines = [format_table_head(["setting", *groups]), "<tbody>"]
     for key in settings:
-        cells = "".join(format_cell(parse_cell(own[0].settings.get(key, MISSING))) for own in groups.values())
+        cells = "".join(format_cell(make_setting_cell(own[0].settings.get(key, MISSING))) for own in groups.values())
         lines.append(f'<tr><th scope="row">{html.escape(key)}</th>{cells}</tr>')
     head = "<summary>Settings that differ between experiments alone</summary>"
     return f'<details>{head}<div class="wide"><table>{"".join(lines)}</tbody></table></div></details>'

@@ -192,7 +192,7 @@ def update_metadata(folder: Folder, **facts: Any) -> None:
     write_json(folder.path / "meta.json", read_metadata(folder) | facts)
 
 
-def record_end(folder: Folder, state: str) -> None:
+def record_attempt_end(folder: Folder, state: str) -> None:
     """Write state and time of its end to the newest attempt in meta.json's history. Raises UserError."""
     meta = read_metadata(folder)
     if meta["history"]:

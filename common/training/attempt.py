@@ -108,7 +108,7 @@ class Attempt:
             if not self.folder.is_superseded:  # else the newest entry of the history is another attempt's
                 with contextlib.suppress(UserError):
                     provenance.update_metadata(self.folder, world=world)
-                    provenance.record_end(self.folder, state)
+                    provenance.record_attempt_end(self.folder, state)
         finally:
             if self.tracker is not None:
                 patience = cfg.wandb.finish_timeout  # ranks that stop wait for each other, and a scheduler for them
@@ -159,7 +159,7 @@ def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
         write_json(folder.attempt / config.CHANGED, changed)
         print(f"resumed with other settings than in config.yaml: {config.describe_changes(changed)}", flush=True)
     if extended:
-        done, epoch_steps = extension.read_progress(given)
+        done, epoch_steps = extension.read_finished_steps(given)
         total = cfg.total_steps(epoch_steps)
         print(f"trains on after step {done}; learning rates are now those of a run of {total} steps", flush=True)
     folder.retire_result()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common.data.loader import Loader
 from common.distributed import ddp
 from common.measure.memory import describe_peak, report_state_bytes
-from common.measure.step_timing import ScalingReport, gather_times, time_communication
+from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
 from common.measure.timing import time_calls
 from common.models import networks
 from common.runs.result import Facts, Report
@@ -97,7 +97,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         size = ddp.BYTES.get(cfg.communication, run.dtype.itemsize)
         communication = time_communication(model, cfg.bucket_mb, size)
     alone = time_one_rank(run, cfg.model) if cfg.compare else 0.0
-    times = gather_times(run.world, run.times)
+    times = gather_step_times(run.world, run.times)
     batch = f"batch {cfg.batch} = {run.world.size} x {cfg.batch_plan.shard}"
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})
     assert run.state is not None

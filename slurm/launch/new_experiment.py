@@ -164,7 +164,7 @@ def add_readme_line(readme: str, name: str) -> str:
     return readme[:end] + LINE.replace(SAMPLE, name) + readme[end:] if rows else readme
 
 
-def write_files(texts: Mapping[Path, str], changed: Mapping[Path, str]) -> None:
+def write_all_or_none(texts: Mapping[Path, str], changed: Mapping[Path, str]) -> None:
     """Write new files and change others: all of them or none. Raises UserError, also for a new one that is there."""
     written = list[Path]()
     try:
@@ -190,7 +190,7 @@ def main(given: argparse.Namespace) -> int:
     readme = ROOT / "README.md"
     before = readme.read_text() if readme.is_file() else ""
     after = add_readme_line(before, name)
-    write_files(texts, {readme: after} if after != before else {})
+    write_all_or_none(texts, {readme: after} if after != before else {})
     shown = {path.replace(SAMPLE, name): purpose for path, (_, purpose) in FILES.items()}
     shown |= {"README.md": "its line in the table of experiments"} if after != before else {}
     width = max(map(len, shown)) + 2

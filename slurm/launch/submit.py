@@ -72,7 +72,7 @@ def exec_script(name: str, settings: Experiment, words: list[str], resumed: Fold
     os.execve(sys.executable, [sys.executable, str(script), *words], environ)
 
 
-def prepare_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
+def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
     """Make a run folder with everything the job needs: data, settings, source, description."""
     fallback = scheduler is None or scheduler.local is not None
     found = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
@@ -112,7 +112,7 @@ def submit_run(
         schedules.keep_file(settings, resumed.path / "code")
         text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)
-    folder = prepare_folder(name, settings, scheduler)
+    folder = prepare_run_folder(name, settings, scheduler)
     with remove_folder_on_error(folder):
         return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
 
@@ -167,7 +167,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(Path(scratch))
         asked = sbatch.make_parameters(profile, name, nodes, settings.processes // nodes, folder.path)
-        text = sbatch.make_executor(folder, None, asked).make_text()
+        text = sbatch.make_executor(folder, None, asked).make_job_script()
     print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
     print(f"# {name}: settings\n{config.format_yaml(settings)}", end="")
 

@@ -157,7 +157,7 @@ def submit_as_array(
     folders: list[Folder] = []
     try:
         for point, given in chosen:
-            folders.append(given or submit.prepare_folder(sweep.plan.experiment, point.settings, scheduler))
+            folders.append(given or submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler))
             sweep.record_run(point, folders[-1], "pending")
         sweep.save()
         made = sbatch.make_array_executor(sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel)
@@ -223,7 +223,7 @@ def run_points(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
         while busy or (waiting and not stopped):
             while waiting and len(busy) < sweep.plan.parallel and not stopped:
                 point, given = waiting.pop(0)
-                folder = given or submit.prepare_folder(sweep.plan.experiment, point.settings, None)
+                folder = given or submit.prepare_run_folder(sweep.plan.experiment, point.settings, None)
                 run = start_point(point, folder)
                 busy[run] = point
                 sweep.record_run(point, folder, "running")

@@ -14,7 +14,7 @@ from common.runs import provenance
 from common.runs.folder import Folder, read_json
 from common.runs.result import Result
 from slurm.reports.selection import find_run
-from slurm.reports.status import OVER, find_scheduler, is_alive, read_state
+from slurm.reports.status import OVER, find_scheduler, is_process_alive, read_state
 
 DOCUMENTING = 5.0  # seconds from an attempt's first rows to its entry in meta.json, at most
 
@@ -31,7 +31,7 @@ def cancel_run(folder: Folder) -> str:
         raise UserError(f"{told}; end its processes where it was started, or its job with scancel")
     if not job and not start:
         raise UserError(f"{folder.path.name} is still being prepared; end the command that does it, or try again")
-    if not job and is_alive(start) is None:
+    if not job and is_process_alive(start) is None:
         raise UserError(f"{folder.path.name} runs on {start.get('host', 'another host')}; cancel it there")
     # first: so it is not queued again, and its process knows why it has to stop
     Result("cancelled", 130).write(folder)
@@ -41,7 +41,7 @@ def cancel_run(folder: Folder) -> str:
     scheduler = find_scheduler(meta)
     assert scheduler is not None, "it would be LOST"
     scheduler.call("scancel", job["id"])
-    provenance.record_end(folder, "cancelled")
+    provenance.record_attempt_end(folder, "cancelled")
     return f"cancelled job {job['id']}"
 
 

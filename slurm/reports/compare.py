@@ -134,7 +134,7 @@ def list_differences_within(runs: list[Compared]) -> list[str]:
     return list(dict.fromkeys([*told, *sorted(rest, key=setting_labels.rank_setting)]))
 
 
-def compare_runs(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
+def load_compared_runs(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
     """The runs with their labels, and the settings in which they differ."""
     runs = [Compared.from_folder(folder) for folder in folders]
     label_runs(runs)
@@ -278,7 +278,7 @@ def main(given: argparse.Namespace) -> int:
         raise UserError("JSON=1 writes no page; leave out PAGE= or JSON=1")
     root = Path(given.runs or "runs")
     folders = selection.select_runs(Choice(given.pick, given.name, given.last, given.where, given.sweep), root)
-    runs, differing = compare_runs(folders)
+    runs, differing = load_compared_runs(folders)
     if as_json:
         rows = [run.to_dict() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
         print(json.dumps({"differing": differing, "runs": rows}, indent=2))

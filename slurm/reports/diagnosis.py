@@ -173,7 +173,7 @@ def find_unanswered(errors: list[Rank]) -> str:
     return next((rank.error for rank in errors if "did not answer within" in rank.error), "")
 
 
-def describe_lost(ranks: list[Rank], errors: list[Rank]) -> str:
+def describe_lost_ranks(ranks: list[Rank], errors: list[Rank]) -> str:
     """Describe the ranks that ended without an error, where the others only lost their connection."""
     silent = [rank for rank in ranks if not rank.error]
     if not (errors and silent):
@@ -219,7 +219,7 @@ def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> st
         or first
         or find_unanswered(errors)
         or killed
-        or describe_lost(ranks, errors)
+        or describe_lost_ranks(ranks, errors)
         or detail
         or last
     )

@@ -68,7 +68,7 @@ class Status:
         return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": self.restarts}
 
 
-def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
+def read_last_rows(path: Path, size: int) -> list[dict[str, Any]]:
     """Read the last rows of a metrics file, without reading all of it."""
     rows = []
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -93,7 +93,7 @@ def read_status(folder: Folder) -> Status:
     newest = attempts[-1] if attempts else None
     counted = [attempt for attempt, _ in folder.trace_attempts()[:1]]  # the newest that has begun to train
     rate = results.parse_result(folder.result).find_number("samples_per_second")
-    rows = read_tail(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
+    rows = read_last_rows(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     signs = heartbeats.read_heartbeats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
     age = max(0.0, time.time() - beat) if beat else None
@@ -104,7 +104,7 @@ def read_status(folder: Folder) -> Status:
         detail = "; ".join(filter(None, (detail, heartbeats.describe_slow_rank(signs))))
     speed = rate or measure_speed(rows)
     if not speed and state == "FINISHED":  # the newest attempt had too few steps left
-        earlier = [read_tail(attempt.metrics_file, TAIL) for attempt, _ in folder.trace_attempts()[1:2]]
+        earlier = [read_last_rows(attempt.metrics_file, TAIL) for attempt, _ in folder.trace_attempts()[1:2]]
         speed = sum(map(measure_speed, earlier))
     return Status(folder.path.name, state, len(attempts), step, speed, age, detail)
 
@@ -114,13 +114,13 @@ def read_state(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
     result = folder.result
     if result:
         return read_ending(result)
-    state, detail = find_state(folder, patience)
+    state, detail = find_state_without_result(folder, patience)
     if state in OVER and (folder.path / "result.json").exists():
         detail = f"result.json is damaged; {detail}"
     return state, detail
 
 
-def find_state(folder: Folder, patience: float) -> tuple[str, str]:
+def find_state_without_result(folder: Folder, patience: float) -> tuple[str, str]:
     """Find the state of a run without a result, and a few words on it."""
     meta = provenance.read_metadata(folder)
     if meta.get("job"):
@@ -132,7 +132,7 @@ def find_state(folder: Folder, patience: float) -> tuple[str, str]:
     start = (meta.get("history") or [{}])[-1]
     if not start:
         return judge_unstarted(folder, meta.get("prepared_by") or {})
-    runs = is_alive(start)
+    runs = is_process_alive(start)
     if runs is None:
         return judge_by_signs_of_life(folder, start)
     return ("RUNNING", "") if runs else ("LOST", "its process is gone and left no result")
@@ -147,7 +147,7 @@ def read_ending(result: dict[str, Any]) -> tuple[str, str]:
     return state, unknown or (str(result.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}")
 
 
-def is_alive(entry: dict[str, Any]) -> bool | None:
+def is_process_alive(entry: dict[str, Any]) -> bool | None:
     """Check for a running process that meta.json names; None where this host cannot tell."""
     runs = Process(entry.get("pid", 0), entry.get("pid_started", 0)).is_alive()
     if entry.get("host") == socket.gethostname():
@@ -169,7 +169,7 @@ def judge_by_signs_of_life(folder: Folder, start: dict[str, Any]) -> tuple[str, 
 
 def judge_unstarted(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
     """Judge a folder without attempt and job: another process may still be preparing it."""
-    is_busy = is_alive(by)
+    is_busy = is_process_alive(by)
     if is_busy is None:
         with contextlib.suppress(OSError):
             is_busy = time.time() - (folder.path / "config.yaml").stat().st_mtime < PREPARING

@@ -60,7 +60,7 @@ def count_failures(folder: Folder) -> int:
     return count
 
 
-def find_obstacle(folder: Folder, status: int) -> str:
+def find_reason_not_to_requeue(folder: Folder, status: int) -> str:
     """Find the reason not to requeue the job; empty where it is requeued."""
     refused = read_refusal(folder)
     if refused:
@@ -107,7 +107,7 @@ def main(path: str, status: int) -> int:
         print(f"job {job} is queued again already", flush=True)
         return status
     status = 2 if read_refusal(folder) else status  # srun may tell of the signal by which it ended the others
-    reason = find_obstacle(folder, status)
+    reason = find_reason_not_to_requeue(folder, status)
     if not reason:
         how = "stopped on request" if status in NOTICED_STATUSES else f"failed with exit status {status}"
         print(f"the ranks {how}; job {job} is queued again", flush=True)
@@ -119,7 +119,7 @@ def main(path: str, status: int) -> int:
                 return EXIT_RESUMABLE
             reason = f"it cannot be queued again: {error}"
     Result("failed", status or 1, reason, folder.find_last_step()).write(folder)
-    provenance.record_end(folder, "failed")
+    provenance.record_attempt_end(folder, "failed")
     print(f"not started again: {reason}", file=sys.stderr)
     return status or 1
 

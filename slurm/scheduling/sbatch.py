@@ -108,7 +108,7 @@ class Executor(SlurmExecutor):
     def affinity(cls) -> int:
         return 2  # the local cluster has srun inside, not here
 
-    def make_text(self) -> str:
+    def make_job_script(self) -> str:
         """Return the exact text for sbatch."""
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 

@@ -127,7 +127,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
         (ddp_multinode, "score_replicated", look_before),
     )
     assert run.times is not None
-    ranks, sums = step_timing.gather_times(world, run.times), sums_of_ranks(found["state"])
+    ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
     slow = step_timing.ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
     return found | {"sums": sums, "before": before, "straggler": slow} if world.is_main else {}
 

@@ -102,7 +102,7 @@ def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
     ranks = [rank(0.010, (0.5, 0.2, 0.9)), rank(0.020, (0.1, 0.3, 0.2)), rank(0.011, (0.6, 0.2, 0.4))]
     found = ScalingReport(ranks, ("a", "b", "c"), communication=0.4, alone=0.15, step=0.1)
     assert found.straggler == 1 and "rank 1 on b: 20.00 ms" in found.rows()["straggler"]
-    assert found.exposed == pytest.approx(0.2 / 0.4)  # the median of 0.1, 0.2, 0.2
+    assert found.exposed_fraction == pytest.approx(0.2 / 0.4)  # the median of 0.1, 0.2, 0.2
     assert found.efficiency == pytest.approx(0.15 / 0.1 / 3) and "50%" in found.rows()["efficiency"]
     assert ScalingReport([rank(0.010), rank(0.011)], ("a", "b"), 0.1).straggler is None
     assert ScalingReport(ranks[:1], "a", 0.1).rows().keys() == {"ms per step"}

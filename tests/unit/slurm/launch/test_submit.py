@@ -25,7 +25,7 @@ from common.runs.folder import Folder, write_json
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import parse_experiment
-from slurm.launch.submit import prepare_folder
+from slurm.launch.submit import prepare_run_folder
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
@@ -67,7 +67,7 @@ PYTHON -m slurm.scheduling.requeue /runs/x-1-2-3 $?"""
 
 def text_of(profile: Profile, folder: Path) -> str:
     asked = sbatch.make_parameters(profile, "mnist_pipeline", 2, profile.ranks_per_node, folder)
-    return sbatch.make_executor(Folder(folder), None, asked).make_text().replace(sys.executable, "PYTHON")
+    return sbatch.make_executor(Folder(folder), None, asked).make_job_script().replace(sys.executable, "PYTHON")
 
 
 def test_the_text_for_sbatch_is_this_one(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_files_of_a_data_set_and_a_schedule_of_ones_own_are_in_the_source_of
     file, order = write_example(tmp_path), write_schedule(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = [f"data.name={file.name}:load", f"schedule={order.name}:own", "data.cache=sets", "runs=mine"]
-    folder = prepare_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words, {}), None)
+    folder = prepare_run_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words, {}), None)
     assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
     monkeypatch.chdir("/")  # where the job may start
     written = config.load_config(mnist_pipeline.Config, ["--resume", str(folder.path)], {})
@@ -188,12 +188,16 @@ def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.Mon
         "data.cache=sets",
         "runs=mine",
     ]
-    folder = prepare_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words, {}), None)
+    folder = prepare_run_folder(
+        "resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words, {}), None
+    )
     written = config.flatten_mapping(config.read_config_file(folder.path / "config.yaml"))
     assert folder.path.parent == tmp_path / "mine"
     found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
     assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
-    none = prepare_folder("resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words[:2], {}), None)
+    none = prepare_run_folder(
+        "resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words[:2], {}), None
+    )
     assert config.read_config_file(none.path / "config.yaml")["weights"] == "none"
 
 
