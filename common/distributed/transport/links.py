@@ -195,18 +195,19 @@ class Incoming(Link):
         """Bytes of all messages, without headers."""
         self._inbox: dict[int, deque[bytearray]] = {}  # messages that nobody waited for when they came, by tag
 
-    def receive(self, tag: int, into: WriteableBuffer) -> None:
+    def receive(self, tag: int, into: WriteableBuffer, *, patient: bool = False) -> None:
         """Wait for the next message with a tag and write it to contiguous memory of its size.
 
-        Raises LinkError, also where the sizes differ, and LinkTimeout.
+        `patient` is for a message that nobody waits for yet: it may begin after any time. Raises LinkError, also where
+        the sizes differ, and LinkTimeout.
         """
         target = as_bytes(into)
-        stored = self._claim(tag, len(target))
+        stored = self._claim(tag, len(target), patient)
         if stored is not None:
             target[:] = stored
             return
         try:
-            self._find(tag, len(target))
+            self._find(tag, len(target), patient)
             if target:
                 self.stream.read_into(target)
         except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
@@ -231,7 +232,7 @@ class Incoming(Link):
             raise self._fail(error) from None
         self._release(length)
 
-    def _claim(self, tag: int, length: int) -> bytearray | None:
+    def _claim(self, tag: int, length: int, patient: bool = False) -> bytearray | None:
         """Return a message that is there; None if this thread is to read the connection."""
         with self._lock:
             while True:
@@ -246,13 +247,13 @@ class Incoming(Link):
                 if not self._busy:
                     self._busy = True
                     return None
-                if not self._wait(self.stream.timeout):
+                if not self._wait(self.stream.timeout) and not patient:
                     raise self.explain(TimeoutError())
 
-    def _find(self, tag: int, length: int) -> None:
+    def _find(self, tag: int, length: int, patient: bool = False) -> None:
         """Read until the message with a tag begins; keep those before it."""
         while True:
-            found, size = self.stream.read_header()
+            found, size = self.stream.read_header(patient)
             if found == tag:
                 self._check_length(tag, size, length)
                 return

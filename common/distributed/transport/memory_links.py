@@ -132,9 +132,9 @@ class MemoryStream(SocketStream):
 
     # ---- reading
 
-    def read_header(self) -> tuple[int, int]:
+    def read_header(self, patient: bool = False) -> tuple[int, int]:
         while True:
-            tag, length = super().read_header()
+            tag, length = super().read_header(patient)
             if not length & SHARED:
                 self._in_slots = bool(length & IN_SLOTS)
                 return tag, length & ~IN_SLOTS
@@ -146,7 +146,7 @@ class MemoryStream(SocketStream):
             if tag == RING:
                 self._slots = divide(self.shared[tag])
 
-    def take(self, count: int) -> bytes:
+    def take(self, count: int, patient: bool = False) -> bytes:
         end = 0.0
         while True:
             try:
@@ -155,7 +155,7 @@ class MemoryStream(SocketStream):
                 now = time.perf_counter()
                 end = end or now + self.spin
                 if now >= end:
-                    return super().take(count)
+                    return super().take(count, patient)
                 os.sched_yield()  # not asleep: whoever sleeps is woken late
                 continue
             if not data:

@@ -70,19 +70,26 @@ class SocketStream:
 
     # ---- reading
 
-    def read_header(self) -> tuple[int, int]:
-        """Wait for a message; return its tag and length. Raises EOFError if the other side has closed."""
-        header = self.take(HEADER.size)
+    def read_header(self, patient: bool = False) -> tuple[int, int]:
+        """Wait for a message, without a time limit if `patient`; return its tag and length. Raises EOFError."""
+        header = self.take(HEADER.size, patient)
         while len(header) < HEADER.size:
             header += self.take(HEADER.size - len(header))
         tag, length = HEADER.unpack(header)
         return tag, length
 
-    def take(self, count: int) -> bytes:
-        """Wait for at most `count` bytes, at least one. Raises EOFError."""
-        if data := self.socket.recv(count):
+    def take(self, count: int, patient: bool = False) -> bytes:
+        """Wait for at most `count` bytes, at least one. Raises EOFError if the other side has closed."""
+        while True:
+            try:
+                data = self.socket.recv(count)
+            except (BlockingIOError, TimeoutError):
+                if patient:
+                    continue
+                raise
+            if not data:
+                raise EOFError
             return data
-        raise EOFError
 
     def read_into(self, target: memoryview) -> None:
         """Fill `target`. Raises EOFError if the other side closes before."""

@@ -146,6 +146,21 @@ def test_a_silent_rank_is_named_after_the_time_limit(meeting: Meeting) -> None:
         links.close()
 
 
+def test_a_patient_rank_waits_longer(meeting: Meeting) -> None:
+    ranks = meeting.join_all(2, timeout=0.1)
+    got = [bytearray(4), bytearray(4)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ranks[0].incoming[1].receive, tag, got[tag], patient=True) for tag in (0, 1)]
+        time.sleep(0.3)
+        for tag in (1, 0):
+            ranks[1].outgoing[0].send(tag, bytes([tag]) * 4)
+        for future in waiting:
+            future.result(PATIENCE)
+    assert got == [bytes(4), b"\1\1\1\1"]
+    for links in ranks:
+        links.close()
+
+
 def test_another_size_than_expected_is_told(pair: list[Links]) -> None:
     pair[0].outgoing[1].send(5, bytes(8))
     with pytest.raises(LinkError, match=r"rank 0 sent 8 bytes where 12 were expected \(tag 5\): the ranks call differ"):
