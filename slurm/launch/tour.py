@@ -17,6 +17,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "mnist_pipeline": ("batch=16", "microbatches=2"),
     "ddp_multinode": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
     "amp_accum": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
+    "param_server": ("batch=16", "optim.base_batch=16", "optim.warmup=0", "plot=false"),
     "resnet_dataparallel": ("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
     "resnet_modelparallel": ("width=8", "batch=16", "split_size=8", "plot=false"),
     "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),

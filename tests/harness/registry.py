@@ -72,6 +72,14 @@ EXPERIMENTS = [
         ),
     ),
     Entry(
+        name="param_server",
+        smallest=SMALLEST["param_server"],
+        processes=2,
+        produces=(*SCORES, "pushes", "bytes_received", "staleness_counts"),
+        spread=lambda count: (f"processes_per_node={count}", f"servers={min(2, count)}", "plot=false"),
+        others=(("servers=3", "processes_per_node=3", "optim.name=adam", "plot=false"),),
+    ),
+    Entry(
         name="resnet_dataparallel",
         smallest=SMALLEST["resnet_dataparallel"],
         processes=2,

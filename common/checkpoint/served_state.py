@@ -1,0 +1,38 @@
+"""State of a training whose parameters and optimizer state servers keep, under the names of the full model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
+from common.checkpoint.train_state import TrainState
+from common.data.loader import Loader
+from common.distributed.parameter_worker import Worker
+
+
+class ServedState(TrainState):
+    """State of the network of a worker, as every other one has it between steps, when all pushes are applied.
+
+    The `optimizer`, of the network's parameters, takes no step itself: it has the learning rate, and the servers' state
+    while that is saved or loaded. So the number of servers may change from one attempt to the next.
+    """
+
+    def __init__(self, worker: Worker, optimizer: Optimizer, loader: Loader, **more: Any) -> None:
+        super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **more)
+        self.worker = worker
+
+    def state(self) -> CheckpointState:
+        """Return the state to save. All ranks call it, between steps."""
+        self.worker.fetch()
+        self.worker.collect_optimizer(self.optimizer)
+        found = super().state()
+        self.optimizer.state.clear()
+        return found
+
+    def load(self, loaded: LoadedCheckpoint) -> None:
+        """Load a checkpoint of any number of servers. Raises UserError if it is of another model."""
+        super().load(loaded)
+        self.worker.distribute(self.optimizer)
+        self.optimizer.state.clear()

@@ -1,0 +1,184 @@
+"""Worker of a parameter server: it pulls parameters, and pushes the gradient it has computed, shard by shard.
+
+Every rank is a worker, and the first ones are servers, too: a thread for each other worker answers its messages, so
+that a slow cable keeps nobody else waiting. A worker reaches a server on its own rank without a message. Messages are
+tensors, one tag for each kind: request (ticket and learning rate), values, gradient, answer (next ticket, staleness).
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import Optimizer
+
+from common.distributed.parameter_server import MakeOptimizer, Policy, Server, Shard, split_vector
+from common.distributed.rendezvous import World
+
+REQUEST, VALUES, GRADIENT, ANSWER = 1, 2, 3, 4  # tags
+END = -1  # the ticket of the last request
+IDLE = datetime.timedelta(days=365)  # evaluations and checkpoints come between two requests
+
+
+class Worker:
+    """This rank's part of a parameter server: its worker, and on the first ranks a server.
+
+    A ticket names the next piece of work: ticket t is the shard t % p of the batch of step t // p, of p workers. Server
+    0 hands them out, in sync mode each worker's own shard, else whichever is next. As long as no worker begins a step
+    before the ranks have met after an earlier one, every push is applied where they meet.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        world: World,
+        make_optimizer: MakeOptimizer,
+        *,
+        servers: int,
+        policy: Policy,
+        damp: bool = False,
+        record: bool = False,
+    ) -> None:
+        """Lay the parameters of `network` out as one vector. Raises UserError for more servers than parameters."""
+        self.network, self.world, self.policy = network, world, policy
+        self.parameters = list(network.parameters())
+        self.flat = parameters_to_vector(self.parameters).detach()
+        vector_to_parameters(self.flat, self.parameters)  # they are views of it from now on
+        self.parts = split_vector(len(self.flat), servers)
+        self.server: Server | None = None
+        if world.rank < servers:
+            shard = Shard(self.flat[self.parts[world.rank]], make_optimizer, policy.workers)
+            self.server = Server(shard, policy, world.timeout.total_seconds(), damp=damp, record=record)
+        self.remote = [rank for rank in range(servers) if rank != world.rank]
+        self.threads: list[threading.Thread] = []
+        self.ticket = 0
+
+    def start(self, done: int) -> None:
+        """Begin to serve after so many steps."""
+        workers = self.policy.workers
+        self.ticket = done * workers + self.world.rank
+        if self.server is not None:
+            self.server.next_ticket = (done + 1) * workers
+            others = [rank for rank in range(workers) if rank != self.world.rank]
+            self.threads = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in others]
+        for thread in self.threads:
+            thread.start()
+
+    def take_shards(self, step: int, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the shards of a step's whole batch, inputs and targets, that this worker is to compute: any number."""
+        workers = self.policy.workers
+        while self.ticket // workers == step - 1:
+            shard = self.ticket % workers
+            yield x.chunk(workers)[shard], y.chunk(workers)[shard]
+
+    def pull(self, rate: float) -> None:
+        """Get the newest parameters from all servers; the push to come is to be applied at this learning rate."""
+        request = torch.tensor([self.ticket, rate], dtype=torch.float64)
+        servers = range(len(self.parts))
+        # bounded servers keep pulls waiting: two workers that ask in different orders could wait for each other
+        turns = [[rank] for rank in servers] if self.policy.mode == "bounded" else [list(servers)]
+        for ranks in turns:
+            coming = [self._receive(self.flat[self.parts[rank]], rank, VALUES) for rank in ranks if rank in self.remote]
+            asked = [self._send(request, rank, REQUEST) for rank in ranks if rank in self.remote]
+            if self.server is not None and self.world.rank in ranks:
+                self.flat[self.parts[self.world.rank]] = self.server.pull(self.world.rank, self.ticket, rate)
+            wait_for(asked + coming)
+
+    def push(self) -> int:
+        """Send the gradient, each server its shard of it, and wait until all have applied it; return the staleness."""
+        gradient = parameters_to_vector(p.grad for p in self.parameters if p.grad is not None)
+        answers = [torch.zeros(2, dtype=torch.int64) for _ in self.parts]
+        coming = [self._receive(answers[rank], rank, ANSWER) for rank in self.remote]
+        sent = [self._send(gradient[self.parts[rank]], rank, GRADIENT) for rank in self.remote]
+        if self.server is not None:
+            own = self.server.push(self.world.rank, gradient[self.parts[self.world.rank]])
+            answers[self.world.rank] = torch.tensor(own)
+        wait_for(sent + coming)
+        self.ticket = int(answers[0][0])
+        return int(torch.stack(answers)[:, 1].max())
+
+    def close(self) -> None:
+        """End the servers' threads. All ranks call it once training is over."""
+        wait_for([self._send(torch.tensor([END, 0.0], dtype=torch.float64), rank, REQUEST) for rank in self.remote])
+        for thread in self.threads:
+            thread.join()
+
+    # ---- all ranks together, between steps
+
+    def fetch(self) -> None:
+        """Let every rank's network have the newest parameters. All ranks call it."""
+        self._spread(self.flat, self.server.shard.values.detach() if self.server else None)
+
+    def collect_optimizer(self, optimizer: Optimizer) -> None:
+        """Put the servers' optimizer state, by parameter, into an optimizer of the network. All ranks call it."""
+        own = self.server.shard.optimizer.state[self.server.shard.values] if self.server else {}
+        for key, is_vector in self.world.broadcast([(key, value.dim() > 0) for key, value in own.items()]):
+            whole = torch.zeros_like(self.flat) if is_vector else torch.zeros(())
+            if is_vector:
+                self._spread(whole, own.get(key))
+            else:  # the number of steps, the same everywhere between steps
+                whole.copy_(own.get(key, whole))
+                dist.broadcast(whole, 0)
+            pieces = whole.split([p.numel() for p in self.parameters]) if is_vector else itertools.repeat(whole)
+            for parameter, piece in zip(self.parameters, pieces, strict=False):
+                optimizer.state[parameter][key] = piece.view_as(parameter) if is_vector else piece.clone()
+
+    def distribute(self, optimizer: Optimizer) -> None:
+        """Give the server of this rank its shard of the network's parameters and of an optimizer's state."""
+        if self.server is None:
+            return
+        shard, part = self.server.shard, self.parts[self.world.rank]
+        with torch.no_grad():
+            shard.values.copy_(self.flat[part])
+        states = [optimizer.state[parameter] for parameter in self.parameters]
+        for key, first in states[0].items():
+            whole = torch.cat([state[key].flatten() for state in states])[part] if first.dim() else first
+            shard.optimizer.state[shard.values][key] = whole.clone()
+
+    def _spread(self, whole: Tensor, own: Tensor | None) -> None:
+        """Fill a vector on all ranks with the shards that servers have."""
+        for rank, part in enumerate(self.parts):
+            if own is not None and rank == self.world.rank:
+                whole[part] = own
+            dist.broadcast(whole[part], rank)
+
+    # ---- messages
+
+    def _serve(self, worker: int) -> None:
+        """Answer one worker until its end, in a thread of its own."""
+        assert self.server is not None
+        request = torch.zeros(2, dtype=torch.float64)
+        try:
+            while True:
+                self._receive(request, worker, REQUEST).wait(IDLE)
+                ticket, rate = request.tolist()
+                if ticket == END:
+                    return
+                self._send(self.server.pull(worker, int(ticket), rate), worker, VALUES).wait()
+                gradient = torch.empty_like(self.server.shard.values.detach())
+                self._receive(gradient, worker, GRADIENT).wait(IDLE)
+                self._send(torch.tensor(self.server.push(worker, gradient)), worker, ANSWER).wait()
+        except (RuntimeError, TimeoutError) as error:
+            self.server.fail(error)
+
+    def _send(self, value: Tensor, rank: int, tag: int) -> dist.Work:
+        work = dist.isend(value, self.world.global_rank(rank), self.world.group, tag)
+        assert work is not None
+        return work
+
+    def _receive(self, value: Tensor, rank: int, tag: int) -> dist.Work:
+        work = dist.irecv(value, self.world.global_rank(rank), self.world.group, tag)
+        assert work is not None
+        return work
+
+
+def wait_for(works: Sequence[dist.Work]) -> None:
+    """Wait until messages are sent or received."""
+    for work in works:
+        work.wait()

@@ -1,0 +1,45 @@
+"""Settings of experiments/param_server.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from configs.dataparallel import Replicated
+from configs.shared import at_least
+
+
+@dataclass
+class Config(Replicated):
+    """Settings of the parameter server."""
+
+    model: Literal["mlp", "convnet", "resnet18"] = "convnet"
+    """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 has the CIFAR
+    stem, and BatchNorm, whose statistics are those of one worker's shard."""
+    mode: Literal["sync", "async", "bounded"] = "sync"
+    """sync applies the pushes of all workers together, and all wait for that; async applies each push when it comes, and
+    a worker takes the next shard of the data when it is done; bounded is async within `staleness`."""
+    staleness: int = at_least(0, 0)
+    """bounded: how many versions of the parameters may be made at most between a pull and the application of its push.
+    As many workers compute at a time as this and one more: with 0 one after the other."""
+    servers: int = at_least(1, 1)
+    """Ranks that serve a shard of the parameters each, the first ones; every rank is a worker."""
+    damp: bool = False
+    """Apply a push at the learning rate divided by its staleness (arXiv 1511.05950); with sync nothing is stale."""
+    record: bool = False
+    """At the end, write what each server has served, in its order, to served-<rank>.json in the attempt's folder."""
+    plot: bool = True
+    """At the end, draw how often each staleness occurred."""
+
+    def check(self) -> None:
+        super().check()
+        if self.staleness and self.mode != "bounded":
+            raise ValueError(f"staleness={self.staleness} is a setting of mode=bounded; leave it out, or use mode=bounded")
+        if self.damp and self.mode == "sync":
+            raise ValueError("damp=true: with mode=sync no push is stale; leave it out, or use mode=async")
+        if self.servers > self.processes:
+            what = f"servers={self.servers}: a rank serves one shard at most, and there are {self.processes} ranks"
+            raise ValueError(f"{what}; use at most servers={self.processes}")
+        if self.launch.device != "cpu":
+            what = f"launch.device={self.launch.device}: workers send when they are ready, and nccl has no such messages"
+            raise ValueError(f"{what}; use launch.device=cpu")
