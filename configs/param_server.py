@@ -34,12 +34,12 @@ class Config(Replicated):
     def check(self) -> None:
         super().check()
         if self.staleness and self.mode != "bounded":
-            raise ValueError(f"staleness={self.staleness} is a setting of mode=bounded; leave it out, or use mode=bounded")
+            raise ValueError(f"staleness={self.staleness} is a setting of mode=bounded; leave it out, or use that mode")
         if self.damp and self.mode == "sync":
             raise ValueError("damp=true: with mode=sync no push is stale; leave it out, or use mode=async")
         if self.servers > self.processes:
             what = f"servers={self.servers}: a rank serves one shard at most, and there are {self.processes} ranks"
             raise ValueError(f"{what}; use at most servers={self.processes}")
         if self.launch.device != "cpu":
-            what = f"launch.device={self.launch.device}: workers send when they are ready, and nccl has no such messages"
+            what = f"launch.device={self.launch.device}: messages come in no fixed order, for which nccl is not made"
             raise ValueError(f"{what}; use launch.device=cpu")

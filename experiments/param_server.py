@@ -15,8 +15,8 @@ servers - 1 serve a shard each, in threads beside their own work, and every rank
     compute     the gradient of its shard of the batch
     push        send the gradient, each server its part, and wait until it is applied
 
-A server's step is that of torch's optimizer, and makes a new version of its shard. The staleness of a push is the number
-of versions between its pull and its application.
+A server's step is that of torch's optimizer, and makes a new version of its shard. The staleness of a push is the
+number of versions between its pull and its application.
 
     sync        the pushes of all workers are applied together, as their mean: the step that DDP takes
     async       each push is applied as it comes, at once (Recht et al. 2011, arXiv 1106.5730, though with a lock for

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import amp_accum, mnist_pipeline, parts, ranks, resnet_modelparallel, sparse_prune
+from tests.benchmarks import amp_accum, mnist_pipeline, param_server, parts, ranks, resnet_modelparallel, sparse_prune
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
 from tests.harness import warm
@@ -23,6 +23,7 @@ KEEP = {
     "mnist_pipeline": tuple(mnist_pipeline.IDLE),
     "resnet_modelparallel": resnet_modelparallel.KEEP,
     "amp_accum": amp_accum.KEEP,
+    "param_server": param_server.KEEP,
     "sparse_prune": sparse_prune.SCORES,
 }
 

@@ -1,0 +1,150 @@
+"""The rules of a parameter server: when a pull is answered, and when a push is applied."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.core import config
+from common.core.errors import UserError
+from common.distributed.parameter_server import Policy, Server, Shard, replay, split_vector
+from common.distributed.server_report import Served, ServerReport
+from configs.param_server import Config
+from tests.harness.chance import open_stream
+from tests.harness.processes import wait_until
+
+sgd = partial(torch.optim.SGD, lr=1.0)
+
+
+def serve(policy: Policy, timeout: float = 60, *, damp: bool = False) -> Server:
+    return Server(Shard(torch.zeros(2), sgd, policy.workers), policy, timeout, damp=damp, record=True)
+
+
+@pytest.mark.parametrize(("length", "servers"), [(10, 1), (10, 3), (3, 3), (7, 4)])
+def test_shards_cover_the_vector_and_differ_by_one_at_most(length: int, servers: int) -> None:
+    parts = split_vector(length, servers)
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(length))
+    sizes = [part.stop - part.start for part in parts]
+    assert len(sizes) == servers and max(sizes) - min(sizes) <= 1
+
+
+def test_more_servers_than_parameters_are_refused() -> None:
+    with pytest.raises(UserError, match="servers=4: the model has 3 parameters; use fewer servers"):
+        split_vector(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["staleness=-1"], ["staleness=-1: out of range; allowed: int >= 0"]),
+        (["staleness=3"], ["staleness=3 is a setting of mode=bounded"]),
+        (["mode=async", "staleness=3"], ["staleness=3 is a setting of mode=bounded"]),
+        (["damp=true"], ["damp=true: with mode=sync no push is stale", "mode=async"]),
+        (["servers=3"], ["servers=3", "there are 2 ranks", "at most servers=2"]),
+        (["servers=0"], ["servers=0: out of range"]),
+        (["launch.device=cuda"], ["launch.device=cuda", "use launch.device=cpu"]),
+        (["launch.device=auto"], ["launch.device=auto", "use launch.device=cpu"]),
+        (["batch=63"], ["batch=63", "2 ranks", "batch=62 or 64"]),
+    ],
+)
+def test_settings_of_the_parameter_server_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load_config(Config, words, {})
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4, 7])
+def test_no_push_becomes_staler_than_its_bound_and_somebody_always_goes_on(workers: int, staleness: int) -> None:
+    """Workers that compute for times drawn at random, against a server that keeps to the policy."""
+    draw = open_stream(f"bounded-{workers}-{staleness}")
+    policy, version, applied, most = Policy("bounded", staleness, workers), 0, 0, 0
+    pulled: dict[int, int] = {}
+    held: list[int] = []
+    while applied < 300:
+        resting = [worker for worker in range(workers) if worker not in pulled]
+        asking = [worker for worker in resting if policy.admits_pull(pulled.values(), version)]
+        computing = [worker for worker in pulled if worker not in held]
+        assert asking or computing, "nobody can go on"
+        most = max(most, len(pulled))
+        worker = draw.choice(asking + computing)
+        if worker in asking:
+            pulled[worker] = version
+            continue
+        held.append(worker)
+        while chosen := policy.choose_pushes(held, pulled, version):
+            (done,) = chosen
+            held.remove(done)
+            assert version - pulled.pop(done) <= staleness
+            version, applied = version + 1, applied + 1
+    assert most == min(workers, staleness + 1), "as many compute at a time as the bound allows"
+
+
+def test_a_synchronous_server_applies_the_mean_of_all_pushes_once_all_are_there() -> None:
+    server, found = serve(Policy("sync", 0, 2)), dict[int, tuple[int, int]]()
+    for worker in (0, 1):
+        assert server.pull(worker, worker, 0.5).tolist() == [0, 0]
+    waiting = threading.Thread(target=lambda: found.update({1: server.push(1, torch.tensor([2.0, 0]))}))
+    waiting.start()
+    wait_until(lambda: 1 in server.held, "the first push has come")
+    assert server.shard.version == 0
+    server.next_ticket = 2
+    found[0] = server.push(0, torch.tensor([0.0, 4]))
+    waiting.join()
+    assert server.shard.values.tolist() == [-0.5, -1] and server.shard.version == 1
+    assert found == {0: (2, 0), 1: (3, 0)}
+    assert server.events[-1] == {"push": [0, 1], "rate": 0.5, "version": 1}
+
+
+@pytest.mark.parametrize(("damp", "expected"), [(False, -1.5), (True, -1.25)])
+def test_an_asynchronous_server_applies_pushes_as_they_come(damp: bool, expected: float) -> None:
+    server = serve(Policy("async", 0, 2), damp=damp)
+    for worker in (0, 1):
+        server.pull(worker, worker, 1.0)
+    assert server.push(1, torch.ones(2))[1] == 0
+    server.pull(1, 2, 1.0)
+    assert server.push(1, torch.ones(2))[1] == 0
+    assert server.push(0, torch.ones(2))[1] == 2, "two versions were made since its pull"
+    assert server.shard.values.tolist() == [expected] * 2 and server.staleness == {0: 2, 2: 1}
+
+
+def test_waiting_ends_when_a_worker_is_lost_or_takes_too_long() -> None:
+    server = serve(Policy("sync", 0, 2), timeout=0.05)
+    server.pull(0, 0, 1.0)
+    with pytest.raises(TimeoutError, match="timed out"):
+        server.push(0, torch.ones(2))
+    server.fail(RuntimeError("Connection closed"))
+    with pytest.raises(RuntimeError, match="a worker is lost: Connection closed"):
+        server.push(0, torch.ones(2))
+
+
+def test_a_log_is_replayed_with_the_versions_that_were_pulled_and_a_gap_is_noticed() -> None:
+    first: list[dict[str, Any]] = [{"pull": 0}, {"pull": 1}, {"push": [1], "rate": 1.0}, {"push": [0], "rate": 0.5}]
+    second: list[dict[str, Any]] = [{"pull": 0}, {"push": [0], "rate": 0.5}, {"pull": 1}, {"push": [1], "rate": 1.0}]
+    seen: dict[int, list[float]] = {}
+
+    def compute(ticket: int, values: Tensor) -> Tensor:
+        seen[ticket] = values.tolist()
+        return torch.tensor([1.0, 2.0]) * (ticket + 1)
+
+    found = replay([first, second], torch.tensor([10.0, 10.0]), sgd, 1, compute)
+    assert seen == {0: [10, 10], 1: [10, 9]}, "of the second shard ticket 1 has pulled a newer version"
+    assert found.tolist() == [10 - 2 - 0.5, 10 - 1 - 4]
+    with pytest.raises(ValueError, match="an event is missing"):
+        replay([first, second[1:]], torch.zeros(2), sgd, 1, compute)
+
+
+def test_the_report_counts_the_pushes_of_all_servers() -> None:
+    served = [Served(4, 400, 400, {0: 1, 1: 3}), Served(4, 400, 400, {1: 2, 5: 2})]
+    report = ServerReport(Policy("bounded", 5, 3), served)
+    assert report.compute_shares() == {0: 1 / 8, 1: 5 / 8, 2: 0, 3: 0, 4: 0, 5: 2 / 8}
+    assert report.mean == pytest.approx(15 / 8)
+    rows = report.rows()
+    assert rows["mode"] == "bounded with staleness of at most 5, 3 workers, 2 servers"
+    assert rows["staleness"] == "mean 1.88, most 5  (0: 12%  1: 62%  5: 25%)"
+    assert report.result().measured["staleness_counts"] == {"0": 1, "1": 5, "5": 2}
