@@ -14,11 +14,12 @@ from common.core import config
 from common.core.errors import UserError
 from common.distributed.parameter_server import Policy, Server, Shard, replay, split_vector
 from common.distributed.server_report import Served, ServerReport
+from common.training.optimizers import SGD
 from configs.param_server import Config
 from tests.harness.chance import open_stream
 from tests.harness.processes import wait_until
 
-sgd = partial(torch.optim.SGD, lr=1.0)
+sgd = partial(SGD, lr=1.0)
 
 
 def serve(policy: Policy, timeout: float = 60, *, damp: bool = False) -> Server:
