@@ -17,8 +17,8 @@ class Config(Replicated):
     """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 has the CIFAR
     stem, and BatchNorm, whose statistics are those of one worker's shard."""
     mode: Literal["sync", "async", "bounded"] = "sync"
-    """sync applies the pushes of all workers together, and all wait for that; async applies each push when it comes, and
-    a worker takes the next shard of the data when it is done; bounded is async within `staleness`."""
+    """sync applies the pushes of all workers together, and all wait for that; async applies each push when it comes,
+    and a worker that is done takes the next shard of the data; bounded is async within `staleness`."""
     staleness: int = at_least(0, 0)
     """bounded: how many versions of the parameters may be made at most between a pull and the application of its push.
     As many workers compute at a time as this and one more: with 0 one after the other."""
