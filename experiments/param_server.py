@@ -31,11 +31,11 @@ each other; where all ranks meet, all pushes are applied, and that is the state 
 
 from __future__ import annotations
 
-from common.api import Run, build_optimizer, classify_replicated, networks, start
+from common.api import Run, build_optimizer, networks, score_replicated, start
 from common.checkpoint.served_state import ServedState
-from common.distributed.parameter_server import Policy
-from common.distributed.parameter_worker import Worker
-from common.distributed.server_report import ServerReport, gather_served
+from common.distributed.parameter_server.report import ServerReport, gather_served
+from common.distributed.parameter_server.server import Policy
+from common.distributed.parameter_server.worker import Worker
 from common.measure import plots
 from common.runs.folder import write_json
 from configs.param_server import Config
@@ -73,7 +73,7 @@ def main(cfg: Config, run: Run) -> None:
 
     def evaluate() -> dict[str, float]:
         worker.fetch()  # each rank has what it pulled for its last gradient
-        return classify_replicated(network, run)
+        return score_replicated(network, run)
 
     worker.start(run.resume(state))
     for step in run.steps(state, evaluate):

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
-from common.distributed.parameter_worker import Worker
+from common.distributed.parameter_server.worker import Worker
 
 
 class ServedState(TrainState):

@@ -19,7 +19,7 @@ from common.checkpoint.checkpointer import read_full_model
 from common.core import config, seeds
 from common.data.loader import Images, Loader
 from common.data.prepare import prepare_dataset
-from common.distributed.parameter_server import replay
+from common.distributed.parameter_server.server import replay
 from common.runs.folder import MODEL, Folder
 from configs.param_server import Config
 from tests.harness.processes import Done, run

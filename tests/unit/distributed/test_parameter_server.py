@@ -12,8 +12,8 @@ from torch import Tensor
 
 from common.core import config
 from common.core.errors import UserError
-from common.distributed.parameter_server import Policy, Server, Shard, replay, split_vector
-from common.distributed.server_report import Served, ServerReport
+from common.distributed.parameter_server.report import Served, ServerReport
+from common.distributed.parameter_server.server import Policy, Server, Shard, replay, split_vector
 from common.training.optimizers import SGD
 from configs.param_server import Config
 from tests.harness.chance import open_stream
@@ -141,7 +141,7 @@ def test_a_log_is_replayed_with_the_versions_that_were_pulled_and_a_gap_is_notic
 
 
 def test_the_report_counts_the_pushes_of_all_servers() -> None:
-    served = [Served(4, 400, 400, {0: 1, 1: 3}), Served(4, 400, 400, {1: 2, 5: 2})]
+    served = [Served(4, 400, 400, {"0": 1, "1": 3}), Served(4, 400, 400, {"1": 2, "5": 2})]
     report = ServerReport(Policy("bounded", 5, 3), served)
     assert report.compute_shares() == {0: 1 / 8, 1: 5 / 8, 2: 0, 3: 0, 4: 0, 5: 2 / 8}
     assert report.mean == pytest.approx(15 / 8)

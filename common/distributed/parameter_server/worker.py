@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
-from common.distributed.parameter_server import MakeOptimizer, Policy, Server, Shard, split_vector
+from common.distributed.parameter_server.server import MakeOptimizer, Policy, Server, Shard, split_vector
 from common.distributed.rendezvous import World
 
 REQUEST, VALUES, GRADIENT, ANSWER = 1, 2, 3, 4  # tags
@@ -118,7 +118,7 @@ class Worker:
     def collect_optimizer(self, optimizer: Optimizer) -> None:
         """Put the servers' optimizer state, by parameter, into an optimizer of the network. All ranks call it."""
         own = self.server.shard.optimizer.state[self.server.shard.values] if self.server else {}
-        for key, is_vector in self.world.broadcast([(key, value.dim() > 0) for key, value in own.items()]):
+        for key, is_vector in self.world.broadcast([[key, value.dim() > 0] for key, value in own.items()]):
             whole = torch.zeros_like(self.flat) if is_vector else torch.zeros(())
             if is_vector:
                 self._spread(whole, own.get(key))

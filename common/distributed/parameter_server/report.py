@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from common.core.text import format_count
-from common.distributed.parameter_server import Policy, Server
+from common.distributed.parameter_server.server import Policy, Server
 from common.distributed.rendezvous import World
 from common.runs.result import Facts
 
@@ -22,8 +22,8 @@ class Served(NamedTuple):
     """Bytes of gradients, those of the server's own rank included, which need no message."""
     sent: int
     """Bytes of parameters, likewise."""
-    staleness: dict[int, int]
-    """Pushes by their staleness."""
+    staleness: dict[str, int]
+    """Pushes by their staleness, which is text as between ranks all keys are."""
 
 
 def gather_served(world: World, server: Server | None) -> list[Served]:
@@ -31,7 +31,9 @@ def gather_served(world: World, server: Server | None) -> list[Served]:
     own = None
     if server is not None:
         size, pushes = server.shard.values.nbytes, sum(server.staleness.values())
-        own = Served(pushes, pushes * size, server.pulls * size, dict(server.staleness))._asdict()
+        own = Served(
+            pushes, pushes * size, server.pulls * size, {str(age): count for age, count in server.staleness.items()}
+        )._asdict()
     return [Served(**given) for given in world.gather(own) if given is not None]
 
 
@@ -42,7 +44,7 @@ class ServerReport:
         self.policy, self.served = policy, served
         self.staleness: Counter[int] = Counter()
         for one in served:
-            self.staleness.update(one.staleness)
+            self.staleness.update({int(age): count for age, count in one.staleness.items()})
 
     @property
     def mean(self) -> float:
