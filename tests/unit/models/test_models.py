@@ -156,7 +156,7 @@ class Subclass(networks.SimpleNN):
     ("build", "recipe"),
     [
         (lambda: networks.SimpleNN(8), {"class": "SimpleNN"}),
-        (lambda: networks.ResNet18((8, 8), 3), {"class": "ResNet18"}),
+        (lambda: networks.ResNet18((8, 8), 3), {"class": "ResNet18", "arguments": {"shape": [8, 8], "classes": 3}}),
         (lambda: Subclass(8), {"class": "Subclass", "arguments": None}),
         (lambda: nn.Sequential(networks.SimpleNN(8), nn.Linear(10, 3)), {"class": "Sequential", "arguments": None}),
         (lambda: networks.SimpleNN(8).append(nn.Linear(10, 3)), {"class": None, "arguments": None}),
