@@ -152,12 +152,13 @@ class PipelineReport:
         seconds = schedules.compute_makespan(self.step)
         split = any(span.action.kind == "W" for mine in self.step for span in mine)
         capitals = " (capital: of the weights)" if split else ""
-        words = f"{seconds * 1e3:.2f} ms; digit: forward of that microbatch, letter: backward{capitals}, dot: waiting"
+        words = f"{seconds * 1e3:.2f} ms of a step, from its first forward to its last backward"
+        legend = f"digit: forward of that microbatch, letter: backward{capitals}, dot: waiting"
         return {
             **names,
             "ideal bubble": f"{self.ideal:.1%}  (equal stages, messages that take no time)",
             "idle share": "  ".join(f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle)),
-            "one step": "\n".join([words, *lines]),
+            "pipeline": "\n".join([words, *lines, legend]),
             **self.draw(),
         }
 

@@ -50,7 +50,7 @@ def measure_timings(run: RunContext) -> dict[str, float]:
 def format_run_rows(run: RunContext) -> dict[str, str]:
     """Return the first rows of the table: measurements of every run."""
     seconds, rate, world, scores = run.step_seconds(), run.samples_per_second(), run.world, run.scores
-    speed = f"{rate:,.0f} samples/s  (step {seconds * 1e3:.2f} ms, first steps and evaluation left out)"
+    speed = f"{rate:,.0f} samples/s  ({seconds * 1e3:.2f} ms a step, first steps and evaluation left out)"
     trained = format_count(run.step - run.resumed_after, "step")
     return {
         "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
@@ -63,7 +63,7 @@ def format_run_rows(run: RunContext) -> dict[str, str]:
 
 
 def format_folder_rows(run: RunContext) -> dict[str, str]:
-    """Return the last rows of the table: the run's folder, and the commands that show and repeat it."""
+    """Return the last rows of the table: the run's folder, its files of numbers, and the command that repeats it."""
     path = run.folder.path
     try:
         changed = config.read_changes_of_attempts(path)
@@ -73,7 +73,7 @@ def format_folder_rows(run: RunContext) -> dict[str, str]:
     return {
         "run folder": str(path),
         "metrics": str(run.folder.metrics_file),
-        "show": f"cat {shlex.quote(str(path / 'result.json'))}",
+        "result": str(path / "result.json"),
         "repeat": repeat or f"make rerun RUN={shlex.quote(run.folder.reference)}",
     }
 

@@ -6,7 +6,6 @@ import ast
 import difflib
 import json
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -79,8 +78,8 @@ def test_the_screen_tells_the_essentials(entry: Entry, finished: Make) -> None:
     for words in ("data digits", "test accuracy", "samples/s", str(done.folder.path), "make rerun"):
         assert words in done.out
     assert not done.err
-    shown, repeat = (shlex.split(line)[1:] for line in done.out.splitlines() if line.split()[0] in ("show", "repeat"))
-    assert shown == ["cat", str(done.folder.path / "result.json")]
+    result, repeat = (line.split()[1:] for line in done.out.splitlines() if line.split()[0] in ("result", "repeat"))
+    assert result == [str(done.folder.path / "result.json")]
     assert repeat == ["make", "rerun", f"RUN={done.folder.path}"]
 
 

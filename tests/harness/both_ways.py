@@ -21,7 +21,7 @@ BY_CHANCE = {
     "start", "step_seconds", "time",
 }  # fmt: skip
 MEASURED = re.compile(
-    r"^ +(throughput|idle share|one step) .*|^ +stage \d \|.*\|$|^\d{4}-\d\d-\d\d [\d:,]+", re.MULTILINE
+    r"^ +(throughput|idle share|pipeline) .*|^ +stage \d \|.*\|$|^\d{4}-\d\d-\d\d [\d:,]+", re.MULTILINE
 )
 
 

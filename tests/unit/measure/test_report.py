@@ -29,7 +29,7 @@ def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
     spans = simulate_schedule(plan, 4)
     found = report.PipelineReport.from_spans([[mine] * 3 for mine in spans], plan, 4)
     assert sum(found.idle) / 2 == pytest.approx(found.ideal)
-    lines = found.rows()["one step"].splitlines()[1:]
+    lines = found.rows()["pipeline"].splitlines()[1:-1]
     assert [line.split(" |")[0] for line in lines] == ["stage 0", "stage 1", "stage 2", "stage 3"]
     timeline = found.result().measured["timeline"]
     assert len(timeline) == 32 and timeline[0] == {
@@ -41,7 +41,7 @@ def test_the_legend_tells_of_capitals_where_there_are_some() -> None:
     for kinds, told in (("FB", False), ("FIW", True)):
         plan = [[Action(kind, 0, 0) for kind in kinds]]
         found = report.PipelineReport(0.0, [0.0], simulate_schedule(plan, 1))
-        assert ("(capital: of the weights)" in found.rows()["one step"]) is told
+        assert ("(capital: of the weights)" in found.rows()["pipeline"]) is told
 
 
 def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:
