@@ -6,6 +6,7 @@ import ast
 import difflib
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,9 +79,9 @@ def test_the_screen_tells_the_essentials(entry: Entry, finished: Make) -> None:
     for words in ("data digits", "test accuracy", "samples/s", str(done.folder.path), "make rerun"):
         assert words in done.out
     assert not done.err
-    result, repeat = (line.split()[1:] for line in done.out.splitlines() if line.split()[0] in ("result", "repeat"))
-    assert result == [str(done.folder.path / "result.json")]
-    assert repeat == ["make", "rerun", f"RUN={done.folder.path}"]
+    rows = dict(line.split(maxsplit=1) for line in done.out.splitlines() if line.startswith("  re"))
+    assert rows["result"] == str(done.folder.path / "result.json")
+    assert shlex.split(rows["repeat"]) == ["make", "rerun", f"RUN={done.folder.path}"]
 
 
 @every
