@@ -22,7 +22,7 @@ def find_weights(text: str, runs: Path) -> Path:
     )
 
 
-def check_schedule_of_config(settings: object) -> None:
+def check_weights_of_config(settings: object) -> None:
     """Raise UserError for a config whose weights are not there; configs without initial weights pass."""
     if isinstance(settings, InitialWeights) and settings.weights != "none":
         find_weights(settings.weights, Path(settings.runs))

@@ -60,7 +60,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     schedules.check_schedule_of_config(cfg, given.path / "code" if given else None)
     wandb_account.read_requested_mode(cfg)
     if given is None:
-        initial_weights.check_schedule_of_config(cfg)
+        initial_weights.check_weights_of_config(cfg)
     else:
         extension.check_settings(given, cfg)
     if getattr(cfg, "sweep", False):

@@ -185,7 +185,7 @@ def main(given: argparse.Namespace) -> int:
     settings = config.load_config(config.import_schema(name), words)
     schedules.check_schedule_of_config(settings, resumed.path / "code" if resumed else None)
     if resumed is None:
-        initial_weights.check_schedule_of_config(settings)
+        initial_weights.check_weights_of_config(settings)
     else:
         extension.check_settings(resumed, settings)
     wandb_account.read_requested_mode(settings)

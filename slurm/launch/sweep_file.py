@@ -185,7 +185,7 @@ def make_point(
         if settings.runs != common.get("runs", settings.runs):
             raise UserError("runs is the same for all points; write it under settings")
         schedules.check_schedule_of_config(settings)
-        initial_weights.check_schedule_of_config(settings)
+        initial_weights.check_weights_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:
         where = " ".join(f"{key}={value}" for key, value in cell.items())
