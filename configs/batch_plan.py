@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -29,3 +30,14 @@ class BatchPlan:
     def microbatch(self) -> int:
         """Samples of a replica's microbatch."""
         return self.shard // self.microbatches
+
+
+def list_divisors(n: int) -> list[int]:
+    """Return all divisors of n, ascending."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
+
+
+def format_nearest_multiples(n: int, of: int) -> str:
+    """Return the positive multiples of `of` next to n, as in "62 or 64"."""
+    return " or ".join(str(m) for m in (n // of * of, (n // of + 1) * of) if m)

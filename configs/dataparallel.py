@@ -5,21 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.optional import InitialWeights
-from configs.shared import Experiment, at_least, format_nearest_multiples, list_divisors
+from configs.batch_plan import format_nearest_multiples, list_divisors
+from configs.optional import InitialWeights, RanksPerNode
 
 
 @dataclass
-class Replicated(Experiment):
+class Replicated(RanksPerNode):
     """Settings of ranks that hold the same model."""
-
-    processes_per_node: int = at_least(0, 0)
-    """Ranks on each host; 0 means two on one host and one on each of several."""
-
-    @property
-    def processes(self) -> int:
-        nodes = self.launch.nodes
-        return nodes * (self.processes_per_node or (2 if nodes == 1 else 1))
 
     def check(self) -> None:
         super().check()

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.shared import Experiment, between
+from configs.shared import Experiment, at_least, between
+
+
+@dataclass
+class RanksPerNode(Experiment):
+    """Settings of ranks that are equally many on each host."""
+
+    processes_per_node: int = at_least(0, 0)
+    """Ranks on each host; 0 means two on one host and one on each of several."""
+
+    @property
+    def processes(self) -> int:
+        nodes = self.launch.nodes
+        return nodes * (self.processes_per_node or (2 if nodes == 1 else 1))
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from configs.shared import between, format_nearest_multiples, list_divisors
+from configs.batch_plan import format_nearest_multiples, list_divisors
+from configs.shared import between
 
 BUILT_IN = ("naive", "gpipe", "1f1b")
 TORCH = (*BUILT_IN, "interleaved_1f1b", "zero_bubble")

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from configs.batch_plan import BatchPlan
+from configs.batch_plan import BatchPlan, list_divisors
 from configs.optional import InitialWeights, Sweep
 from configs.pipeline import BUILT_IN, PipelineConfig, Stages
-from configs.shared import RESNETS, at_least, between, list_divisors
+from configs.shared import RESNETS, at_least, between
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 

@@ -6,17 +6,17 @@ field its range; `check` methods hold the rules that span several fields and nam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from configs.batch_plan import BatchPlan
+from configs.batch_plan import BatchPlan, list_divisors
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # parameters, of width 64
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that take images only
 DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where they are known beforehand
+OF_TRAINING = ("epochs", "batch", "eval_batch", "dtype", "data", "optim")  # settings and groups that need a model
 
 
 def at_least(low: float, default: float) -> Any:
@@ -192,6 +192,9 @@ class Checkpoint:
 class Experiment:
     """Settings of every experiment."""
 
+    trains: ClassVar[bool] = True
+    """False where there is neither model nor data, as in a measurement: settings of training then mean nothing."""
+
     seed: int = at_least(0, 0)
     """Seed of every random choice: initialisation, data order, generated data."""
     epochs: int = at_least(1, 1)
@@ -214,6 +217,10 @@ class Experiment:
     log: Log = field(default_factory=Log)
     wandb: Wandb = field(default_factory=Wandb)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    def __post_init__(self) -> None:
+        if not self.trains:
+            self.data.name = "none"
 
     @property
     def processes(self) -> int:
@@ -265,6 +272,12 @@ class Experiment:
         for name, folder in (("runs", self.runs), ("data.cache", self.data.cache)):
             if not folder:
                 raise ValueError(f"{name}= is empty; name a folder, or leave it out")
+        self.wandb.check()
+        if self.trains:
+            self.check_data()
+
+    def check_data(self) -> None:
+        """Raise ValueError, with the remedy, where data, model and batch do not fit together."""
         self.data.check()
         if self.data.name == "vectors":
             self.check_shape((10,))
@@ -277,15 +290,3 @@ class Experiment:
             raise ValueError(f"{what}; lower batch or raise data.train_limit")
         if held is not None and self.batch > held:
             raise ValueError(f"batch={self.batch} exceeds the {held} training samples; lower batch")
-        self.wandb.check()
-
-
-def list_divisors(n: int) -> list[int]:
-    """Return all divisors of n, ascending."""
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return low + [n // d for d in reversed(low) if d * d != n]
-
-
-def format_nearest_multiples(n: int, of: int) -> str:
-    """Return the positive multiples of `of` next to n, as in "62 or 64"."""
-    return " or ".join(str(m) for m in (n // of * of, (n // of + 1) * of) if m)

@@ -19,6 +19,8 @@ class ServedState(TrainState):
     while that is saved or loaded. So the number of servers may change from one attempt to the next.
     """
 
+    optimizer: Optimizer
+
     def __init__(self, worker: Worker, optimizer: Optimizer, loader: Loader, **more: Any) -> None:
         super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **more)
         self.worker = worker

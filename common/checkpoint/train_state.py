@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.data.loader import AccumulationLoader, Loader
+from common.data.rounds import Rounds
 from common.distributed import ddp, sync_batchnorm
 from common.distributed.rendezvous import World
 
@@ -35,30 +36,32 @@ class TrainState:
     With `replicated` every rank holds the full model, as in data parallelism: rank 0's is kept. BatchNorm's statistics
     differ between such ranks, so each keeps its own, too. Where only some ranks hold the same parts, as the replicas of
     a stage do, these are the `peers`. The `scaler` of the loss has the same state on all ranks; the state of
-    `compression` (PowerSGD) is each rank's own.
+    `compression` (PowerSGD) is each rank's own. Further `tensors` by name are written into while the run goes on, as
+    measured values are: rank 0's are kept. A rank without a part of the model or without an optimizer gives none.
     """
 
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        optimizer: Optimizer,
-        loader: Loader | AccumulationLoader,
+        optimizer: Optimizer | None,
+        loader: Loader | AccumulationLoader | Rounds[Any],
         world: World,
         *,
         replicated: bool = False,
         peers: World | None = None,
         scaler: GradScaler | None = None,
         compression: PowerSGDState | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.parts, self.optimizer, self.loader = list(parts), optimizer, loader
         self.peers = world if replicated else peers
-        self.scaler, self.compression = scaler, compression
+        self.scaler, self.compression, self.tensors = scaler, compression, dict(tensors or {})
         self.parameters = [pair for part in parts for pair in part.named_parameters()]
         self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
         kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
         self.buffers = [(name, value) for part in parts for name, value in part.named_buffers() if name in kept]
         self.held: list[Tensor] | None = None
-        self.recipe = get_recipe(parts[0])
+        self.recipe = get_recipe(parts[0]) if parts else {}
 
     @torch.no_grad()
     def hold_buffers(self) -> None:
@@ -76,13 +79,16 @@ class TrainState:
         values = [value for _, value in self.buffers] if self.held is None else self.held
         buffers = {name: value for (name, _), value in zip(self.buffers, values, strict=True)}
         means = {name: value.clone() for name, value in buffers.items()}
+        optimizer, parameters = self.optimizer, self.parameters
         if self.peers is not None and self.peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
             sync_batchnorm.average_tensors(floating, self.peers.group)
         return CheckpointState(
             model=model | means if keep else {},
-            optimizer=state_dicts.collect_optimizer_state(self.optimizer, self.parameters, keep),
-            common=self.loader.state_dict() | ({"scaler": self.scaler.state_dict()} if self.scaler else {}),
+            optimizer=state_dicts.collect_optimizer_state(optimizer, parameters, keep) if optimizer else {},
+            common=self.loader.state_dict()
+            | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
+            | ({"tensors": self.tensors} if self.tensors else {}),
             local={"random": state_dicts.capture_rng_state(), "buffers": buffers if self.peers else {}}
             | ({"compression": ddp.read_powersgd_state(self.compression)} if self.compression else {}),
         )
@@ -98,7 +104,9 @@ class TrainState:
         """Load a checkpoint. Raises UserError if it is of another model."""
         state_dicts.load_tensors(self.parameters, loaded.model)
         state_dicts.load_tensors(self.buffers, loaded.model | self._select_own_buffers(loaded))
-        state_dicts.load_optimizer_state(self.optimizer, self.parameters, loaded.optimizer)
+        state_dicts.load_tensors(self.tensors.items(), loaded.common.get("tensors", {}))
+        if self.optimizer is not None:
+            state_dicts.load_optimizer_state(self.optimizer, self.parameters, loaded.optimizer)
         self.loader.load_state_dict({name: loaded.common[name] for name in self.loader.state_dict()})
         if self.scaler is not None and self.scaler.is_enabled() and loaded.common.get("scaler"):
             self.scaler.load_state_dict(loaded.common["scaler"])  # there is none where training went on without one

@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 
 from common.core.config_keys import list_keys, parse_value
 from common.core.errors import UserError
-from configs.shared import Experiment
+from configs.shared import OF_TRAINING, Experiment
 
 
 class CheckedConfig(Protocol):
@@ -39,12 +39,13 @@ class CheckedConfig(Protocol):
 T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=CheckedConfig)
 ROOT = Path(__file__).resolve().parents[2]
-# keys that data position, model or optimizer state of a run depend on, and the place of its W&B run
+# keys that data position, model, optimizer state or measurements of a run depend on, and the place of its W&B run
 FIXED = (
     "seed",
     "batch",
     "accumulate",
     "dtype",
+    *("ops", "dtypes", "sizes"),
     "optim.name",
     *(f"data.{n}" for n in ("name", "train_limit", "image_size", "samples")),
     *("wandb.project", "wandb.entity"),
@@ -281,11 +282,13 @@ def read_changes(path: Path) -> Changes:
 
 
 def format_help(schema: type[Experiment]) -> str:
-    """Return the help text: every key with its default, type or range, and documentation."""
+    """Return the help text: every key that has a meaning, with its default, type or range, and documentation."""
     name = get_experiment_name(schema)
     values = read_config_file(ROOT / "configs" / f"{name}.yaml")
     lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]
     for key in list_keys(schema).values():
+        if not schema.trains and key.name.partition(".")[0] in OF_TRAINING:
+            continue
         default = parse_value(key, values[key.name]) if key.name in values else key.default
         shown = str(default).lower() if isinstance(default, bool) else default
         shown = f"[{','.join(shown)}]" if isinstance(shown, list) else shown

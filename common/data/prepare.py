@@ -84,6 +84,10 @@ class Prepared:
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
 
+NO_DATA = Prepared("none", Path(os.devnull), {})
+"""What a run that trains nothing has in the place of a set."""
+
+
 def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, code: Path | None = None) -> Prepared:
     """Find or make the set that `data` asks for; digits replace a missing MNIST if `fallback` and the config allow it.
 
@@ -92,9 +96,9 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
 
     Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
     """
-    if ":" in data.name:
-        return prepare_own_set(data, code)
     match data.name:
+        case "none":
+            return NO_DATA
         case "digits":
             return prepare_digits(Path(data.cache))
         case "generated" | "vectors":
@@ -103,11 +107,13 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
             return prepare_cifar10(data)
         case "imagefolder":
             return prepare_image_folder(data, log or Log(progress="none"))
-    return prepare_mnist(data, fallback)
+    return prepare_own_set(data, code) if ":" in data.name else prepare_mnist(data, fallback)
 
 
 def check_model(cfg: Experiment, found: Prepared) -> None:
     """Raise UserError where the model of a config does not take the samples of a set."""
+    if not cfg.trains:
+        return
     try:
         cfg.check_shape(found.map_array("train_images").shape[1:])
     except ValueError as error:

@@ -71,6 +71,8 @@ def read_model(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"make status RUN={run} tells how it is doing, and make exp RESUME={run} goes on with one that is over"
             )
             raise UserError(f"{folder.path} has no {MODEL} yet: it has not finished; {told}")
+        if not folder.result.get("scores"):
+            raise UserError(f"{folder.path} has no {MODEL}: {folder.experiment} trains no model; name another run")
         told = f"{folder.path} has no {MODEL}: it is of an older version"
         raise UserError(f"{told}; train it on with make exp RESUME={folder.path.name}")
     if facts.get("format") != FORMAT or not isinstance(facts.get("scores"), dict) or not facts.keys() >= NEEDED:

@@ -32,6 +32,7 @@ def init_wandb_run(folder: Folder, mode: str) -> Any:
 
     cfg, name = load_run_config(folder), folder.experiment
     meta = provenance.read_metadata(folder)
+    data = [f"data:{Path(cfg.data.name).name}"[:TAG]] if cfg.trains else []
     facts = {"experiment": name, "world_size": cfg.processes}
     facts["meta"] = meta | {"git": (meta.get("git") or {}).get("sha")}
     kept = folder.path / "wandb" / "id.json"
@@ -46,7 +47,7 @@ def init_wandb_run(folder: Folder, mode: str) -> Any:
         resume="allow",
         dir=str(folder.path),
         mode=mode,  # type: ignore[arg-type]
-        tags=[name, f"data:{Path(cfg.data.name).name}"[:TAG], f"world_size:{cfg.processes}", *cfg.wandb.tags],
+        tags=[name, *data, f"world_size:{cfg.processes}", *cfg.wandb.tags],
         config=dataclasses.asdict(cfg) | facts,
         settings=wandb.Settings(
             console="off",

@@ -141,7 +141,8 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
         raise
     if prepared.notice:
         print(prepared.notice, flush=True)
-    print(f"{name}: {format_count(cfg.processes, 'rank')}, data {prepared.name}, run folder {folder.path}", flush=True)
+    words = [format_count(cfg.processes, "rank"), *([f"data {prepared.name}"] if cfg.trains else [])]
+    print(f"{name}: {', '.join(words)}, run folder {folder.path}", flush=True)
     return folder, prepared
 
 

@@ -27,12 +27,13 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
         result = Result(
             state="finished",
             exit_status=0,
-            data=run.prepared.name,
+            data=run.prepared.name if run.cfg.trains else "",
             scores=run.scores,
             timings=measure_timings(run),
             memory=run.memory,
         )
-        save_trained_model(run)
+        if run.cfg.trains:
+            save_trained_model(run)
         result.with_reports(report.result() for report in reports).write(run.folder)
     shown = format_run_rows(run)
     for report in reports:
@@ -52,14 +53,16 @@ def format_run_rows(run: RunContext) -> dict[str, str]:
     seconds, rate, world, scores = run.step_seconds(), run.samples_per_second(), run.world, run.scores
     speed = f"{rate:,.0f} samples/s  ({seconds * 1e3:.2f} ms a step, first steps and evaluation left out)"
     trained = format_count(run.step - run.resumed_after, "step")
-    return {
-        "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
-        "test accuracy": f"{scores['test_accuracy']:.2%}",
-        "test loss": f"{scores['test_loss']:.4f}",
-        "throughput": speed if seconds else f"not measured: this attempt trained {trained}",
-        "ranks": f"{world.size} with {format_count(world.threads, 'thread')} each on {world.device.type} of "
-        + ", ".join(sorted(set(world.hosts))),
-    }
+    rows = {}
+    if scores:
+        rows = {
+            "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
+            "test accuracy": f"{scores['test_accuracy']:.2%}",
+            "test loss": f"{scores['test_loss']:.4f}",
+            "throughput": speed if seconds else f"not measured: this attempt trained {trained}",
+        }
+    of = f"{world.size} with {format_count(world.threads, 'thread')} each on {world.device.type} of "
+    return rows | {"ranks": of + ", ".join(sorted(set(world.hosts)))}
 
 
 def format_folder_rows(run: RunContext) -> dict[str, str]:

@@ -74,19 +74,20 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
     if run.state is not state:
         run.resume(state)
     run.open_metrics(state, source)
-    if source == MEAN:
+    if source == MEAN and state.parts:
         sharded = (layer for layer in state.parts[0].children() if hasattr(layer, "unshard"))  # by fully_shard
         run.times = StepTimes(state.parts[0], run.device, sharded)
     while True:
         if run.step < run.total and not run.saver.unevaluated:
             yield from iterate_epoch(run, state)
         scores = evaluate_epoch(run, state, evaluate)
-        words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.say(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
+        if scores:
+            words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
+            run.say(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
         if run.step >= run.total:
             held = run.world.gather(read_peak(run.device))
             run.memory = {f"rank {rank}": peak for rank, peak in enumerate(held)}
-            run.scores = scores
+            run.scores, run.complete = scores, True
             return
 
 
@@ -97,7 +98,8 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
         part.train()
     for batch in run.times.iterate(state.loader) if run.times else state.loader:
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
-        optimizers.set_learning_rate(state.optimizer, rate)
+        if state.optimizer is not None:
+            optimizers.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // per_epoch, rate)
         yield step
         if not step.done:
@@ -140,7 +142,7 @@ def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
 
 
 def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> dict[str, float]:
-    """Measure the model after the newest step and record the scores. All ranks call it.
+    """Measure the model after the newest step and record the scores, if there are any. All ranks call it.
 
     `evaluate` calls `Run.poll_stop` between two batches: a stop request saves the state before the evaluation, which is
     done again after a resume. That after the last step is saved in any case.
@@ -158,7 +160,8 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
         saver.save_last(run.step)
     state.release_buffers()
     saver.unevaluated = False
-    metrics.write(run.step, scores)
+    if scores:
+        metrics.write(run.step, scores)
     saver.save_best(run.step, scores)
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.interrupt()

@@ -18,13 +18,13 @@ class Run(RunContext):
     `resume`, `steps` and `report` are called by all ranks, in this order.
     """
 
-    def steps(self, state: TrainState, evaluate: Evaluate, *, loss: int = MEAN) -> Iterator[Step]:
+    def steps(self, state: TrainState, evaluate: Evaluate = dict, *, loss: int = MEAN) -> Iterator[Step]:
         """Yield the optimizer steps that are left, each to be taken in `with step:`, and evaluate after each epoch.
 
         Before a step the learning rate is set. Between two steps come heartbeat and, about twice a second, the agreed
         decision of all ranks to save or to stop. `evaluate` finds all parts of the model in eval mode and returns
-        test_loss, test_accuracy and test_samples. `loss` is the rank that knows the values of `Step.log`; with MEAN
-        every rank has its own and their means are written.
+        test_loss, test_accuracy and test_samples; without it there are no scores. `loss` is the rank that knows the
+        values of `Step.log`; with MEAN every rank has its own and their means are written.
 
         Raises StopRequested after a checkpoint, when any rank has a stop request, and UserError for a loss that is NaN
         or infinite.
@@ -36,7 +36,7 @@ class Run(RunContext):
 
         Raises RuntimeError before that, UserError where the disk takes no more.
         """
-        if self.total < 1 or self.step < self.total or not self.scores:
+        if not self.complete:
             raise RuntimeError(
                 f"run.report() after step {self.step} of {self.total}: call it when the loop over run.steps(...) has "
                 "come to its end"

@@ -58,6 +58,8 @@ class RunContext:
         self.beat = 0.0
         self.scores: dict[str, float] = {}
         """Scores of the last evaluation, once training is over."""
+        self.complete = False
+        """True once all steps are done and the last evaluation is recorded."""
         self.memory: dict[str, int] = {}
         """On rank 0, the peak bytes of each rank, once training is over."""
         self.finished = False

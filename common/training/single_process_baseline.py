@@ -100,7 +100,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     times = gather_step_times(run.world, run.times)
     batch = f"batch {cfg.batch} = {run.world.size} x {cfg.batch_plan.shard}"
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})
-    assert run.state is not None
+    assert run.state is not None and run.state.optimizer is not None
     state = report_state_bytes(run.state.optimizer, run.world)
     peak = Facts({"peak memory": describe_peak(run.memory, run.device)})
     return [strategy, state, peak, ScalingReport(times, run.world.hosts, run.step_seconds(), communication, alone)]

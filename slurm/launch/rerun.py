@@ -186,6 +186,7 @@ def compare_runs(old: Folder, new: Folder) -> bool:
     gaps = {step: compute_distance(then[step], now[step]) for step in both}
     wrong = [step for step in both if gaps[step]]
     finished = old.result.get("state") == "finished"
+    known = bool(both) or (finished and not then and not now)  # a measurement has no losses
     missing = len(then) - len(both) + (len(now) - len(both) if finished else 0)
     if wrong:
         far = max(wrong, key=lambda step: gaps[step])
@@ -193,7 +194,7 @@ def compare_runs(old: Folder, new: Folder) -> bool:
         print(f"losses      differ in {count}, first in step {wrong[0]}, by at most {gaps[far]:.3g} (step {far})")
     elif both:
         print(f"losses      equal to the bit in {len(both)} steps")
-    if missing or not both:
+    if missing or not known:
         print(f"losses      {len(then)} steps then, {len(now)} now")
     if not finished:
         print(f"result      the run that was repeated did not finish ({old.result.get('state', 'no result')})")
@@ -206,7 +207,7 @@ def compare_runs(old: Folder, new: Folder) -> bool:
         print(f"result      {key}: then {a.get(key)}, now {b.get(key)}{words}")
     if not odd:
         print(f"result      equal to the bit: {', '.join(a)}")
-    return bool(both) and not wrong and not missing and not odd
+    return known and not wrong and not missing and not odd
 
 
 def list_world_differences(old: Folder, new: Folder) -> Lines:

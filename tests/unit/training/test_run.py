@@ -168,6 +168,7 @@ def test_the_learning_rate_is_set_before_a_step(run: Run, state: TrainState) -> 
     rates = []
     for step in run.steps(state, no_scores, loss=0):
         with step:
+            assert state.optimizer is not None
             rates.append((step.rate, state.optimizer.param_groups[0]["lr"], state.parts[0].training))
         if step.number == 2:
             break
