@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import queue
+import re
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from common.core.errors import Unreachable, UserError
+from common.core.text import read_or_empty
 
 T = TypeVar("T")
 UNREACHABLE_SECONDS = 10.0  # until rank 0 is given up, so that the error comes within 15 s of a job's start
@@ -90,6 +92,15 @@ def find_interface(address: str) -> str:
         source = probe.getsockname()[0]
     wanted = address if address in own.values() else source
     return next((name for name, held in own.items() if held == wanted), "lo")
+
+
+def read_sent_bytes(name: str) -> int:
+    """Return how many bytes have left by an interface, headers of all packets included; 0 where it is not known.
+
+    /sys/class/net has the same counters, but not of this process's network where that is one of its own.
+    """
+    found = re.search(rf"^\s*{re.escape(name)}:((?:\s+\d+)+)", read_or_empty("/proc/self/net/dev"), re.MULTILINE)
+    return int(found[1].split()[8]) if found else 0
 
 
 def check_interface(name: str) -> str:

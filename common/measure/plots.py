@@ -39,12 +39,13 @@ def draw_curves(
     *,
     computed: Mapping[str, Points] | None = None,
     log: bool = False,
+    loglog: bool = False,
     title: str = "",
 ) -> None:
     """Draw lines through points (x, mean, deviation) with error bars.
 
     `computed` lines are dashed, `levels` horizontal. `log`: x in powers of 2, with a tick for each measured x unless
-    these are many.
+    these are many; `loglog`: both axes in powers of 10.
     """
     at = make_axes()
     for label, points in series.items():
@@ -61,7 +62,11 @@ def draw_curves(
         if 0 < len(ticks) <= TICKS:
             at.set_xticks(ticks)
         at.xaxis.set_major_formatter("{x:g}")
-    at.set(xlabel=x, ylabel=y, title=title, ylim=(0, None))
+    at.set(xlabel=x, ylabel=y, title=title)
+    if loglog:
+        at.set(xscale="log", yscale="log")
+    else:
+        at.set(ylim=(0, None))
     at.grid(alpha=0.3)
     at.legend()
     save_figure(at, path)

@@ -21,6 +21,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "resnet_dataparallel": ("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
     "resnet_modelparallel": ("width=8", "batch=16", "split_size=8", "plot=false"),
     "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
+    "collectives": ("sizes=[4,1K]", "rounds=10", "plot=false"),
 }
 """The smallest settings of each experiment; one that is not listed takes its defaults, for a few steps."""
 

@@ -34,6 +34,7 @@ def all_parts() -> list[Part]:
     from tests.benchmarks import (
         amp_accum,
         checkpoint,
+        collectives,
         ddp_multinode,
         mnist_pipeline,
         param_server,
@@ -45,7 +46,7 @@ def all_parts() -> list[Part]:
     )
 
     modules = (mnist_pipeline, ddp_multinode, resnet_modelparallel, resnet_dataparallel, amp_accum, sparse_prune)
-    parts = [part for module in (*modules, param_server, checkpoint, tools) for part in module.PARTS]
+    parts = [part for module in (*modules, collectives, param_server, checkpoint, tools) for part in module.PARTS]
     known = {part.name.partition("/")[0] for part in parts}
     return parts + [ranks.make_part(name) for name in config.list_experiments() if name not in known]
 

@@ -98,6 +98,24 @@ def steps_of(part: str, names: Mapping[str, str]) -> dict[str, tuple[str, Callab
     return {f"{part.replace('/', '_')}_{side.split()[-1]}": (part, one(side, words)) for side, words in names.items()}
 
 
+def draw_collectives(path: Path, part: Mapping[str, Any]) -> None:
+    """Microseconds of an all-reduce against its size, with the fitted lines."""
+    medians = {name: statistics.median(values) for name, values in part["samples"]["run"].items()}
+    series: dict[str, list[tuple[float, float, float]]] = {}
+    for name, seconds in medians.items():
+        point, _, side = name.partition(": ")
+        if point.startswith("all_reduce, ") and point.endswith(" bytes"):
+            size = float(point.removeprefix("all_reduce, ").removesuffix(" bytes").replace(",", ""))
+            series.setdefault(side, []).append((size, 1e6 * seconds, 0.0))
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for side, points in series.items():
+        alpha, beta = (medians[f"all_reduce float32 {side}: {part}"] for part in ("alpha", "beta"))
+        least, most = points[0][0], points[-1][0]
+        across = [least * (most / least) ** (i / 60) for i in range(61)]
+        lines[f"{side}, fitted"] = [(n, 1e6 * (alpha + beta * n), 0.0) for n in across]
+    plots.draw_curves(path, series, "bytes", "microseconds", computed=lines, loglog=True, title="all-reduce, two ranks")
+
+
 FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
     **steps_of(
         "mnist_pipeline/wide",
@@ -129,6 +147,7 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
         ),
     ),
     "sparse_prune": ("sparse_prune/criteria", draw_pruning),
+    "collectives": ("collectives/sizes", draw_collectives),
 }
 
 

@@ -11,12 +11,22 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import amp_accum, mnist_pipeline, param_server, parts, ranks, resnet_modelparallel, sparse_prune
+from tests.benchmarks import (
+    amp_accum,
+    collectives,
+    figures,
+    mnist_pipeline,
+    param_server,
+    parts,
+    ranks,
+    resnet_modelparallel,
+    sparse_prune,
+)
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
 from tests.harness import warm
 from tests.harness.processes import environment
-from tests.harness.registry import EXPERIMENTS, Entry
+from tests.harness.registry import TRAINING, Entry
 from tests.harness.warm import ROOT
 
 KEEP = {
@@ -56,7 +66,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
 def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
     data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
     words = (*entry.smallest, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
@@ -64,6 +74,19 @@ def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: 
     assert found["seconds"] > 0 and found["first_loss"] > 0 and found["last_loss"] > 0
     missing = [name for name in KEEP.get(entry.name, ()) if not any(key.startswith(name) for key in found)]
     assert not missing
+
+
+@pytest.mark.usefixtures("forked")
+def test_times_of_collectives_become_a_table_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "SIZES", ("sizes=[4,1K]", "rounds=2"))
+    (part,), taken = collectives.PARTS, list[Samples]()
+    interleave(part.sides(tmp_path), Pace(1, 0, 60), taken.append)
+    rows = {row.what: row.cells for row in part.table(taken[-1]).rows}
+    assert list(rows) == [f"{op}, {size} bytes" for op in ("sendrecv", "all_reduce") for size in ("4", "1,024")]
+    gloo, ring, ratio = (cell.value for cell in rows["all_reduce, 4 bytes"] if isinstance(cell, Number))
+    assert ratio == pytest.approx(gloo / ring, rel=1e-5) and rows["sendrecv, 4 bytes"][1:] == ["", ""]
+    figures.draw_collectives(tmp_path / "times.svg", {"samples": taken[-1].values})
+    assert "isend ring, fitted" in (tmp_path / "times.svg").read_text()
 
 
 @pytest.mark.usefixtures("forked")

@@ -16,7 +16,7 @@ from common.models import exporting, model_file
 from common.runs.folder import Folder
 from tests.harness import inside
 from tests.harness.processes import run
-from tests.harness.registry import EXPERIMENTS, REPLICATED, STAGED, Entry
+from tests.harness.registry import REPLICATED, STAGED, TRAINING, Entry
 from tests.harness.shared import Make
 
 
@@ -36,7 +36,7 @@ def export(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
     return inside.run_verb("export", *words, "--", str(folder.path))
 
 
-@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
 def test_the_torch_export_file_gives_the_outputs_elsewhere(
     entry: Entry, finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,11 +21,11 @@ from common.runs.folder import Folder, write_json
 from slurm.reports import trained_model
 from tests.harness import inside
 from tests.harness.processes import run
-from tests.harness.registry import EXPERIMENTS, REPLICATED, Entry
+from tests.harness.registry import REPLICATED, TRAINING, Entry
 from tests.harness.resuming import resume
 from tests.harness.shared import Make
 
-every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+every = pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
 READ = """
 import json, sys
 from safetensors.numpy import load_file

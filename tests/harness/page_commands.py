@@ -63,6 +63,7 @@ SMALLER = {  # of the commands that train: the smallest of these settings that l
     "resnet_modelparallel": ("width=8", "batch=16", "steps=6", "plot=false"),
     "resnet_dataparallel": ("batch=8", "steps=3", "data.test_limit=20", "compare=false"),
     "sparse_prune": ("every=5", "export=false"),
+    "collectives": ("sizes=[8,1K]", "plot=false"),
 }
 
 

@@ -27,6 +27,11 @@ class Entry:
     others: tuple[tuple[str, ...], ...] = ()
     """Settings under which resuming is no matter of course: each must go on to the bit, too."""
 
+    @property
+    def trains(self) -> bool:
+        """Whether there is a model: else there are neither losses nor scores."""
+        return config.import_schema(self.name).trains
+
 
 EXPERIMENTS = [
     Entry(
@@ -144,6 +149,13 @@ EXPERIMENTS = [
             ),
         ),
     ),
+    Entry(
+        name="collectives",
+        smallest=SMALLEST["collectives"],
+        processes=2,
+        produces=("points", "lines", "exact_results"),
+        spread=lambda count: (*SMALLEST["collectives"], f"processes_per_node={count}", "rounds=2000"),
+    ),
 ]
 
 
@@ -159,6 +171,7 @@ def make_entry(name: str) -> Entry:
 
 
 EXPERIMENTS += [make_entry(name) for name in config.list_experiments() if name not in {e.name for e in EXPERIMENTS}]
+TRAINING = [entry for entry in EXPERIMENTS if entry.trains]
 BY_NAME = {entry.name: entry for entry in EXPERIMENTS}
 STAGED, REPLICATED = BY_NAME["mnist_pipeline"], BY_NAME["ddp_multinode"]
 ARCHETYPES = [STAGED, REPLICATED]

@@ -17,7 +17,7 @@ from common.core.errors import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
 from tests.harness.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until
-from tests.harness.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, Entry
+from tests.harness.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
 from tests.harness.resuming import check_notice_in_evaluation, resume
 from tests.harness.warm import Command
 
@@ -37,7 +37,7 @@ def test_a_rank_that_hangs_is_named(entry: Entry, tmp_path: Path, quick: tuple[s
     check_hanging_rank(entry, quick, tmp_path)
 
 
-@pytest.mark.parametrize("entry", [e for e in EXPERIMENTS if e != STAGED], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [e for e in TRAINING if e != STAGED], ids=lambda entry: entry.name)
 def test_a_notice_in_an_evaluation_saves_the_state_before_it(
     entry: Entry, tmp_path: Path, digits: tuple[str, ...]
 ) -> None:

@@ -17,7 +17,7 @@ from slurm.reports.status import read_status
 from tests.harness import warm
 from tests.harness.long_runs import only_folder
 from tests.harness.processes import environment, run
-from tests.harness.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, Entry
+from tests.harness.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
 from tests.harness.resuming import (
     ALONE,
     STEPS,
@@ -31,7 +31,7 @@ from tests.harness.resuming import (
 )
 from tests.harness.warm import ROOT
 
-every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+training = pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
 archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
 WORLDS = [(entry, 2) for entry in EXPERIMENTS if entry not in ARCHETYPES]
 WORLDS += [(entry, count) for entry in ARCHETYPES for count in (1, 3, 4)]
@@ -47,7 +47,7 @@ def test_a_resumed_run_is_equal_to_the_bit(
     entry: Entry, ranks: int, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     whole = whole_run(tmp_path_factory, quick, entry, ranks)
-    assert len(whole.losses) == STEPS
+    assert len(trained_steps(whole.folder)) == STEPS
     real = ranks == 3 and entry == STAGED  # the command that a person types
     check_that_it_goes_on(entry, whole, f"{entry.name}-{ranks}", tmp_path, real)
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_with_other_settings_is_equal_to_the_bit(
     check_that_it_goes_on(entry, whole, "-".join([entry.name, *words]), tmp_path / "cut")
 
 
-@every
+@training
 def test_a_run_that_misses_only_the_last_evaluation_makes_it(
     entry: Entry, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_run_that_misses_only_the_last_evaluation_makes_it(
     assert read_status(folder).samples_per_second > 0, "that of the steps before"
 
 
-@every
+@training
 def test_a_run_goes_on_with_fewer_processes_and_then_with_more(
     entry: Entry, tmp_path: Path, quick: tuple[str, ...]
 ) -> None:

@@ -1,0 +1,169 @@
+"""Collectives: what an all-reduce costs by size and algorithm, and the straight line behind it.
+
+    python experiments/collectives.py                                          two ranks on this machine
+    python experiments/collectives.py processes_per_node=4 sizes=[4,1M] rounds=30
+    python experiments/collectives.py ops=[all_reduce] dtypes=[float32,bfloat16,int64]
+    make exp NAME=collectives NODES=4                                          on a cluster, with the bytes on its links
+
+Takes about a minute on 2 CPU cores. Nothing is trained: a step is one round of one point (operation, type, size), in
+which all sides take their turn, another one first in each round. A side is the library (gloo on CPUs, nccl on GPUs),
+or the ring below, which only sends and receives. All ranks put in whole numbers, wait for each other, call the
+operation, and compare what they get with the exact result. The time of a call is that of its slowest rank, and the
+time of a point the median over the rounds; a run that is resumed keeps the rounds it has.
+
+A link takes alpha + beta n seconds for n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks a ring
+sends 2 (p - 1) messages of n / p bytes: an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n, and no algorithm
+sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). Others send fewer messages,
+which counts where n is small (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521). The bus bandwidth of
+nccl-tests (doc/PERFORMANCE.md) multiplies n / t by 2 (p - 1) / p: it can be compared with a link's, whatever p is.
+"""
+
+from __future__ import annotations
+
+from common.api import Run, TrainState, start
+from common.core.network import read_sent_bytes
+from common.data.rounds import Rounds
+from common.distributed.collective_report import CollectiveReport
+from common.distributed.collectives import Call, Point, Vectors, list_points
+from common.distributed.rendezvous import World
+from common.measure import plots
+from common.measure.timing import synchronize_device
+from configs.collectives import Config
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Sides = Mapping[str, Mapping[str, Call]]
+
+
+def pass_on(sent: Tensor, received: Tensor, world: World) -> None:
+    """Send to the next rank of the ring and receive from the one before, both at once.
+
+    Were all ranks to send first and wait until that is taken, nobody would ever receive.
+    """
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    moves = [(dist.isend, sent, after), (dist.irecv, received, before)]
+    todo = [dist.P2POp(*move) for move in moves if move[1].numel()]  # a vector may be shorter than the ring
+    for work in dist.batch_isend_irecv(todo) if todo else []:
+        work.wait()
+
+
+def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
+    """Let every chunk travel once around the ring and be added to at each stop: chunk r is complete at rank r."""
+    arrived = torch.empty_like(chunks[0])  # the longest
+    for step in range(1, world.size):
+        leaves, stays = chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size]
+        pass_on(leaves, arrived[: len(stays)], world)
+        stays += arrived[: len(stays)]
+
+
+def all_gather_in_ring(chunks: Sequence[Tensor], world: World) -> None:
+    """Let every chunk, which rank r begins with as its own, travel once around the ring and be kept at each stop."""
+    for step in range(world.size - 1):
+        pass_on(chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size], world)
+
+
+def make_ring(world: World) -> dict[str, Call]:
+    """Make the operations that are rounds of a ring: an all-reduce is a reduce-scatter and then an all-gather."""
+
+    def all_reduce(x: Tensor, out: Tensor) -> None:
+        chunks = x.tensor_split(world.size)
+        reduce_scatter_in_ring(chunks, world)
+        all_gather_in_ring(chunks, world)
+
+    def reduce_scatter(x: Tensor, out: Tensor) -> None:
+        chunks = x.tensor_split(world.size)
+        reduce_scatter_in_ring(chunks, world)
+        out.copy_(chunks[world.rank])
+
+    def all_gather(x: Tensor, out: Tensor) -> None:
+        chunks = out.tensor_split(world.size)
+        chunks[world.rank].copy_(x)
+        all_gather_in_ring(chunks, world)
+
+    return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
+
+
+def make_library(world: World) -> dict[str, Call]:
+    """Make the operations as the library has them."""
+    return {
+        "sendrecv": lambda x, out: pass_on(x, out, world),
+        "broadcast": lambda x, out: dist.broadcast(x, 0),
+        "all_reduce": lambda x, out: dist.all_reduce(x),
+        "reduce_scatter": lambda x, out: dist.reduce_scatter_tensor(out, x),
+        "all_gather": lambda x, out: dist.all_gather_into_tensor(out, x),
+    }
+
+
+def count_sent(world: World) -> float:
+    """Return the bytes that this rank has sent so far; on one host the mean of its ranks, which share an interface."""
+    sent = read_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])
+    return sent / world.size if world.nodes == 1 else sent if world.local_size == 1 else 0.0
+
+
+def measure(call: Call, x: Tensor, out: Tensor, world: World) -> list[float]:
+    """Return the seconds of a call, from a barrier on, and the bytes that this rank has sent for it."""
+    dist.barrier()
+    before = count_sent(world)
+    synchronize_device(world.device)
+    began = time.perf_counter()
+    call(x, out)
+    synchronize_device(world.device)
+    seconds = time.perf_counter() - began
+    dist.barrier()  # what others have still to send counts, too
+    return [seconds, count_sent(world) - before]
+
+
+def measure_sides(
+    sides: Sides, first: int, point: Point, vectors: Vectors, world: World
+) -> dict[str, list[list[float]]]:
+    """Return the seconds and bytes [ranks, 2] of each side that has the operation, on rank 0, and check all results."""
+    found, names = {}, [*list(sides)[first:], *list(sides)[:first]]
+    for name in names:
+        if point.op in sides[name]:
+            x, out = vectors.fill(point)
+            own = measure(sides[name][point.op], x, out, world)
+            vectors.check(point, x, out, name)
+            found[name] = world.gather(own)
+    return found
+
+
+def draw_times(report: CollectiveReport, run: Run) -> None:
+    """Draw time against size with the fitted lines, a figure for each operation and type."""
+    for name, (series, lines) in report.list_curves().items():
+        path = run.folder.path / f"{name.replace(' ', '_')}.png"
+        plots.draw_curves(path, series, "bytes", "microseconds", computed=lines, loglog=True, title=name)
+
+
+def main(cfg: Config, run: Run) -> None:
+    world, device = run.world, run.device
+    sides = {world.backend: make_library(world), "isend ring": make_ring(world)}
+    points = list_points(cfg.ops, cfg.dtypes, cfg.list_bytes(), world.size)
+    vectors = Vectors(cfg.seed, world, device)
+    table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 2, dtype=torch.float64)
+    state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
+    for point in list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):  # connections are made at the first message
+        measure_sides(sides, 0, point, vectors, world)
+
+    for step in run.steps(state, loss=0):
+        point, index = step.batch, (step.number - 1) % len(points)
+        with step:
+            found = measure_sides(sides, step.epoch % len(sides), point, vectors, world)
+            for number, name in enumerate(sides):
+                if world.is_main and name in found:
+                    table[step.epoch, index, number] = torch.tensor(found[name], dtype=torch.float64)
+                    step.log(**{f"{point.name} {name}": max(seconds for seconds, _ in found[name])})
+            step.log(bytes=float(point.nbytes))
+    report = CollectiveReport(points, list(sides), table, world.backend)
+    if cfg.plot and world.is_main:
+        draw_times(report, run)
+    run.report(report)
+
+
+if __name__ == "__main__":
+    start(main, Config)

@@ -1,0 +1,217 @@
+"""collectives: formulas of the table, exact results in rings of any length, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.core import config
+from common.core.errors import UserError
+from common.distributed.collective_report import CollectiveReport
+from common.distributed.collectives import Point, Vectors, compute_bus_factor, compute_least_bytes, list_points
+from common.distributed.rank_info import RankInfo
+from common.distributed.rendezvous import World
+from common.runs.folder import Folder, write_json
+from configs.collectives import OPS, Config
+from experiments import collectives as script
+from slurm.launch import rerun
+from tests.harness import inside
+from tests.harness.processes import run, values_of
+from tests.harness.registry import BY_NAME
+from tests.harness.resuming import cut_off, resume, trained_steps
+
+COLLECTIVES = BY_NAME["collectives"]
+
+
+# ---- formulas
+
+
+@pytest.mark.parametrize(
+    ("op", "bus", "least"),
+    [
+        ("sendrecv", 1.0, 8.0),
+        ("broadcast", 1.0, 6.0),
+        ("all_reduce", 1.5, 12.0),
+        ("reduce_scatter", 0.75, 6.0),
+        ("all_gather", 0.75, 6.0),
+    ],
+)
+def test_factors_of_four_ranks_are_those_of_nccl_tests(op: str, bus: float, least: float) -> None:
+    assert compute_bus_factor(op, 4) == bus
+    assert compute_least_bytes(Point(op, "float32", 2, 8), 4) == least
+
+
+def test_sizes_are_rounded_up_to_equal_shards_where_there_are_shards() -> None:
+    points = list_points(["all_reduce", "all_gather"], ["float32", "int64"], [8, 1024], 3)
+    assert [(p.name, p.length, p.nbytes) for p in points] == [
+        ("all_reduce float32", 2, 8),
+        ("all_reduce float32", 256, 1024),
+        ("all_reduce int64", 1, 8),
+        ("all_reduce int64", 128, 1024),
+        ("all_gather float32", 3, 12),
+        ("all_gather float32", 258, 1032),
+        ("all_gather int64", 3, 24),
+        ("all_gather int64", 129, 1032),
+    ]
+
+
+def test_the_table_of_known_times() -> None:
+    """Links of 100 us and 1 GB/s, an all-reduce of twice that; the second rank is the slower one."""
+    points = list_points(["sendrecv", "all_reduce"], ["float32"], [4000, 4_000_000], 2)
+    table = torch.zeros(3, len(points), 2, 2, 2, dtype=torch.float64)
+    for i, point in enumerate(points):
+        seconds = 1e-4 + 1e-9 * point.nbytes
+        for number, factor in enumerate((1.0, 0.5, 5.0)):  # the median round comes first
+            times = (2 if point.op == "all_reduce" else 1) * factor * seconds
+            table[number, i, 0] = torch.tensor([[0.9 * times, point.nbytes], [times, point.nbytes]])
+    table[2, 3] = 0  # the run ended before
+    report = CollectiveReport(points, ["gloo", "isend ring"], table, "gloo")
+    found = report.result()
+    assert found.outcome == {"exact_results": 11} and len(found.measured["points"]) == 4
+    small, large = found.measured["points"][2:]
+    assert small["side"] == "gloo" and (small["bytes"], small["seconds"]) == (4000, pytest.approx(2 * 1.04e-4))
+    assert [small[key] / small["seconds"] for key in ("least", "most")] == pytest.approx([0.5, 5])
+    assert large["seconds"] == pytest.approx(0.75 * 2 * 4.1e-3), "of two rounds the mean"
+    assert large["bytes_per_second"] == pytest.approx(4e6 / large["seconds"]) == large["bus_bytes_per_second"]
+    line = found.measured["lines"]["sendrecv float32 gloo"]
+    assert (line["alpha"], line["beta"]) == (pytest.approx(1e-4), pytest.approx(1e-9))
+    shown = report.rows()
+    assert "gloo: 100.0 us + bytes / 1 GB/s" in shown["sendrecv float32"]
+    assert "a ring of links as gloo has them: 4,200.0 us for the last size" in shown["all_reduce float32"]
+    assert "all_reduce float32, 4,000,000 bytes, gloo: MB by rank 4.00, 4.00; the least is 4.00" in shown["bytes sent"]
+
+
+def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
+    points = list_points(["all_reduce"], ["float32"], [4, 8], 2)
+    table = torch.zeros(1, 2, 1, 2, 2, dtype=torch.float64)
+    table[0, 0, 0, :, 0] = 1e-3
+    report = CollectiveReport(points, ["gloo"], table, "gloo")
+    assert report.fit_lines() == {} and len(report.cells) == 1
+    assert report.rows()["bytes sent"] == "not known"
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_wrong_number_is_found_and_named(op: str) -> None:
+    vectors, (point,) = Vectors(0, RankInfo(1, 3), torch.device("cpu")), list_points([op], ["bfloat16"], [6000], 3)
+    x, out = vectors.fill(point)
+    with pytest.raises(RuntimeError, match=f"mine is wrong: {op} of 3000 bfloat16 gives rank 1 "):
+        vectors.check(point, x, out, "mine")
+    expected = vectors.compute_expected(point)
+    (x if op in ("broadcast", "all_reduce") else out).copy_(expected)
+    vectors.check(point, x, out, "mine")
+    (x if op in ("broadcast", "all_reduce") else out)[7] += 1
+    with pytest.raises(RuntimeError, match=r"at position 7, and \d+ is right"):
+        vectors.check(point, x, out, "mine")
+
+
+def test_a_side_that_is_wrong_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
+    (point,), vectors = list_points(["all_reduce"], ["int64"], [64], 1), Vectors(0, world, world.device)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sides = {"right": {"all_reduce": lambda x, out: x}, "other": {"broadcast": lambda x, out: x}}
+        assert list(script.measure_sides(sides, 1, point, vectors, world)) == ["right"]
+        with pytest.raises(RuntimeError, match="wrong is wrong: all_reduce of 8 int64 gives rank 0 "):
+            script.measure_sides({"wrong": {"all_reduce": lambda x, out: x.add_(1)}}, 0, point, vectors, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_three_ranks_add_up_exactly_in_every_type_also_where_a_vector_is_shorter_than_the_ring(tmp_path: Path) -> None:
+    types = "dtypes=[float32,bfloat16,int64]"
+    words = ("processes_per_node=3", f"ops=[{','.join(OPS)}]", types, "sizes=[8,1K]", "rounds=1", "plot=false")
+    done = run("collectives", *words, "launch.threads=1", "log.progress=none", runs=tmp_path)
+    assert done.status == 0, done.err
+    assert done.result["exact_results"] == 2 * 3 * (5 + 3)
+    sides = {(point["op"], point["side"]) for point in done.result["points"]}
+    assert sides == {(op, "gloo") for op in OPS} | {(op, "isend ring") for op in OPS[2:]}
+    assert "hold nothing" not in done.out and "bytes sent" in done.out
+
+
+def test_a_measurement_has_a_figure_and_neither_data_nor_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run("collectives", "sizes=[4,64K]", "rounds=2", "launch.threads=1", runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert sorted(path.name for path in done.folder.path.glob("*.png")) == [
+        "all_reduce_float32.png",
+        "sendrecv_float32.png",
+    ]
+    assert "data" not in done.folder.result and not (done.folder.path / "model.json").exists()
+    assert "epoch" not in done.out and "data none" not in done.out
+    for verb in ("evaluate", "export"):
+        told = inside.run_verb(verb, "--", str(done.folder.path))
+        assert told.returncode == 2 and "collectives trains no model; name another run" in told.stderr
+    again = Folder(shutil.copytree(done.folder.path, tmp_path / "again" / done.folder.path.name))
+    assert rerun.compare_runs(done.folder, again)
+    assert capsys.readouterr().out == "result      equal to the bit: exact_results, data\n"
+    result = json.loads((again.path / "result.json").read_text())
+    write_json(again.path / "result.json", result | {"outcome": {"exact_results": 11}})
+    assert not rerun.compare_runs(done.folder, again)
+    assert capsys.readouterr().out == "result      exact_results: then 12, now 11, 1 apart\n"
+
+
+def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
+    saving = ("checkpoint.every_steps=7", "checkpoint.every_seconds=0", "checkpoint.keep=9")
+    words = (*saving, "launch.threads=1", "log.progress=none")
+    whole = run("collectives", *COLLECTIVES.smallest, *words, runs=tmp_path / "whole").folder
+    folder = cut_off(whole, 21, tmp_path)  # within a round
+    before = folder.metrics()[:21]
+    for wrong, part in (
+        ("sizes=[4,2K]", "sizes cannot change when a run goes on"),
+        ("processes_per_node=3", "has shape (10, 4, 2, 2, 2), here (10, 4, 2, 3, 2)"),
+        ("rounds=11", "has shape (10, 4, 2, 2, 2), here (11, 4, 2, 2, 2)"),
+    ):
+        copy = Folder(shutil.copytree(folder.path, tmp_path / wrong / folder.path.name))
+        done = resume(COLLECTIVES, copy, wrong)
+        assert done.returncode == 2 and part in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = resume(COLLECTIVES, folder)
+    assert done.returncode == 0 and "goes on after step 21" in done.stdout, done.stderr
+    assert trained_steps(folder) == list(range(1, 41)) and folder.metrics()[:21] == before
+    name = "all_reduce float32 gloo"
+    times = [row[name] for row in folder.metrics() if row.get("bytes") == 1024 and name in row]
+    (point,) = (
+        p for p in values_of(folder)["points"] if (p["op"], p["bytes"], p["side"]) == ("all_reduce", 1024, "gloo")
+    )
+    assert len(times) == 10 and point["least"] == min(times) and point["most"] == max(times), "of all ten rounds"
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("sizes=[0]", ["sizes=[0]: write bytes from 1 to 1G", "64K"]),
+        ("sizes=[]", ["sizes=[]: write bytes"]),
+        ("sizes=[4,2G]", ["sizes=[2G]"]),
+        ("sizes=[4k]", ["sizes=[4k]"]),
+        ("sizes=[5]", ["sizes=[5]: a number of float32 has 4 bytes; use 4 or 8"]),
+        ("dtypes=[float32,fp8]", ["dtypes=[fp8]: use some of float32"]),
+        ("ops=[allreduce]", ["ops=[allreduce]: use some of sendrecv, broadcast, all_reduce"]),
+        ("ops=[all_reduce,all_reduce]", ["ops=[all_reduce]", "each once"]),
+        ("ops=[]", ["ops=[]: use some of"]),
+        ("rounds=0", ["rounds=0: out of range"]),
+        ("processes_per_node=1", ["one rank has nobody to send to; use processes_per_node=2"]),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_the_remedy(word: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        config.load_config(Config, [word], {})
+    assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+
+
+def test_settings_of_training_are_not_offered() -> None:
+    text = config.format_help(Config)
+    assert "  rounds=10  (int from 1 to 100000)" in text and "  launch.threads=0" in text
+    assert not [key for key in ("epochs", "batch", "dtype", "data.name", "optim.lr") if f"  {key}=" in text]
+    assert config.load_config(Config, ["data.name=digits"], {}).data.name == "none"
