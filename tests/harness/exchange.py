@@ -1,13 +1,14 @@
 """Three steps of messages between two processes, one way or another, for tests/unit/pipeline/test_memory.py.
 
-    python -m tests.harness.exchange memory|network|small|silent
+    python -m tests.harness.exchange memory|network|small|silent|gone
 
 With `small` the files of a process, which its shared memory is too, may hold next to nothing; with `silent` one
-process says nothing in the last step.
+process says nothing in the last step, with `gone` it ends there.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -29,7 +30,7 @@ def exchange(what: str, place: RankInfo) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         found = list_routes(make_gpipe(2, 2, 2), SHAPES, 4)
         messages = Messages(world, found, torch.float32, 2, "network" if what == "network" else "auto")
-        assert (messages.memory is not None) == (what in ("memory", "silent"))
+        assert (messages.memory is not None) == (what in ("memory", "silent", "gone"))
         for step in range(3):
             messages.post_receives()
             for m in range(2):
@@ -41,6 +42,8 @@ def exchange(what: str, place: RankInfo) -> None:
                 else:
                     if what == "silent" and step == 2:
                         time.sleep(60)
+                    if what == "gone" and step == 2:
+                        os._exit(0)
                     given = messages.receive(Action("F", 1, m))
                     assert given is not None
                     messages.send(Action("B", 0, m), given.t().contiguous().t() + 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import socket
 import ssl
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 
 HEADER = struct.Struct("<QQ")  # tag and bytes of a message
@@ -20,6 +22,18 @@ def pack_seconds(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
+OPEN: weakref.WeakSet[SocketStream] = weakref.WeakSet()
+
+
+def close_inherited() -> None:
+    """Close the sockets that a forked process has inherited: a connection would outlive its rank."""
+    for stream in OPEN:
+        stream.close()
+
+
+os.register_at_fork(after_in_child=close_inherited)
+
+
 class SocketStream:
     """One end of a connection, plain or TLS, on which messages go in one direction."""
 
@@ -27,6 +41,7 @@ class SocketStream:
         self.socket, self.timeout = connection, timeout
         self.encrypted = isinstance(connection, ssl.SSLSocket)
         self._scratch = bytearray()
+        OPEN.add(self)
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.encrypted:  # Python repeats without end a TLS read that the kernel's time limit has ended

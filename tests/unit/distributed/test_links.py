@@ -13,7 +13,7 @@ import pytest
 
 from common.distributed.transport.connecting import Links
 from common.distributed.transport.links import LinkError, LinkTimeout
-from common.distributed.transport.memory_links import SLOTS, MemoryStream
+from common.distributed.transport.memory_links import SLOTS, MemoryStream, allocate
 from common.distributed.transport.socket_stream import PIECE, SMALL
 from tests.harness.processes import PATIENCE
 from tests.harness.transport import Meeting, fork, identity, meeting, pair
@@ -98,11 +98,15 @@ def test_closing_ends_at_once_what_waits(pair: list[Links]) -> None:
 def test_a_rank_that_dies_is_named_at_once(meeting: Meeting) -> None:
     def sleep() -> None:
         held = meeting.join(1, 2)
+        child = os.fork()  # such as a loader's worker, which may live on for a while
+        if child:
+            meeting.set("child", str(child))
         time.sleep(PATIENCE)
         held.close()
 
     process = fork(sleep)
     links = meeting.join(0, 2)
+    child = int(meeting.get("child"))
     ticket = links.outgoing[1].send(0, bytes(20 * LARGE))
     waits = (lambda: links.outgoing[1].wait(ticket), lambda: links.incoming[1].receive(7, bytearray(4)))
     with ThreadPoolExecutor(2) as pool:
@@ -113,6 +117,7 @@ def test_a_rank_that_dies_is_named_at_once(meeting: Meeting) -> None:
         for future in waiting:
             with pytest.raises(LinkError, match="rank 1 has closed its connection; see its log"):
                 future.result(PATIENCE)
+    os.kill(child, signal.SIGKILL)
     process.join()
     links.close()
 
@@ -186,6 +191,11 @@ def test_links_of_closed_ranks_leave_no_thread(meeting: Meeting) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def test_memory_has_its_pages_before_it_is_used() -> None:
+    with open(allocate(1 << 20), "rb") as file:
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 20
 
 
 @pytest.mark.parametrize("meeting", ["memory"], indirect=True)

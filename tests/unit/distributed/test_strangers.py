@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from common.distributed.transport.welcome import ANSWER, Direction, make_hello
 from tests.harness.chance import draw_seed
 from tests.harness.processes import PATIENCE
 from tests.harness.strangers import attack
-from tests.harness.transport import Meeting, identity, meeting
+from tests.harness.transport import Meeting, fork, identity, meeting
 
 __all__ = ["identity", "meeting"]
 
@@ -99,6 +100,37 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reception, "SECONDS", 0.2)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("meeting", ["memory"], indirect=True)
+def test_another_user_of_this_host_is_refused_whatever_he_knows(waiting: Waiting) -> None:
+    def intrude() -> None:
+        os.setuid(65534)
+        hello = make_hello(Direction("run", 1, 0), bytes.fromhex(waiting.found.token))
+        assert waiting.send(hello) == b""
+
+    process = fork(intrude)
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+    assert "this host, which belongs to another user" in waiting.meeting.lines[0]
+
+
+@pytest.mark.parametrize("meeting", ["tcp"], indirect=True)
+def test_a_program_that_cannot_prove_the_token_is_not_taken_for_a_rank(meeting: Meeting) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        port = listener.getsockname()[1]
+        meeting.set("link/1", json.dumps(Published("127.0.0.1", port, "00", "", "")))
+        waiting = pool.submit(meeting.join, 0, 2, setup_timeout=0.2)
+        listener.settimeout(0.05)
+        while not waiting.done():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                connection.sendall(bytes(ANSWER))
+                connection.recv(1000)
+                connection.close()
+        with pytest.raises(Unreachable, match=f"rank 1 at 127.0.0.1:{port}: another program answers there"):
+            waiting.result()
+
+
 def test_silence_and_half_a_welcome_end_after_their_time(brief: None, waiting: Waiting) -> None:
     with waiting.connect() as silent, waiting.connect() as half:
         is_encrypted = "identity" in waiting.meeting.options
@@ -125,7 +157,12 @@ def test_the_position_of_a_rank_that_is_here_is_taken(meeting: Meeting) -> None:
     assert "says that it is rank 1, which is here already" in meeting.lines[0]
 
 
-def test_more_connections_than_are_heard_at_a_time_keep_nobody_out(waiting: Waiting) -> None:
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "SECONDS", 10 * PATIENCE)
+
+
+def test_more_connections_than_are_heard_at_a_time_keep_nobody_out(endless: None, waiting: Waiting) -> None:
     waiting.held += [waiting.connect() for _ in range(3 * GUESTS)]
 
 

@@ -37,3 +37,9 @@ def test_silence_ends_with_the_time_out_and_names_the_rank() -> None:
     done = exchange("silent")
     assert done.returncode == 1
     assert "rank 0 waited 2 s for rank 1: nothing came for the backward of microbatch 0 on stage 0" in done.stderr
+
+
+def test_a_rank_that_has_ended_is_noticed_before_the_time_out() -> None:
+    done = exchange("gone")
+    assert done.returncode == 1
+    assert "rank 1 has closed its connection; see its log" in done.stderr
