@@ -92,7 +92,9 @@ class SharedMemory:
             routes = [route for route in near if (route.source, route.target) == (world.rank, peer)]
             if isinstance(stream, MemoryStream):
                 with contextlib.suppress(OSError):
-                    memory = stream.share(SLOTS, max(ALIGN, sum(count_slot_bytes(route, dtype) for route in routes)))
+                    memory = stream.share_memory(
+                        SLOTS, max(ALIGN, sum(count_slot_bytes(route, dtype) for route in routes))
+                    )
                     self.targets[peer] = stream
                     self._map_slots(memory, routes, dtype)
             link.send(READY, bytes([memory is not None]))
@@ -119,7 +121,7 @@ class SharedMemory:
         self.slots[consumer].copy_(value)
         target = consumer.stage % self.world.size
         try:
-            self.targets[target].ring(self.numbers[consumer])
+            self.targets[target].send_number(self.numbers[consumer])
         except OSError as error:
             raise self.links.outgoing[target].explain(error) from None
 
@@ -135,7 +137,7 @@ class SharedMemory:
         source = (consumer.stage + (-1 if consumer.kind == "F" else 1)) % self.world.size
         try:
             while number not in self.full:
-                self.full.update(self.sources[source].hear())
+                self.full.update(self.sources[source].receive_numbers())
         except BlockingIOError:
             raise TimeoutError(
                 f"rank {self.world.rank} waited {self.world.timeout.total_seconds():g} s for rank {source}: nothing "

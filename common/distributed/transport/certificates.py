@@ -72,12 +72,12 @@ def make_identity(folder: Path, seconds: float, start: float | None = None) -> N
     try:
         (staging / "config").write_text(CONFIG)
         (staging / "index").touch()
-        openssl(staging, "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", KEY)
-        openssl(staging, "req", "-new", "-config", "config", "-key", KEY, "-out", "request")
+        run_openssl(staging, "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", KEY)
+        run_openssl(staging, "req", "-new", "-config", "config", "-key", KEY, "-out", "request")
         dates = ["-startdate", format_date(begin - SKEW), "-enddate", format_date(begin + seconds + SKEW)]
         files = ["-config", "config", "-keyfile", KEY, "-in", "request", "-out", CERTIFICATE]
         # not `req -x509`, which knows no earlier start before OpenSSL 3.4
-        openssl(staging, "ca", "-selfsign", "-batch", "-notext", *files, *dates)
+        run_openssl(staging, "ca", "-selfsign", "-batch", "-notext", *files, *dates)
         for left in staging.iterdir():
             if left.name not in (KEY, CERTIFICATE):
                 left.unlink()
@@ -90,7 +90,7 @@ def make_identity(folder: Path, seconds: float, start: float | None = None) -> N
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def openssl(folder: Path, *words: str) -> None:
+def run_openssl(folder: Path, *words: str) -> None:
     """Run the openssl program in a folder. Raises UserError."""
     try:
         done = subprocess.run(

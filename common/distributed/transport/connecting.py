@@ -52,7 +52,7 @@ class Published(NamedTuple):
     """Abstract name of a Unix socket for ranks of the same host, empty if there is none."""
 
 
-def warn(line: str) -> None:
+def print_warning(line: str) -> None:
     """Print a line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
@@ -70,7 +70,7 @@ def connect_ranks(
     identity: Identity | None = None,
     host: str = "",
     spin: float = 0.0,
-    tell: Callable[[str], object] = warn,
+    tell: Callable[[str], object] = print_warning,
 ) -> Links:
     """Connect the ranks of a group with each other; all of them call it.
 
@@ -93,12 +93,12 @@ def connect_ranks(
         own = Published(address, reception.port, token.hex(), host, reception.local)
         publish(f"link/{rank}", json.dumps(own))
         for peer in ((rank + step) % size for step in range(1, size)):  # not all to the same one at first
-            target = find_rank(peer, lookup)
+            target = look_up_rank(peer, lookup)
             if target.host != host:
                 target = target._replace(local="")
-            connection = connect(Direction(group, rank, peer), target, deadline, identity, tell)
+            connection = connect_to_rank(Direction(group, rank, peer), target, deadline, identity, tell)
             links.outgoing[peer] = Outgoing(make_stream(connection, timeout, spin), peer)
-        for peer, connection in reception.wait(deadline).items():
+        for peer, connection in reception.wait_for_ranks(deadline).items():
             links.incoming[peer] = Incoming(make_stream(connection, timeout, spin), peer)
     except BaseException:
         links.close()
@@ -114,7 +114,7 @@ def make_stream(connection: socket.socket, timeout: float, spin: float) -> Socke
     return MemoryStream(connection, timeout, spin) if is_local else SocketStream(connection, timeout)
 
 
-def find_rank(peer: int, lookup: Callable[[str], str | bytes]) -> Published:
+def look_up_rank(peer: int, lookup: Callable[[str], str | bytes]) -> Published:
     """Wait until a rank has published itself. Raises Unreachable."""
     try:
         return Published(*json.loads(lookup(f"link/{peer}")))
@@ -125,7 +125,7 @@ def find_rank(peer: int, lookup: Callable[[str], str | bytes]) -> Published:
         ) from None
 
 
-def connect(
+def connect_to_rank(
     direction: Direction,
     target: Published,
     deadline: float,

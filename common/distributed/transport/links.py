@@ -33,7 +33,7 @@ class LinkTimeout(TimeoutError):
     """A rank from or to which nothing moved for the time limit."""
 
 
-def as_bytes(data: ReadableBuffer) -> memoryview:
+def view_bytes(data: ReadableBuffer) -> memoryview:
     """Return a view of the bytes of contiguous memory."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else NOTHING  # an empty view cannot be cast
@@ -59,7 +59,7 @@ class Link:
         """Remember why the link ended, if it was alive; wake all. Called under the lock."""
         if self._problem is None:
             self._problem = problem
-            self.stream.shut()
+            self.stream.end_calls()
         if not self._busy:
             self.stream.close()  # otherwise whoever is busy closes it: its number must not be taken by another file
         self._wake()
@@ -120,7 +120,7 @@ class Outgoing(Link):
 
         Memory of more than SMALL bytes must stay as it is until `wait(ticket)` returns. Messages arrive in order.
         """
-        view = as_bytes(data)
+        view = view_bytes(data)
         with self._lock:
             if self._problem is not None:
                 raise self._copy_problem()
@@ -131,7 +131,7 @@ class Outgoing(Link):
                 self._queue.append((self._newest, functools.partial(self._send_later, tag, kept)))
                 return self._newest
             try:
-                rest = self.stream.begin(tag, view)
+                rest = self.stream.begin_message(tag, view)
             except (OSError, EOFError) as error:
                 self._end(self.explain(error))
                 raise self._copy_problem() from None
@@ -143,7 +143,7 @@ class Outgoing(Link):
             return self._newest
 
     def _send_later(self, tag: int, view: memoryview) -> None:
-        if rest := self.stream.begin(tag, view):
+        if rest := self.stream.begin_message(tag, view):
             rest()
 
     def wait(self, ticket: int) -> None:
@@ -201,7 +201,7 @@ class Incoming(Link):
         `patient` is for a message that nobody waits for yet: it may begin after any time. Raises LinkError, also where
         the sizes differ, and LinkTimeout.
         """
-        target = as_bytes(into)
+        target = view_bytes(into)
         stored = self._claim(tag, len(target), patient)
         if stored is not None:
             target[:] = stored

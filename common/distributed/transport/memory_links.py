@@ -58,25 +58,25 @@ class MemoryStream(SocketStream):
 
     # ---- writing
 
-    def share(self, name: int, size: int) -> mmap.mmap:
+    def share_memory(self, name: int, size: int) -> mmap.mmap:
         """Allocate memory and hand it to the other side, which has it after the next message. Raises OSError."""
-        descriptor = allocate(size)
-        self._go_on(self._share_steps(name, size, descriptor))
+        descriptor = allocate_memory(size)
+        self._finish_steps(self._share_steps(name, size, descriptor))
         return self.shared[name]
 
-    def begin(self, tag: int, data: memoryview) -> Rest | None:
+    def begin_message(self, tag: int, data: memoryview) -> Rest | None:
         if len(data) <= INLINE or self._has_no_memory:
-            return super().begin(tag, data)
+            return super().begin_message(tag, data)
         steps = self._write_steps(tag, data)
         if not self._slots:
             try:
-                descriptor = allocate(SLOTS * PIECE)
+                descriptor = allocate_memory(SLOTS * PIECE)
             except OSError:
                 self._has_no_memory = True
-                return super().begin(tag, data)
+                return super().begin_message(tag, data)
             steps = itertools.chain(self._share_steps(RING, SLOTS * PIECE, descriptor), steps)
         event = next(steps, None)
-        return None if event is None else functools.partial(self._go_on, steps, event)
+        return None if event is None else functools.partial(self._finish_steps, steps, event)
 
     # These write without blocking; wherever the socket is not ready they yield the event to wait for.
 
@@ -90,7 +90,7 @@ class MemoryStream(SocketStream):
         finally:
             os.close(descriptor)
         if name == RING:
-            self._slots = divide(self.shared[name])
+            self._slots = divide_slots(self.shared[name])
 
     def _pass_file(self, descriptor: int) -> int:
         try:
@@ -123,7 +123,7 @@ class MemoryStream(SocketStream):
                 raise EOFError
         return self._free
 
-    def _go_on(self, steps: Iterator[int], event: int | None = None) -> None:
+    def _finish_steps(self, steps: Iterator[int], event: int | None = None) -> None:
         """Make all steps, waiting for `event` before the first one."""
         for wanted in itertools.chain([event] if event else [], steps):
             self._poll.register(self.socket, wanted)
@@ -144,9 +144,9 @@ class MemoryStream(SocketStream):
             finally:
                 os.close(descriptor)
             if tag == RING:
-                self._slots = divide(self.shared[tag])
+                self._slots = divide_slots(self.shared[tag])
 
-    def take(self, count: int, patient: bool = False) -> bytes:
+    def read_some(self, count: int, patient: bool = False) -> bytes:
         end = 0.0
         while True:
             try:
@@ -155,7 +155,7 @@ class MemoryStream(SocketStream):
                 now = time.perf_counter()
                 end = end or now + self.spin
                 if now >= end:
-                    return super().take(count, patient)
+                    return super().read_some(count, patient)
                 os.sched_yield()  # not asleep: whoever sleeps is woken late
                 continue
             if not data:
@@ -164,13 +164,13 @@ class MemoryStream(SocketStream):
 
     # Numbers alone, for those who have shared memory of their own and send nothing else from then on.
 
-    def ring(self, number: int) -> None:
+    def send_number(self, number: int) -> None:
         """Send a number below 2^32."""
         self.socket.send(NUMBER.pack(number))
 
-    def hear(self) -> Iterable[int]:
+    def receive_numbers(self) -> Iterable[int]:
         """Wait for numbers. Raises EOFError if the other side has closed."""
-        return array.array("I", self.take(1024 * NUMBER.size))
+        return array.array("I", self.read_some(1024 * NUMBER.size))
 
     def read_into(self, target: memoryview) -> None:
         if not self._in_slots:
@@ -186,7 +186,7 @@ class MemoryStream(SocketStream):
         full = 0
         for begin in range(0, length, PIECE):
             if not full:
-                full = len(self.take(-(-(length - begin) // PIECE)))  # not more: a header may follow
+                full = len(self.read_some(-(-(length - begin) // PIECE)))  # not more: a header may follow
             full -= 1
             yield self._slots[self._next][: min(PIECE, length - begin)]
             self._next = (self._next + 1) % SLOTS
@@ -195,7 +195,7 @@ class MemoryStream(SocketStream):
         self._in_slots = False
 
 
-def allocate(size: int) -> int:
+def allocate_memory(size: int) -> int:
     """Return the file of memory without a name whose pages exist. Raises OSError."""
     descriptor = os.memfd_create("rank")
     try:
@@ -206,7 +206,7 @@ def allocate(size: int) -> int:
     return descriptor
 
 
-def divide(memory: mmap.mmap) -> list[memoryview]:
+def divide_slots(memory: mmap.mmap) -> list[memoryview]:
     """Return the slots in memory of SLOTS * PIECE bytes."""
     view = memoryview(memory)
     return [view[begin : begin + PIECE] for begin in range(0, SLOTS * PIECE, PIECE)]

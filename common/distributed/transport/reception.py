@@ -80,7 +80,7 @@ class Reception:
         self._thread = threading.Thread(target=self._receive_all, name="reception", daemon=True)
         self._thread.start()
 
-    def wait(self, deadline: float) -> dict[int, socket.socket]:
+    def wait_for_ranks(self, deadline: float) -> dict[int, socket.socket]:
         """Return the connection of each other rank. Raises Unreachable naming those that have not come by then."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         absent = [str(rank) for rank in range(self.size) if rank != self.rank and rank not in self.arrived]
@@ -104,19 +104,19 @@ class Reception:
             while len(self.arrived) < self.size - 1 and not self._closing:
                 for key, _ in self._selector.select(PAUSE):
                     if key.data is None:
-                        self._admit(cast(socket.socket, key.fileobj))
+                        self._admit_guest(cast(socket.socket, key.fileobj))
                     elif key.data.socket in self._guests:  # not sent away a moment ago
-                        self._hear(key.data)
+                        self._read_guest(key.data)
                 for guest in [guest for guest in self._guests.values() if guest.deadline < time.monotonic()]:
-                    self._refuse(guest, f"had not proven within {SECONDS:g} s that it is a rank of this run")
+                    self._refuse_guest(guest, f"had not proven within {SECONDS:g} s that it is a rank of this run")
             for guest in list(self._guests.values()):
-                self._forget(guest).close()
+                self._remove_guest(guest).close()
         for listener in self._listeners:
             listener.close()
 
-    def _admit(self, listener: socket.socket) -> None:
+    def _admit_guest(self, listener: socket.socket) -> None:
         if len(self._guests) >= GUESTS:
-            self._refuse(next(iter(self._guests.values())), f"is one of more than {GUESTS} that say nothing")
+            self._refuse_guest(next(iter(self._guests.values())), f"is one of more than {GUESTS} that say nothing")
         try:
             connection, address = listener.accept()
         except OSError as error:  # it has left, or no more files can be opened
@@ -139,11 +139,11 @@ class Reception:
             return
         self._guests[guest.socket] = guest
         if is_local and find_user(connection) != os.getuid():  # what TLS does between hosts the kernel does within one
-            self._refuse(guest, "belongs to another user")
+            self._refuse_guest(guest, "belongs to another user")
             return
-        self._hear(guest)
+        self._read_guest(guest)
 
-    def _hear(self, guest: Guest) -> None:
+    def _read_guest(self, guest: Guest) -> None:
         """Read what a guest has sent so far; accept or refuse it where that is enough to judge."""
         try:
             if not guest.shaken:
@@ -151,34 +151,32 @@ class Reception:
                 guest.socket.do_handshake()
                 check_peer(guest.socket, self.identity)
                 guest.shaken = True
-            if self._read(guest, LENGTH.size):
-                length = parse_length(bytes(guest.received[: LENGTH.size]))
-                if self._read(guest, LENGTH.size + length):
-                    self._accept(guest)
+            self._read_until(guest, LENGTH.size)
+            self._read_until(guest, LENGTH.size + parse_length(bytes(guest.received[: LENGTH.size])))
+            self._accept_guest(guest)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return  # more is to come
         except Stranger as error:
-            self._refuse(guest, str(error))
+            self._refuse_guest(guest, str(error))
         except Exception as error:  # noqa: BLE001 (whatever a stranger sends, this rank goes on)
-            self._refuse(guest, describe_refusal(error))
+            self._refuse_guest(guest, describe_refusal(error))
 
-    def _read(self, guest: Guest, wanted: int) -> bool:
+    def _read_until(self, guest: Guest, wanted: int) -> None:
         """Read until `wanted` bytes are there, and not further: messages may follow."""
         while len(guest.received) < wanted:
             data = guest.socket.recv(wanted - len(guest.received))
             if not data:
                 raise Stranger("left before it had said who it is")
             guest.received += data
-        return True
 
-    def _accept(self, guest: Guest) -> None:
+    def _accept_guest(self, guest: Guest) -> None:
         source = parse_hello(bytes(guest.received[LENGTH.size :]), self.group, self.rank, self.token)
         if source in self.arrived or not 0 <= source < self.size or source == self.rank:
             raise Stranger(f"says that it is rank {source}, which is here already")
         guest.socket.sendall(make_answer(Direction(self.group, source, self.rank), self.token))
-        self.arrived[source] = self._forget(guest)
+        self.arrived[source] = self._remove_guest(guest)
 
-    def _refuse(self, guest: Guest, reason: str) -> None:
+    def _refuse_guest(self, guest: Guest, reason: str) -> None:
         if guest.host not in self._told and len(self._told) < TOLD:
             self._told.add(guest.host)
             with contextlib.suppress(OSError):
@@ -186,9 +184,9 @@ class Reception:
                     f"rank {self.rank} refused a connection from {guest.where}, which {reason}; "
                     "others from there are not mentioned"
                 )
-        self._forget(guest).close()
+        self._remove_guest(guest).close()
 
-    def _forget(self, guest: Guest) -> socket.socket:
+    def _remove_guest(self, guest: Guest) -> socket.socket:
         self._selector.unregister(guest.socket)
         return self._guests.pop(guest.socket).socket
 

@@ -53,7 +53,7 @@ class SocketStream:
 
     # ---- writing
 
-    def begin(self, tag: int, data: memoryview) -> Rest | None:
+    def begin_message(self, tag: int, data: memoryview) -> Rest | None:
         """Write what needs no waiting; return what writes the rest and may block, None if nothing is left."""
         header = HEADER.pack(tag, len(data))
         if len(data) > SMALL:
@@ -87,13 +87,13 @@ class SocketStream:
 
     def read_header(self, patient: bool = False) -> tuple[int, int]:
         """Wait for a message, without a time limit if `patient`; return its tag and length. Raises EOFError."""
-        header = self.take(HEADER.size, patient)
+        header = self.read_some(HEADER.size, patient)
         while len(header) < HEADER.size:
-            header += self.take(HEADER.size - len(header))
+            header += self.read_some(HEADER.size - len(header))
         tag, length = HEADER.unpack(header)
         return tag, length
 
-    def take(self, count: int, patient: bool = False) -> bytes:
+    def read_some(self, count: int, patient: bool = False) -> bytes:
         """Wait for at most `count` bytes, at least one. Raises EOFError if the other side has closed."""
         while True:
             try:
@@ -127,7 +127,7 @@ class SocketStream:
 
     # ---- the end
 
-    def shut(self) -> None:
+    def end_calls(self) -> None:
         """End what any thread reads or writes here."""
         with contextlib.suppress(OSError):  # the other side was faster
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # SSLSocket's own lets a reader take TLS for data

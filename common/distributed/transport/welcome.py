@@ -34,16 +34,16 @@ class Direction(NamedTuple):
 
 def make_hello(direction: Direction, token: bytes) -> bytes:
     """Return what the source sends first; `token` is that of the target."""
-    text = json.dumps([*direction, prove("hello", direction, token).hex()]).encode()
+    text = json.dumps([*direction, compute_proof("hello", direction, token).hex()]).encode()
     return LENGTH.pack(len(text)) + text
 
 
 def make_answer(direction: Direction, token: bytes) -> bytes:
     """Return what the target answers."""
-    return prove("welcome", direction, token)
+    return compute_proof("welcome", direction, token)
 
 
-def prove(word: str, direction: Direction, token: bytes) -> bytes:
+def compute_proof(word: str, direction: Direction, token: bytes) -> bytes:
     """Return what only who knows the token can know."""
     return hmac.digest(token, json.dumps([word, *direction]).encode(), "sha256")
 
@@ -68,7 +68,7 @@ def parse_hello(body: bytes, group: str, target: int, token: bytes) -> int:
         raise Stranger(f"belongs to {theirs[:80]!a}, not to {group}")
     if wanted != target:
         raise Stranger(f"looks for rank {wanted}")
-    expected = prove("hello", Direction(group, source, target), token).hex()
+    expected = compute_proof("hello", Direction(group, source, target), token).hex()
     if not hmac.compare_digest(proof.encode(errors="replace"), expected.encode()):
         raise Stranger("does not know the token that this rank published")
     return source

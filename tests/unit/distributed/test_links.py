@@ -13,7 +13,7 @@ import pytest
 
 from common.distributed.transport.connecting import Links
 from common.distributed.transport.links import LinkError, LinkTimeout
-from common.distributed.transport.memory_links import SLOTS, MemoryStream, allocate
+from common.distributed.transport.memory_links import SLOTS, MemoryStream, allocate_memory
 from common.distributed.transport.socket_stream import PIECE, SMALL
 from tests.harness.processes import PATIENCE
 from tests.harness.transport import Meeting, fork, identity, meeting, pair
@@ -194,7 +194,7 @@ def test_links_of_closed_ranks_leave_no_thread(meeting: Meeting) -> None:
 
 
 def test_memory_has_its_pages_before_it_is_used() -> None:
-    with open(allocate(1 << 20), "rb") as file:
+    with open(allocate_memory(1 << 20), "rb") as file:
         assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 20
 
 
