@@ -35,9 +35,8 @@ def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path
         stopped.path.name: "cancelled",
         finished.path.name: "finished",
     }
-    compared = inside.run_verb("compare", cwd=tmp_path)
-    names = (finished.path.name, finished.path.name[-4:])  # whole where the table has room
-    (line,) = (line for line in compared.stdout.splitlines() if line.startswith(names))
+    compared = inside.run_verb("compare", cwd=tmp_path, COLUMNS="200")  # room for all columns
+    (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name))
     score = values_of(finished)["test_accuracy"]
     assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
     evaluated = inside.run_verb("evaluate", "--", finished.path.name, cwd=tmp_path)
