@@ -84,7 +84,7 @@ class Config(Sweep, Stages, InitialWeights):
     def fit_devices(self, gpus: int) -> None:
         fits = self.mode != "single" and self.launch.nodes == self.stages_per_process == self.replicas == 1
         fits = fits and self.engine == "auto" and self.make_pipeline_config().schedule in ("gpipe", "naive")
-        if self.devices == ["auto"] and gpus and fits and self.launch.device != "cpu":
+        if self.devices == ["auto"] and gpus and fits and not self.launch.on_cpu:
             self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
 
     def check(self) -> None:

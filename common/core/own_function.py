@@ -6,7 +6,9 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
+import os
 import runpy
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +24,15 @@ def locate_function_file(setting: str, value: str, known: str) -> str:
     if Path(file).suffix != ".py" or not Path(file).is_file():
         raise UserError(f"{setting}={value}: neither one of {known} nor an existing FILE.py:function")
     return file
+
+
+def find_kept_file(kind: str, value: str, code: Path) -> Path:
+    """Return where a run keeps the file of `FILE.py:function` in its source; a resume may name another file.
+
+    `kind` is what the function makes, such as `schedule`.
+    """
+    digest = hashlib.sha256(os.fsencode(value.rpartition(":")[0])).hexdigest()[:8]
+    return code / "own" / f"{kind}-{digest}.py"
 
 
 def prefer_kept(value: str, kept: Path | None) -> str:

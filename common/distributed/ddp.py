@@ -43,8 +43,11 @@ def unwrap_ddp(model: nn.Module) -> nn.Module:
 
 
 def choose_bucket_mb(communication: str, asked: float, backend: str) -> float:
-    """Return the bucket size to use, in MB: PowerSGD with several buckets aborts the process on gloo."""
-    return ONE_BUCKET_MB if communication == "powersgd" and backend == "gloo" else asked
+    """Return the bucket size to use, in MB: one bucket for PowerSGD on CPUs.
+
+    Its steps are begun by callbacks, in another order on each rank where there are several buckets; gloo aborts then.
+    """
+    return ONE_BUCKET_MB if communication == "powersgd" and backend != "nccl" else asked
 
 
 def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: int) -> None:

@@ -22,7 +22,9 @@ from common.core import network
 from common.core.errors import Unreachable, UserError, summarize_error
 from common.core.text import format_count
 from common.distributed import objects
+from common.distributed.builtin.registration import Transport, register_backend
 from common.distributed.rank_info import RankInfo
+from common.distributed.transport.memory_links import choose_polling_seconds
 from configs.shared import Launch
 
 PROBE_SECONDS = 5.0  # without an answer, after which a port belongs to another program
@@ -109,8 +111,10 @@ def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
     torch.set_num_threads(threads)
     device, backend = choose_device(rank_info, settings)
     setup, step = (datetime.timedelta(seconds=limit) for limit in (settings.setup_timeout, settings.step_timeout))
-    store = open_store(rank_info, settings, setup)
+    store, interface = open_store(rank_info, settings, setup)
     hosts = gather_hosts(store, rank_info, setup)
+    if backend == "builtin":
+        register_backend(describe_transport(rank_info, settings, hosts, interface))
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step)
     yield World(
         **vars(rank_info),
@@ -125,17 +129,18 @@ def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def open_store(rank_info: RankInfo, settings: Launch, setup: datetime.timedelta) -> dist.Store:
-    """Open the store through which the ranks find each other, and set the network interface that they then use."""
+def open_store(rank_info: RankInfo, settings: Launch, setup: datetime.timedelta) -> tuple[dist.Store, str]:
+    """Open the store through which the ranks find each other; return it and the network interface for all else."""
     if rank_info.launcher == "local":
         set_interface("lo")
-        return dist.FileStore(rank_info.master, rank_info.size)
+        return dist.FileStore(rank_info.master, rank_info.size), "lo"
     chosen = network.check_interface(settings.interface) if settings.interface else ""
     open_server = open_torchrun_store if rank_info.launcher == "torchrun" else open_slurm_store
     store = open_server(rank_info, setup)
     address = network.resolve_ipv4(rank_info.master.partition(":")[0])
-    set_interface(chosen or ("lo" if rank_info.nodes == 1 else network.find_interface(address)))
-    return store
+    chosen = chosen or ("lo" if rank_info.nodes == 1 else network.find_interface(address))
+    set_interface(chosen)
+    return store, chosen
 
 
 def open_torchrun_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.Store:
@@ -209,8 +214,13 @@ def count_own_cores(rank_info: RankInfo) -> int:
 
 
 def choose_device(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
-    """Return one GPU per rank and nccl where there are enough GPUs, else the CPU and gloo. Raises UserError."""
-    found = torch.cuda.device_count() if settings.device != "cpu" else 0
+    """Return one GPU per rank and nccl where there are enough GPUs, else the CPU and gloo. Raises UserError.
+
+    With launch.backend=builtin it is the CPU and that.
+    """
+    if settings.backend == "builtin":
+        return torch.device("cpu"), "builtin"
+    found = 0 if settings.on_cpu else torch.cuda.device_count()
     if found >= rank_info.local_size:
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank), "nccl"
@@ -221,6 +231,22 @@ def choose_device(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, 
     raise UserError(
         f"launch.device=cuda: {format_count(rank_info.local_size, 'rank')} on this host, "
         f"{format_count(found, 'GPU')}; use fewer ranks or launch.device=auto"
+    )
+
+
+def describe_transport(rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str) -> Transport:
+    """Return what the backend `builtin` needs to know of this run."""
+    if rank_info.launcher == "local":  # ranks that are laid out as several hosts
+        hosts = [str(rank * rank_info.nodes // rank_info.size) for rank in range(rank_info.size)]
+    machine = network.identify_host() if settings.transport == "auto" else ""
+    return Transport(
+        run=rank_info.attempt_id or rank_info.master,
+        hosts=hosts,
+        algorithm=settings.algorithm,
+        address=network.list_interfaces()[interface],
+        host=machine and f"{hosts[rank_info.rank]}-{machine}",
+        spin=choose_polling_seconds(rank_info.local_size),
+        setup_timeout=settings.setup_timeout,
     )
 
 

@@ -14,9 +14,6 @@ section 2.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,9 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import exit_on_user_error
-from common.core.own_function import load_function, locate_errors, prefer_kept
+from common.core.own_function import find_kept_file, load_function, locate_errors, prefer_kept
 from common.core.text import format_count
-from common.runs.folder import disk_errors
+from common.runs.provenance import keep_function_file
 from configs.pipeline import PipelineConfig, Stages
 
 
@@ -226,31 +223,18 @@ def check_schedule_of_config(settings: object, code: Path | None = None) -> None
 # ---- the file of a custom schedule in the source of a run
 
 
-def find_kept(name: str, code: Path) -> Path:
-    """Return where a run keeps the file of `FILE.py:function` in its source; a resume may name another file."""
-    digest = hashlib.sha256(os.fsencode(name.rpartition(":")[0])).hexdigest()[:8]
-    return code / "own" / f"schedule-{digest}.py"
-
-
 def choose_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
     """Return the settings with the file of a custom schedule that a run keeps in its source, if it keeps one."""
     name = settings.schedule
-    return replace(settings, schedule=prefer_kept(name, find_kept(name, code))) if ":" in name else settings
+    if ":" not in name:
+        return settings
+    return replace(settings, schedule=prefer_kept(name, find_kept_file("schedule", name, code)))
 
 
 def keep_file(settings: object, code: Path, *, anew: bool = False) -> None:
-    """Copy the file of a custom schedule into the source of a run, if it is not there yet, or `anew`. Raises UserError.
-
-    Ranks that start meanwhile find it whole or not at all.
-    """
-    name = settings.make_pipeline_config().schedule if isinstance(settings, Stages) else ""
-    kept = find_kept(name, code)
-    if ":" in name and (anew or not kept.is_file()):
-        with disk_errors(kept):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            draft = kept.with_suffix(".new")
-            shutil.copyfile(name.rpartition(":")[0], draft)
-            draft.replace(kept)
+    """Copy the file of a custom schedule into a run's source, if it is not there yet, or `anew`. Raises UserError."""
+    if isinstance(settings, Stages):
+        keep_function_file("schedule", settings.make_pipeline_config().schedule, code, anew=anew)
 
 
 def main() -> None:

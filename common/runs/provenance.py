@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.config import ROOT
+from common.core.own_function import find_kept_file
 from common.core.processes import Process
 from common.core.text import read_or_empty
 from common.runs.folder import Folder, disk_errors, read_json, write_json
@@ -95,6 +96,20 @@ def has_uncommitted_changes() -> bool | None:
     """Check the checkout for changes that are not committed; None outside a checkout."""
     status = run_git("status", "--porcelain")
     return bool(status) if status is not None else None
+
+
+def keep_function_file(kind: str, value: str, code: Path, *, anew: bool = False) -> None:
+    """Copy the file of `FILE.py:function` into a run's source, if it is not there yet, or `anew`. Raises UserError.
+
+    Ranks that start meanwhile find it whole or not at all. Nothing is done for values that name no file.
+    """
+    kept = find_kept_file(kind, value, code)
+    if ":" in value and (anew or not kept.is_file()):
+        with disk_errors(kept):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            draft = kept.with_suffix(".new")
+            shutil.copyfile(value.rpartition(":")[0], draft)
+            draft.replace(kept)
 
 
 def copy_source(folder: Folder) -> None:

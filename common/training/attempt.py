@@ -23,6 +23,7 @@ from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, 
 from common.core.text import format_count
 from common.data import prepare
 from common.data.prepare import Prepared
+from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs import provenance, wandb_tracker
 from common.runs.folder import Folder, read_json, write_json
@@ -71,6 +72,7 @@ class Attempt:
             self.prepared.keep_source(self.folder.path / "code")
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         schedules.keep_file(cfg, self.folder.path / "code")
+        algorithms.keep_file(cfg.launch, self.folder.path / "code")
         provenance.record_attempt(self.folder)
         self.prepared.verify_checksums()
 

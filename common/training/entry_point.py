@@ -26,6 +26,7 @@ from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
 from common.distributed.rendezvous import World
 from common.distributed.silent_ranks import name_silent_ranks
+from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker
@@ -58,6 +59,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     path = config.parse_command_line(sys.argv[1:]).resume
     given = Folder(path.absolute()) if path else None
     schedules.check_schedule_of_config(cfg, given.path / "code" if given else None)
+    algorithms.check_algorithm_of_config(cfg, given.path / "code" if given else None)
     wandb_account.read_requested_mode(cfg)
     if given is None:
         initial_weights.check_weights_of_config(cfg)
@@ -147,7 +149,8 @@ class ForkedRanks:
         def train_forked(rank_info: RankInfo) -> None:
             stop = listen_for_stop(cfg, open(folder.log_file(rank_info.rank), "a"))  # noqa: SIM115 (until the rank ends)
             local_launcher.redirect_output(folder.log_file(rank_info.rank), keep_stdout=rank_info.rank == 0)
-            with rendezvous.joined_world(rank_info, cfg.launch) as world:
+            launch = algorithms.choose_file(cfg.launch, folder.path / "code")
+            with rendezvous.joined_world(rank_info, launch) as world:
                 train_rank(main, cfg, world, attempt, stop)
 
         def document() -> None:
@@ -180,7 +183,8 @@ class LaunchedRank:
     def connect(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
         """Join the other ranks; without a `given` run a restart resumes the run of the attempt before it."""
         check_memory(cfg)
-        with rendezvous.joined_world(self.rank_info, cfg.launch) as self.world:
+        launch = algorithms.choose_file(cfg.launch, given.path / "code") if given else cfg.launch
+        with rendezvous.joined_world(self.rank_info, launch) as self.world:
             if given is None and self.rank_info.is_restart:
                 name = config.get_experiment_name(type(cfg))
                 mine = provenance.find_earlier_run(Path(cfg.runs), name, sys.argv) if self.is_main else None
@@ -265,7 +269,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
 
 def check_memory(cfg: Experiment) -> None:
     """Raise UserError where the model cannot fit into this host's memory; a GPU reports that itself."""
-    if cfg.launch.device == "cpu" or not provenance.count_visible_gpus():
+    if cfg.launch.on_cpu or not provenance.count_visible_gpus():
         host_memory.check_host_memory(cfg)
 
 

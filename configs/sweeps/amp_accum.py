@@ -19,7 +19,7 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
     """
     warmup, limit = min(cfg.optim.warmup, BRIEF // 8), cfg.data.test_limit or 1000
     brief = {} if cfg.steps else {"steps": BRIEF, "optim.warmup": warmup, "data.test_limit": limit}
-    on_gpus = cfg.launch.device != "cpu" and gpus >= cfg.processes  # with fewer the runs are on the CPU
+    on_gpus = not cfg.launch.on_cpu and gpus >= cfg.processes  # with fewer the runs are on the CPU
     grid: list[Cell] = []
     for precision in ("fp32", "tf32", "bf16", "fp16") if on_gpus else ("fp32", "bf16", "fp16"):
         grid.append({"precision": precision, "accumulate": 1, "no_sync": True})

@@ -10,7 +10,7 @@ from configs.sweeps import Bars, Cell, Grid, Row, Summary, average_rows
 
 def list_points(cfg: Config, gpus: int) -> list[Cell]:
     """Return the strategies that differ on this machine; with fewer GPUs than ddp's ranks all of them on the CPU."""
-    gpus = gpus if cfg.launch.device != "cpu" else 0
+    gpus = 0 if cfg.launch.on_cpu else gpus
     enough = gpus >= replace(cfg, strategy="ddp").processes
     names = ["single", *(["data_parallel"] if gpus > 1 and enough else []), "ddp"]
     alike = {"launch.device": "cpu"} if gpus and not enough else {}

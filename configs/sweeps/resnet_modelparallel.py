@@ -28,7 +28,7 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
 
 def runs_on_gpus(cfg: Config, gpus: int) -> bool:
     """Return whether there are GPUs enough for the ranks of every mode."""
-    gpus = gpus if cfg.launch.device != "cpu" and "cpu" not in cfg.devices else 0
+    gpus = 0 if cfg.launch.on_cpu or "cpu" in cfg.devices else gpus
     modes: tuple[Any, ...] = ("single", "naive", "pipelined")
     chosen = [replace(cfg, mode=mode) for mode in modes]
     for one in chosen:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from common.core import config, config_keys
 from common.core.errors import UserError
 from common.data import prepare
 from common.data.prepare import Prepared
+from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs import provenance, result
 from common.runs.folder import Folder, disk_errors, read_json
@@ -39,6 +40,7 @@ from slurm.scheduling.entry_points import find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 DIFFERENT = 3  # exit status
+OWN_FUNCTIONS = ("schedule", "launch.algorithm", "data.name")  # settings that may name one, whose file a run keeps
 PLACES = ("runs", "data.root", "data.cache")  # where things lie changes no number
 Lines = Iterator[tuple[str, Any, Any]]
 
@@ -89,15 +91,18 @@ def read_known_settings(name: str, text: str) -> Experiment:
     )
 
 
-def create_folder(old: Folder, text: str, settings: Experiment, found: Prepared, *, anew: bool = False) -> Folder:
-    """Make a new run folder with the old run's source; with `anew` a custom schedule's file is the one named."""
+def create_folder(
+    old: Folder, text: str, settings: Experiment, found: Prepared, *, named: Container[str] = ()
+) -> Folder:
+    """Make a new run folder with the old run's source; files of own functions whose settings are `named` are new."""
     new = Folder.create(Path(settings.runs), old.experiment, text)
     with submit.remove_folder_on_error(new):
         with disk_errors(new.path):
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
         found.keep_source(new.path / "code")
-        schedules.keep_file(settings, new.path / "code", anew=anew)
+        schedules.keep_file(settings, new.path / "code", anew="schedule" in named)
+        algorithms.keep_file(settings.launch, new.path / "code", anew="launch.algorithm" in named)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
@@ -128,7 +133,7 @@ def list_differences(
         yield "cpu", machine.get("cpu"), provenance.read_cpu_model()
         if settings.launch.threads == 0:
             yield "cores", machine.get("cores"), len(os.sched_getaffinity(0))
-        there = provenance.count_visible_gpus() > 0 and settings.launch.device != "cpu"
+        there = provenance.count_visible_gpus() > 0 and not settings.launch.on_cpu
         yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if there else "cpu"
     for part, known in ((meta.get("data") or {}).get("sha256") or {}).items():
         file = found.path / f"{part}.npy"
@@ -241,8 +246,9 @@ def main(given: argparse.Namespace) -> int:
         submit.check_step_timeout(settings, profile)
         scheduler.check(settings.launch.nodes, profile.partition)
     named = config.parse_command_line(words).values
-    kept = {key: None if key in named else old.path / "code" for key in ("schedule", "data.name")}
+    kept = {key: None if key in named else old.path / "code" for key in OWN_FUNCTIONS}
     schedules.check_schedule_of_config(settings, kept["schedule"])
+    algorithms.check_algorithm_of_config(settings, kept["launch.algorithm"])
     found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=kept["data.name"])
     prepare.check_model(settings, found)
     print(f"repeats     {old.path}", flush=True)
@@ -250,7 +256,7 @@ def main(given: argparse.Namespace) -> int:
         known = "source and versions" if scheduler else "source, versions and machine"  # a job's hosts are not
         print(f"same        settings, {known}", flush=True)
     found.verify_checksums()
-    new = create_folder(old, text, settings, found, anew="schedule" in named)
+    new = create_folder(old, text, settings, found, named=named)
     code = run_on_cluster(new, settings, text, profile, scheduler) if scheduler else run_locally(new, settings)
     if new.result.get("state") != "finished":
         print(f"the repetition did not finish; see {new.path}", file=sys.stderr)

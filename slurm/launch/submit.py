@@ -22,6 +22,7 @@ from common.core.config import ROOT
 from common.core.errors import UserError
 from common.core.text import format_count
 from common.data import prepare
+from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account
@@ -88,6 +89,7 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
         provenance.copy_source(folder)
         found.keep_source(folder.path / "code")
         schedules.keep_file(settings, folder.path / "code")
+        algorithms.keep_file(settings.launch, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, found.to_dict())
     return folder
@@ -110,6 +112,7 @@ def submit_run(
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     if resumed:
         schedules.keep_file(settings, resumed.path / "code")
+        algorithms.keep_file(settings.launch, resumed.path / "code")
         text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)
     folder = prepare_run_folder(name, settings, scheduler)
@@ -184,6 +187,7 @@ def main(given: argparse.Namespace) -> int:
     follow, dry, strict = (parse_switch(key.upper(), getattr(given, key)) for key in ("follow", "dry_run", "strict"))
     settings = config.load_config(config.import_schema(name), words)
     schedules.check_schedule_of_config(settings, resumed.path / "code" if resumed else None)
+    algorithms.check_algorithm_of_config(settings, resumed.path / "code" if resumed else None)
     if resumed is None:
         initial_weights.check_weights_of_config(settings)
     else:

@@ -30,6 +30,7 @@ import yaml
 from common.core import config
 from common.core.errors import UserError
 from common.core.text import format_count
+from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import wandb_account
@@ -185,6 +186,7 @@ def make_point(
         if settings.runs != common.get("runs", settings.runs):
             raise UserError("runs is the same for all points; write it under settings")
         schedules.check_schedule_of_config(settings)
+        algorithms.check_algorithm_of_config(settings)
         initial_weights.check_weights_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:

@@ -34,7 +34,7 @@ SILENT = 60.0  # seconds without a sign of life of a run that hangs, at least
 BEGIN = "Starting with JobEnvironment"  # Submitit's first words at each attempt of a job, whose output is appended
 WELL = "nothing wrong is seen; it runs"
 TAIL = 1 << 18  # bytes of a log that are read
-PEER = re.compile(  # errors of one rank whose cause is another one, as gloo, NCCL and the links tell them
+PEER = re.compile(  # errors of one rank whose cause is another one, as gloo, NCCL and builtin tell them
     r"(closed|reset) by peer|Connection refused|Broken pipe|timed out|pair closure|(did|does) not answer"
     r"|closed its connection|connection with rank|neither sent nor took",
     re.I,

@@ -205,12 +205,19 @@ def test_a_run_that_was_cancelled_needs_no_cause(tmp_path: Path) -> None:
 
 
 LOST = "RuntimeError: Connection closed by peer"
+OWN = "torch.distributed.DistNetworkError: all_reduce: "
 
 
 @pytest.mark.parametrize(
     ("errors", "first", "cause"),
     [
         (("", LOST), 1, "rank 0 on vm ended without an error message (killed, out of memory, or its host failed)"),
+        (("", f"{OWN}rank 0 has closed its connection; see its log"), 1, "rank 0 on vm ended without an error message"),
+        (
+            ("09:00:02,500 KeyError: x", f"{OWN}the connection with rank 0 broke: x"),
+            0,
+            "rank 0 on vm failed first: aft",
+        ),
         (("09:00:02,500 " + LOST, "09:00:02,100 OutOfMemoryError: CUDA out of memory."), 1, "rank 1 on vm: out of mem"),
         (
             ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"),

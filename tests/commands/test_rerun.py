@@ -16,6 +16,7 @@ from common.core import config
 from common.core.errors import UserError
 from common.data import prepare
 from common.data.prepare import Prepared
+from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs.folder import Folder, write_json
 from configs import ddp_multinode, mnist_pipeline
@@ -80,13 +81,32 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
     schedules.keep_file(settings, old.path / "code")
     order = write_schedule(tmp_path, "FBW")
     found = Prepared("digits", tmp_path, {})
-    for anew in (False, True):
-        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, anew=anew)
+    for named in ([], ["schedule"]):
+        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, named=named)
         (kept,) = (new.path / "code" / "own").iterdir()
-        assert (kept.read_text() == order.read_text()) is anew
+        assert (kept.read_text() == order.read_text()) is bool(named)
     with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: rank 0 has no such work: .'W', 0, 0"):
         schedules.check_schedule_of_config(settings)
     schedules.check_schedule_of_config(settings, old.path / "code")
+
+
+def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    moves = "[[('add', 0, 1), ('send', 0, 1)], [('send', 0, 0), ('receive', 0, 0)]]"
+    own.write_text(f"def star(ranks):\n    return {moves}\n")
+    words = ["launch.backend=builtin", f"launch.algorithm={own}:star", f"runs={tmp_path / 'new'}"]
+    settings = config.load_config(ddp_multinode.Config, words, {})
+    old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
+    algorithms.keep_file(settings.launch, old.path / "code")
+    own.write_text("def star(ranks):\n    return [[], []]\n")
+    found = Prepared("digits", tmp_path, {})
+    for named in ([], ["launch.algorithm"]):
+        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, named=named)
+        (kept,) = (new.path / "code" / "own").iterdir()
+        assert (kept.read_text() == own.read_text()) is bool(named)
+    with pytest.raises(UserError, match=f"launch.algorithm={own}:star: .* rank 0 ends without the values of rank 1"):
+        algorithms.check_algorithm_of_config(settings)
+    algorithms.check_algorithm_of_config(settings, old.path / "code")
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """What forked ranks do, for test_launch.py and test_objects.py to look at.
 
-python -m tests.harness.ranks CASE FOLDER    three ranks do a case in an empty folder; the exit status is the launcher's
+    python -m tests.harness.ranks CASE FOLDER [BACKEND]
+
+Three ranks do a case in an empty folder; the exit status is the launcher's.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +27,10 @@ from common.distributed import local_launcher, objects, rendezvous
 from common.distributed.rank_info import RankInfo
 from configs.shared import Launch
 
-SETTINGS = Launch(device="cpu", setup_timeout=60, step_timeout=60)
-SOON = Launch(device="cpu", setup_timeout=3, step_timeout=3)  # where somebody is waited for in vain
+BACKEND: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
+SETTINGS = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)
+SOON = Launch(device="cpu", backend=BACKEND, setup_timeout=3, step_timeout=3)  # where somebody is waited for in vain
+LATE = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=3600)
 FOREVER = 600.0  # longer than the test waits
 
 
@@ -158,6 +163,34 @@ def one_hangs(place: RankInfo, folder: Path) -> None:
         dist.barrier()
 
 
+def one_aborts(place: RankInfo, folder: Path) -> None:
+    """Another thread ends the collectives of a rank that waits; the next rank notices. Rank 0 never comes."""
+    with rendezvous.joined_world(place, LATE) as world:
+        if world.rank == 0:
+            time.sleep(FOREVER)
+        waiting, value = threading.Event(), torch.zeros(1 << 20)
+
+        def abort() -> None:
+            waiting.wait()
+            time.sleep(0.3)
+            dist.distributed_c10d._abort_process_group()
+
+        if world.rank == 1:
+            threading.Thread(target=abort, daemon=True).start()
+        first = dist.all_reduce(value, async_op=True)
+        waiting.set()
+        assert first is not None
+        waits: list[Callable[[], object]] = [dist.barrier, first.wait]
+        for number, wait in enumerate(waits):
+            try:
+                wait()
+            except RuntimeError as error:
+                (folder / f"{world.rank}-{number}").write_text(f"{type(error).__name__}: {error}")
+        while len(list(folder.iterdir())) < 4:
+            time.sleep(0.01)
+        raise UserError("all was ended")
+
+
 def one_ignores_being_asked(place: RankInfo, folder: Path) -> None:
     if place.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -168,7 +201,7 @@ def one_ignores_being_asked(place: RankInfo, folder: Path) -> None:
 
 ALL = (
     *(meet_by_name, add_up, send_values, one_sends_pickles, one_raises, user_error, one_is_killed, one_takes_too_much),
-    *(one_does_not_arrive, one_hangs, one_ignores_being_asked),
+    *(one_does_not_arrive, one_hangs, one_aborts, one_ignores_being_asked),
 )
 CASES: dict[str, Callable[[RankInfo, Path], None]] = {case.__name__: case for case in ALL}
 

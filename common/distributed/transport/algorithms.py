@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from operator import index
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from common.core.errors import UserError, exit_on_user_error
-from common.core.own_function import load_function, locate_errors
+from common.core.own_function import find_kept_file, load_function, locate_errors, prefer_kept
 from common.core.text import format_count
 from common.distributed.transport.builders import BUILDERS, NAMES, build_two_level
 from common.distributed.transport.moves import Algorithm, Event, Move, describe_move, find_chunk, simulate_algorithm
+from common.runs.provenance import keep_function_file
+from configs.shared import Experiment, Launch
 
 __all__ = ["NAMES", "Algorithm", "Move", "build_algorithm", "check_algorithm", "count_bytes", "find_chunk"]
 
@@ -50,6 +54,33 @@ def build_algorithm(name: str, size: int, hosts: Sequence[Hashable] = ()) -> Alg
             raise UserError(f"returned {given} of moves, needs one for each of {format_count(size, 'rank')}")
         check_algorithm(algorithm)
     return algorithm
+
+
+def check_algorithm_of_config(settings: Experiment, code: Path | None = None) -> None:
+    """Raise UserError for a config whose all-reduce algorithm cannot work.
+
+    `code` is the source of the run that has these settings already, for the file that it keeps.
+    """
+    launch = choose_file(settings.launch, code) if code else settings.launch
+    if launch.backend == "builtin":
+        size = settings.processes
+        build_algorithm(launch.algorithm, size, [rank * launch.nodes // size for rank in range(size)])
+
+
+def choose_file(launch: Launch, code: Path) -> Launch:
+    """Return the settings with the file of a user's own algorithm that a run keeps in its source, if it keeps one."""
+    name = launch.algorithm
+    if ":" not in name:
+        return launch
+    return replace(launch, algorithm=prefer_kept(name, find_kept_file("algorithm", name, code)))
+
+
+def keep_file(launch: Launch, code: Path, *, anew: bool = False) -> None:
+    """Copy the file of a user's own algorithm into the source of a run, if it is not there yet, or `anew`.
+
+    Raises UserError.
+    """
+    keep_function_file("algorithm", launch.algorithm, code, anew=anew)
 
 
 def make_algorithm(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str = "") -> Algorithm:

@@ -20,7 +20,8 @@ from typing import NamedTuple
 from common.core import network
 from common.core.errors import Unreachable, summarize_error
 from common.distributed.transport.certificates import Identity, check_peer, describe_refusal
-from common.distributed.transport.links import Incoming, Outgoing
+from common.distributed.transport.incoming import Incoming
+from common.distributed.transport.links import Outgoing
 from common.distributed.transport.memory_links import MemoryStream
 from common.distributed.transport.reception import Reception, find_user
 from common.distributed.transport.socket_stream import SocketStream, pack_seconds

@@ -3,7 +3,7 @@
 A connection has one writer and one reader: a TLS socket on which one thread sends while another receives is a data
 race (cpython issue 143756). A message is a header (tag, length) and its bytes. Sending never blocks: what the kernel
 does not take at once is left to the link's thread, so that all ranks may send at the same time. Small messages need no
-thread. Whoever waits for a message reads the connection, and keeps the messages that others wait for.
+thread.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import functools
 import ssl
 import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from common.core.errors import summarize_error
-from common.distributed.transport.socket_stream import PIECE, SMALL, Rest, SocketStream
+from common.distributed.transport.socket_stream import SMALL, Rest, SocketStream
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
+    from _typeshed import ReadableBuffer
 
 
 NOTHING = memoryview(bytearray())
@@ -184,97 +183,3 @@ class Outgoing(Link):
                 self._queue.popleft()
                 self._written = ticket
                 self._wake()
-
-
-class Incoming(Link):
-    """The direction from another rank."""
-
-    def __init__(self, stream: SocketStream, peer: int) -> None:
-        super().__init__(stream, peer)
-        self.bytes_received = 0
-        """Bytes of all messages, without headers."""
-        self._inbox: dict[int, deque[bytearray]] = {}  # messages that nobody waited for when they came, by tag
-
-    def receive(self, tag: int, into: WriteableBuffer, *, patient: bool = False) -> None:
-        """Wait for the next message with a tag and write it to contiguous memory of its size.
-
-        `patient` is for a message that nobody waits for yet: it may begin after any time. Raises LinkError, also where
-        the sizes differ, and LinkTimeout.
-        """
-        target = view_bytes(into)
-        stored = self._claim(tag, len(target), patient)
-        if stored is not None:
-            target[:] = stored
-            return
-        try:
-            self._find(tag, len(target), patient)
-            if target:
-                self.stream.read_into(target)
-        except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
-            raise self._fail(error) from None
-        self._release(len(target))
-
-    def receive_pieces(self, tag: int, length: int) -> Iterator[memoryview]:
-        """Yield the next message with a tag, of `length` bytes, in pieces of PIECE bytes and a last one.
-
-        Each is valid until the next one. A message that is not read to its end ends the link.
-        Raises LinkError, also where the sizes differ, and LinkTimeout.
-        """
-        stored = self._claim(tag, length)
-        if stored is not None:
-            for begin in range(0, length, PIECE):
-                yield memoryview(stored)[begin : begin + PIECE]
-            return
-        try:
-            self._find(tag, length)
-            yield from self.stream.read_pieces(length)
-        except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
-            raise self._fail(error) from None
-        self._release(length)
-
-    def _claim(self, tag: int, length: int, patient: bool = False) -> bytearray | None:
-        """Return a message that is there; None if this thread is to read the connection."""
-        with self._lock:
-            while True:
-                if queue := self._inbox.get(tag):
-                    self._check_length(tag, len(queue[0]), length)
-                    stored = queue.popleft()
-                    if not queue:
-                        del self._inbox[tag]
-                    return stored
-                if self._problem is not None:
-                    raise self._copy_problem()
-                if not self._busy:
-                    self._busy = True
-                    return None
-                if not self._wait(self.stream.timeout) and not patient:
-                    raise self.explain(TimeoutError())
-
-    def _find(self, tag: int, length: int, patient: bool = False) -> None:
-        """Read until the message with a tag begins; keep those before it."""
-        while True:
-            found, size = self.stream.read_header(patient)
-            if found == tag:
-                self._check_length(tag, size, length)
-                return
-            stored = bytearray(size)
-            self.stream.read_into(memoryview(stored))
-            with self._lock:
-                self._inbox.setdefault(found, deque()).append(stored)
-                self.bytes_received += size
-                self._wake()
-
-    def _check_length(self, tag: int, size: int, length: int) -> None:
-        if size != length:
-            raise LinkError(
-                f"rank {self.peer} sent {size} bytes where {length} were expected (tag {tag}): the ranks call "
-                "different collectives, or with tensors of different sizes"
-            )
-
-    def _release(self, length: int) -> None:
-        with self._lock:
-            self.bytes_received += length
-            self._busy = False
-            if self._problem is not None:
-                self._end(self._problem)
-            self._wake()

@@ -1,0 +1,59 @@
+"""With the backend `builtin` every experiment equals one process, in float64, to 1e-9; and so do messages and FSDP2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.runs.folder import read_json
+from tests.harness import ddp_parity, parity, warm
+from tests.harness.cases import train_cases
+from tests.harness.processes import environment, run
+from tests.harness.reference import TOLERANCE, differences
+from tests.harness.registry import EXPERIMENTS, Entry
+from tests.harness.resuming import ALONE
+
+STEPS = 12
+BUILTIN = ("launch.backend=builtin", "launch.transport=network")
+WIRE = ",".join((*BUILTIN, "transport=network"))
+
+
+@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
+    small = ("model=mlp",) if entry.name == "amp_accum" else ()  # BatchNorm sees other shards
+    words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}", *small)
+    one = run(entry.name, *words, *entry.spread(1), runs=tmp_path / "one")
+    two = run(entry.name, *words, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
+    assert one.status == two.status == 0, one.err + two.err
+    assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(two.losses) == STEPS
+    assert read_json(two.folder.attempts()[0].attempt / "world.json")["backend"] == "builtin"
+
+
+def test_messages_of_pipelines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
+    """Of either engine, one and two stages a rank."""
+    name = "mnist_pipeline"
+    wanted = [f"engine={engine},schedule=1f1b,stages=2,microbatches=6,{WIRE}" for engine in ("own", "torch")]
+    wanted += [f"engine=own,schedule=gpipe,stages=4,stages_per_process=2,microbatches=4,{WIRE}"]
+    trained = train_cases("parity", tmp_path, cache, 2, wanted, name)
+    right = parity.expected(cache, name, "stages=1")
+    wrong = {case: differences(result, right) for case, result in trained.items()}
+    assert not {case: found for case, found in wrong.items() if found} and list(trained) == wanted
+
+
+@pytest.mark.parametrize("transport", ["auto", "network"])
+def test_ddp_and_fsdp_equal_one_process(transport: str, tmp_path: Path, cache: Path) -> None:
+    words = f"launch.backend=builtin,launch.transport={transport}"
+    wanted = [f"strategy=fsdp,{words}", f"find_unused_parameters=true,{words}", f"static_graph=true,{words}"]
+    trained = train_cases("ddp_parity", tmp_path, cache, 2, wanted)
+    right = ddp_parity.expected(cache, "model=convnet")
+    found = {case: ddp_parity.wrong(trained[case], right) for case in wanted}
+    assert not {case: differing for case, differing in found.items() if differing}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ddp_and_its_hooks_equal_one_process(ranks: int) -> None:
+    argv = [sys.executable, "-m", "tests.harness.collectives", str(ranks), "auto", "ddp"]
+    done = warm.execute(argv, env=environment())
+    assert done.returncode == 0, done.stderr

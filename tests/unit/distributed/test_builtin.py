@@ -1,0 +1,74 @@
+"""The backend `builtin` of torch.distributed: every call equals arithmetic, and every end is clear."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import warm
+from tests.harness.processes import PATIENCE, environment, processes_of, run
+
+
+def fork_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Have three ranks do a case of tests/harness/ranks.py; none of them outlives it."""
+    argv = [sys.executable, "-m", "tests.harness.ranks", case, str(folder), "builtin"]
+    done = warm.execute(argv, env=environment(), timeout=PATIENCE)
+    assert not processes_of(str(folder))
+    return done
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "auto"), (3, "network")])
+def test_every_collective_gives_what_arithmetic_gives(ranks: int, transport: str) -> None:
+    argv = [sys.executable, "-m", "tests.harness.collectives", str(ranks), transport]
+    done = warm.execute(argv, env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_that_wait_for_one_that_was_killed_fail_at_once(tmp_path: Path) -> None:
+    done = fork_ranks("one_is_killed", tmp_path)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "error: rank 2 (pid" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_collective_ends_after_the_step_timeout_and_names_whom_it_waited_for(tmp_path: Path) -> None:
+    done = fork_ranks("one_hangs", tmp_path)
+    assert done.returncode == 1
+    assert "TimeoutError: barrier: rank 0 neither sent nor took anything for 3 s; see its log" in done.stderr
+
+
+def test_a_group_that_is_aborted_by_another_thread_ends_all_that_waits(tmp_path: Path) -> None:
+    """On rank 1, and so on rank 2; gloo waits for its time-out."""
+    done = fork_ranks("one_aborts", tmp_path)
+    assert done.stderr == "error: all was ended\n"
+    said = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert said["1-0"].startswith("DistNetworkError: the process group was destroyed on this rank")
+    assert said["1-1"].startswith("DistNetworkError: all_reduce: the connection with rank 0 was closed on this rank")
+    assert said["2-0"] == said["2-1"] == "DistNetworkError: all_reduce: rank 1 has closed its connection; see its log"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("launch.backend=builtin", "launch.device=cuda"), "launch.backend=builtin is for CPUs; leave launch.device"),
+        (("launch.algorithm=tree",), "launch.algorithm=tree is for launch.backend=builtin; add that"),
+        (("launch.backend=builtin", "launch.algorithm=oak"), "launch.algorithm=oak: neither one of ring, "),
+        (("launch.backend=builtin", "launch.algorithm={own}:wait"), "own.py:1: deadlock: rank 0, move 0"),
+        (("launch.backend=builtin", "launch.algorithm={own}:forget"), "ends without the values of rank"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    words: tuple[str, ...], told: str, tmp_path: Path, digits: tuple[str, ...]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def wait(ranks):\n    return [[('add', 0, 1), ('send', 0, 1)], [('add', 0, 0), ('send', 0, 0)]]\n"
+        "def forget(ranks):\n    return [[('send', 0, 1)], [('receive', 0, 0)]]\n"
+    )
+    given = [word.format(own=own) for word in words]
+    done = run("ddp_multinode", *digits, *given, runs=tmp_path / "runs")
+    assert done.status == 2 and told in done.err and done.err.count("\n") == 1, done.err
+    assert not (tmp_path / "runs").exists()
