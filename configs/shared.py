@@ -1,7 +1,7 @@
 """Settings that several experiments share, one dataclass for each concern. Imports neither torch nor wandb.
 
-The string under a field is its documentation: `--help` prints it. `at_least` and `between` give a
-field its range; `check` methods hold the rules that span several fields and name the remedy.
+The string under a field is its documentation: `--help` prints it. `check` methods hold the rules that span several
+fields and name the remedy.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, list_divisors
+from configs.launch import Launch
+from configs.ranges import at_least, between
+
+__all__ = ["at_least", "between"]
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # parameters, of width 64
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that take images only
 DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where they are known beforehand
 OF_TRAINING = ("epochs", "batch", "eval_batch", "dtype", "data", "optim")  # settings and groups that need a model
-
-
-def at_least(low: float, default: float) -> Any:
-    """Return a number field that must be >= low."""
-    return field(default=default, metadata={"low": low})
-
-
-def between(low: float, high: float, default: float) -> Any:
-    """Return a number field that must lie in [low, high]."""
-    return field(default=default, metadata={"low": low, "high": high})
 
 
 @dataclass
@@ -77,47 +71,6 @@ class Data:
         """Raise ValueError for a name that is neither a set nor looks like a function of a file."""
         if self.name not in DATA_SETS and ":" not in self.name:
             raise ValueError(f"data.name={self.name} is unknown; use {', '.join(DATA_SETS)} or FILE.py:function")
-
-
-@dataclass
-class Launch:
-    """Settings of ranks, hosts and devices."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes one GPU for each rank where there are enough, else the CPU."""
-    backend: Literal["auto", "builtin"] = "auto"
-    """How ranks communicate: auto is nccl on GPUs and gloo on CPUs; builtin is this project's own backend of
-    torch.distributed, for CPUs (common/distributed/builtin)."""
-    algorithm: str = "ring"
-    """How builtin adds up tensors over all ranks: ring, halving_doubling, tree, star, sharded_star, two_level (as few
-    bytes as possible between hosts), or FILE.py:function, whose function(ranks) returns for each rank a list of
-    ('send', 'receive' or 'add', chunk, peer). `python -m common.distributed.transport.algorithms` draws one."""
-    transport: Literal["auto", "network"] = "auto"
-    """What builtin sends through between ranks of one host: auto is its memory, network is sockets."""
-    nodes: int = at_least(1, 1)
-    """Number of hosts. On one machine its ranks are divided among as many simulated ones."""
-    threads: int = between(0, 1024, 0)
-    """CPU threads of each rank; 0 takes what SLURM gave each rank, else allowed cores / local ranks."""
-    interface: str = ""
-    """Network interface between hosts; empty takes the one that leads to the first rank."""
-    setup_timeout: float = between(1, 3600, 60)
-    """Seconds until every rank must have arrived."""
-    step_timeout: float = between(1, 3600, 120)
-    """Seconds that one message or collective may take once training runs."""
-
-    @property
-    def on_cpu(self) -> bool:
-        """Return whether the settings leave GPUs out."""
-        return self.device == "cpu" or self.backend == "builtin"
-
-    def check(self) -> None:
-        """Raise ValueError for settings of one backend that are given with another one."""
-        if self.backend == "builtin" and self.device == "cuda":
-            raise ValueError("launch.backend=builtin is for CPUs; leave launch.device=cuda out, or use nccl by auto")
-        own = {"algorithm": "ring", "transport": "auto"}
-        given = [f"launch.{name}={getattr(self, name)}" for name, usual in own.items() if getattr(self, name) != usual]
-        if self.backend != "builtin" and given:
-            raise ValueError(f"{given[0]} is for launch.backend=builtin; add that, or leave it out")
 
 
 @dataclass

@@ -25,7 +25,7 @@ from common.distributed import objects
 from common.distributed.builtin.registration import Transport, register_backend
 from common.distributed.rank_info import RankInfo
 from common.distributed.transport.memory_links import choose_polling_seconds
-from configs.shared import Launch
+from configs.launch import Launch
 
 PROBE_SECONDS = 5.0  # without an answer, after which a port belongs to another program
 

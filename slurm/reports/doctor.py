@@ -59,7 +59,7 @@ def examine_this_host(nodes: int, runs: Path, cache: Path) -> int:
     from common.distributed.rank_info import RankInfo, read_rank_info
     from common.runs import wandb_account
     from common.training import host_checks
-    from configs.shared import Launch
+    from configs.launch import Launch
 
     def examine_rank(rank_info: RankInfo) -> None:
         with rendezvous.joined_world(rank_info, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:

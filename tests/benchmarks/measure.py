@@ -23,7 +23,7 @@ from typing import Any
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World
-from configs.shared import Launch
+from configs.launch import Launch
 
 NOISY = 0.1  # share of the machine used by others during a turn, above which its round is disturbed
 SLACK = 0.03  # seconds: the resolution of /proc

@@ -27,7 +27,8 @@ from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
 from common.training import optimizers
-from configs.shared import Checkpoint, Launch, Optim
+from configs.launch import Launch
+from configs.shared import Checkpoint, Optim
 from tests.harness.processes import wait_until
 
 ROUNDS = 20  # starts that are killed

@@ -7,10 +7,12 @@ Every rank knows what the others hold, and so what must come out.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import datetime
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from common.distributed.builtin import registration
 from common.distributed.builtin.arguments import ARITHMETIC, COMBINE, COMPLEX, WHOLE, find_types
 from common.distributed.rank_info import RankInfo
 from common.distributed.transport.algorithms import NAMES
-from configs.shared import Launch
+from configs.launch import Launch
 from tests.harness import torch_features
 
 SETTINGS = Launch(backend="builtin", threads=1, setup_timeout=60, step_timeout=60)
@@ -79,6 +81,19 @@ def make_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
     group = dist.new_group(ranks, **options)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def begin(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
+def fail_in_time(work: dist.Work) -> None:
+    try:
+        work.wait(datetime.timedelta(seconds=0.02))
+    except TimeoutError:
+        return
+    raise AssertionError("the time limit was not kept")
 
 
 def wait_for(works: Iterable[dist.Work | None]) -> None:
@@ -302,6 +317,44 @@ def messages(world: rendezvous.World) -> None:
     dist.barrier()
 
 
+def time_limits(world: rendezvous.World) -> None:
+    """Of messages that several threads wait for, with a limit and without, and of one that nobody takes."""
+    rank, size = world.rank, world.size
+    if size == 1:
+        return
+    right, left, late = (rank + 1) % size, (rank - 1) % size, threading.Barrier(3, timeout=60)
+
+    def wait_twice(work: dist.Work) -> None:
+        fail_in_time(work)
+        late.wait()
+        work.wait(datetime.timedelta(seconds=60))
+
+    found = [torch.zeros(1) for _ in range(3)]
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        works = [begin(dist.irecv(value, left, tag=tag)) for tag, value in enumerate(found, 20)]
+        waiting = [threads.submit(wait_twice, work) for work in works[:2]]
+        waiting.append(threads.submit(lambda: wait_for(works[2:])))
+        late.wait()
+        dist.barrier()
+        wait_for(dist.isend(torch.full((1,), float(tag)), right, tag=tag) for tag in (22, 20, 21))
+        for one in waiting:
+            one.result(timeout=60)
+    assert [value.item() for value in found] == [20, 21, 22]
+    assert world.store is not None
+    huge = torch.ones(4_000_000)  # more than a kernel stores
+    if rank == 0:
+        sending = begin(dist.isend(huge, 1, tag=9))
+        fail_in_time(sending)
+        world.store.set("not taken", "")
+        sending.wait()
+    else:
+        world.store.wait(["not taken"])
+    if rank == 1:
+        dist.recv(huge.zero_(), 0, tag=9)
+        assert huge.eq(1).all()
+    dist.barrier()
+
+
 def objects(world: rendezvous.World) -> None:
     """Torch's own, which other people's programs call."""
     rank, size = world.rank, world.size
@@ -410,7 +463,7 @@ CASES: dict[str, Callable[[rendezvous.World], None]] = {
     case.__name__: case
     for case in (
         reductions, halves_are_added_in_float32, bits_are_equal, copies, all_to_all, shared_memory_of_arguments,
-        unusual_tensors, messages, objects, later, groups, refusals, *torch_features.CASES,
+        unusual_tensors, messages, time_limits, objects, later, groups, refusals, *torch_features.CASES,
     )
 }  # fmt: skip
 SLOW = ("ddp",)

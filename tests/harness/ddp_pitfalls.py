@@ -30,7 +30,7 @@ from common.models import pruning_masks
 from common.models.networks import SimpleNN
 from common.models.pruning_masks import Masks
 from configs.ddp_multinode import Config
-from configs.shared import Launch
+from configs.launch import Launch
 from experiments import ddp_multinode
 from tests.harness import warm
 from tests.harness.processes import environment

@@ -19,7 +19,7 @@ from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.pipeline.p2p import Messages, list_routes
 from common.pipeline.schedules import Action, make_gpipe
-from configs.shared import Launch
+from configs.launch import Launch
 
 SHAPES = [torch.Size([30_000]), torch.Size([2])]
 

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 from common.distributed import objects, rendezvous
 from common.distributed.rank_info import RankInfo
-from configs.shared import Launch
+from configs.launch import Launch
 from slurm.local_cluster import namespaces
 from tests.harness.ddp_pitfalls import attempt
 

@@ -18,7 +18,7 @@ from common.distributed.rank_info import RankInfo
 from common.measure.metrics_log import MEAN, MetricsLog
 from common.runs.folder import Folder
 from common.runs.metrics_writer import MetricsWriter
-from configs.shared import Launch
+from configs.launch import Launch
 
 STEPS = 24
 

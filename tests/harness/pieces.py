@@ -19,7 +19,7 @@ from common.models import partition
 from common.pipeline.executor import PipelineEngine
 from common.pipeline.torch_engine import TorchPipelineEngine
 from configs.pipeline import PipelineConfig as Settings
-from configs.shared import Launch
+from configs.launch import Launch
 
 
 class Turn(nn.Module):

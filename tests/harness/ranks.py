@@ -25,7 +25,7 @@ import torch.distributed as dist
 from common.core.errors import UserError
 from common.distributed import local_launcher, objects, rendezvous
 from common.distributed.rank_info import RankInfo
-from configs.shared import Launch
+from configs.launch import Launch
 
 BACKEND: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
 SETTINGS = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)

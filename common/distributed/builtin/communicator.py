@@ -64,9 +64,9 @@ class Flying(NamedTuple):
     link: Outgoing
     ticket: int
 
-    def wait(self) -> None:
-        """Wait until its bytes may change."""
-        self.link.wait(self.ticket)
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until its bytes may change, with `seconds` so long at most. Raises LinkError, LinkTimeout."""
+        self.link.wait(self.ticket, seconds)
 
 
 Parcel = tuple[int, np.ndarray]  # the other rank, and the bytes to send to it or to receive from it

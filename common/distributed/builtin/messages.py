@@ -39,9 +39,9 @@ class Sent(Message):
         self.flying = flying
 
     def wait(self, timeout: datetime.timedelta = FOREVER) -> bool:
-        """Wait until the tensor may change; the time limit is that of the group."""
+        """Wait until the tensor may change, for `timeout` or else for the time limit of the group."""
         try:
-            self.flying.wait()
+            self.flying.wait(timeout.total_seconds() or None)
         except (LinkError, LinkTimeout) as error:
             raise self.explain("send", error) from error
         return True

@@ -23,7 +23,8 @@ from common.core.text import format_count
 from common.distributed.transport.builders import BUILDERS, NAMES, build_two_level
 from common.distributed.transport.moves import Algorithm, Event, Move, describe_move, find_chunk, simulate_algorithm
 from common.runs.provenance import keep_function_file
-from configs.shared import Experiment, Launch
+from configs.launch import Launch
+from configs.shared import Experiment
 
 __all__ = ["NAMES", "Algorithm", "Move", "build_algorithm", "check_algorithm", "count_bytes", "find_chunk"]
 

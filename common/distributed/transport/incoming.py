@@ -72,9 +72,10 @@ class Incoming(Link):
                     self._busy = True
                     break
                 limit = self.stream.timeout if seconds is None else max(0.0, end - time.monotonic())
-                if not self._wait(limit) and not patient:
-                    late = LinkTimeout(f"rank {self.peer} did not send the message within {seconds} s")
-                    raise late if seconds else self.explain(TimeoutError())
+                if not self._wait(limit) and not patient and not expected.is_here:
+                    if seconds is None:
+                        raise self.explain(TimeoutError())
+                    raise LinkTimeout(f"rank {self.peer} did not send the message within {seconds:g} s")
             else:
                 return
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import ssl
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -145,15 +146,18 @@ class Outgoing(Link):
         if rest := self.stream.begin_message(tag, view):
             rest()
 
-    def wait(self, ticket: int) -> None:
-        """Wait until a message is with the kernel. Raises LinkError, LinkTimeout."""
+    def wait(self, ticket: int, seconds: float | None = None) -> None:
+        """Wait until a message is with the kernel, with `seconds` so long at most. Raises LinkError, LinkTimeout."""
         if self._written >= ticket:
             return
+        end = time.monotonic() + (seconds or 0.0)
         with self._lock:
             while self._written < ticket:
                 if self._problem is not None:
                     raise self._copy_problem()
-                self._wait()  # the thread has the time limit
+                left = None if seconds is None else max(0.0, end - time.monotonic())  # the thread has the link's limit
+                if not self._wait(left) and self._written < ticket:
+                    raise LinkTimeout(f"rank {self.peer} did not take the message within {seconds:g} s")
 
     def _wake_thread(self) -> None:
         self._busy = True

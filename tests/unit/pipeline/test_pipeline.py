@@ -12,7 +12,7 @@ from PIL import Image
 from common.core.errors import UserError
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import choose_device
-from configs.shared import Launch
+from configs.launch import Launch
 from tests.harness import warm
 from tests.harness.processes import environment, run
 
