@@ -444,9 +444,11 @@ def refusals(world: rendezvous.World) -> None:
         ("sparse", lambda: dist.all_reduce(torch.zeros(2).to_sparse())),
         ("needs", lambda: dist.all_gather_into_tensor(torch.zeros(size + 1), torch.zeros(1))),
         ("do not fit together", lambda: dist.all_gather([torch.zeros(2)] * size, torch.zeros(3))),
-        ("cannot be shared evenly", lambda: dist.all_to_all_single(torch.zeros(size + 1), torch.zeros(size + 1))),
         ("does not support", lambda: dist.gather_into_tensor(torch.zeros(size), torch.zeros(1))),
     ]
+    if size > 1:
+        uneven = torch.zeros(size + 1)
+        cases.append(("cannot be shared evenly", lambda: dist.all_to_all_single(uneven, uneven)))
     for words, call in cases:
         try:
             call()

@@ -18,8 +18,8 @@ from common.distributed.rank_info import RankInfo
 from common.models import partition
 from common.pipeline.executor import PipelineEngine
 from common.pipeline.torch_engine import TorchPipelineEngine
-from configs.pipeline import PipelineConfig as Settings
 from configs.launch import Launch
+from configs.pipeline import PipelineConfig as Settings
 
 
 class Turn(nn.Module):
