@@ -1,4 +1,4 @@
-"""The backend `builtin` with other numbers of ranks than the fast tests have."""
+"""The backend `builtin` with more numbers of ranks than the fast tests have, and what torch builds on it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from tests.harness.processes import environment
 
 
 @pytest.mark.parametrize(
-    ("ranks", "transport"), [(1, "auto"), (4, "auto"), (5, "network"), (6, "auto"), (8, "network")]
+    ("ranks", "transport", "cases"),
+    [
+        *((1, "auto", ()), (2, "auto", ()), (4, "auto", ()), (5, "network", ()), (8, "network", ())),
+        *((ranks, "auto", ("bits_are_equal",)) for ranks in (6, 7)),
+    ],
 )
-def test_every_collective_gives_what_arithmetic_gives(ranks: int, transport: str) -> None:
-    argv = [sys.executable, "-m", "tests.harness.collectives", str(ranks), transport]
+def test_every_collective_gives_what_arithmetic_gives(ranks: int, transport: str, cases: tuple[str, ...]) -> None:
+    argv = [sys.executable, "-m", "tests.harness.collectives", str(ranks), transport, *cases]
     done = warm.execute(argv, env=environment(), timeout=250)
     assert done.returncode == 0, done.stderr

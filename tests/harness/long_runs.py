@@ -73,13 +73,13 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         assert not processes_of(str(runs))
 
 
-def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path) -> None:
+def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path, seconds: int = 5) -> None:
     """Stop the second rank in training: the run ends and names it, and the log of the first shows where it waited."""
-    words = (*quick, *entry.spread(2), *ENDLESS, "launch.step_timeout=5")
+    words = (*quick, *entry.spread(2), *ENDLESS, f"launch.step_timeout={seconds}")
     with train_long(entry.name, *words, runs=runs) as process:
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         out, err = process.communicate(PATIENCE)
         assert process.returncode == 1, out + err
-        assert "rank 1 on" in err and "did not answer within 5 s" in err, err
+        assert "rank 1 on" in err and f"did not answer within {seconds} s" in err, err
         assert "most recent call first" in only_folder(runs).attempts()[0].log_file(0).read_text()
         assert not processes_of(str(runs))

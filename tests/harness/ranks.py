@@ -29,7 +29,8 @@ from configs.launch import Launch
 
 BACKEND: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
 SETTINGS = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)
-SOON = Launch(device="cpu", backend=BACKEND, setup_timeout=3, step_timeout=3)  # where somebody is waited for in vain
+BRIEF = 1 if BACKEND == "builtin" else 3  # seconds for whom is waited for in vain
+SOON = Launch(device="cpu", backend=BACKEND, setup_timeout=3, step_timeout=BRIEF)
 LATE = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=3600)
 FOREVER = 600.0  # longer than the test waits
 

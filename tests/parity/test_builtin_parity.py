@@ -15,20 +15,23 @@ from tests.harness.reference import TOLERANCE, differences
 from tests.harness.registry import EXPERIMENTS, Entry
 from tests.harness.resuming import ALONE
 
-STEPS = 12
+STEPS = 5
 BUILTIN = ("launch.backend=builtin", "launch.transport=network")
 WIRE = ",".join((*BUILTIN, "transport=network"))
 
 
 @pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """collectives compares what it measures with arithmetic itself."""
     small = ("model=mlp",) if entry.name == "amp_accum" else ()  # BatchNorm sees other shards
     words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}", *small)
-    one = run(entry.name, *words, *entry.spread(1), runs=tmp_path / "one")
     two = run(entry.name, *words, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
-    assert one.status == two.status == 0, one.err + two.err
-    assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(two.losses) == STEPS
+    assert two.status == 0, two.err
     assert read_json(two.folder.attempts()[0].attempt / "world.json")["backend"] == "builtin"
+    if entry.trains:
+        one = run(entry.name, *words, *entry.spread(1), runs=tmp_path / "one")
+        assert one.status == 0, one.err
+        assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(two.losses) == STEPS
 
 
 def test_messages_of_pipelines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
@@ -45,7 +48,7 @@ def test_messages_of_pipelines_equal_the_unsplit_model(tmp_path: Path, cache: Pa
 @pytest.mark.parametrize("transport", ["auto", "network"])
 def test_ddp_and_fsdp_equal_one_process(transport: str, tmp_path: Path, cache: Path) -> None:
     words = f"launch.backend=builtin,launch.transport={transport}"
-    wanted = [f"strategy=fsdp,{words}", f"find_unused_parameters=true,{words}", f"static_graph=true,{words}"]
+    wanted = [f"strategy=fsdp,{words}", f"find_unused_parameters=true,{words}"]
     trained = train_cases("ddp_parity", tmp_path, cache, 2, wanted)
     right = ddp_parity.expected(cache, "model=convnet")
     found = {case: ddp_parity.wrong(trained[case], right) for case in wanted}

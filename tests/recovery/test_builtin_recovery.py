@@ -25,7 +25,7 @@ def test_a_resumed_run_is_equal_to_the_bit(tmp_path: Path, quick: tuple[str, ...
     own = tmp_path / "own.py"
     own.write_text(CHAIN)
     words = ("launch.backend=builtin", f"launch.algorithm={own}:add_along_a_chain")
-    whole = run(REPLICATED.name, *quick, *REPLICATED.spread(3), ALONE, *words, runs=tmp_path / "whole")
+    whole = run(REPLICATED.name, *quick, *REPLICATED.spread(3), ALONE, "steps=12", *words, runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
     own.unlink()
     check_that_it_goes_on(REPLICATED, whole, "builtin", tmp_path / "cut")
@@ -47,4 +47,4 @@ def test_a_rank_that_is_killed_ends_the_run_which_then_goes_on(tmp_path: Path, q
 
 
 def test_a_silent_rank_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    check_hanging_rank(REPLICATED, (*quick, *BUILTIN), tmp_path)
+    check_hanging_rank(REPLICATED, (*quick, *BUILTIN), tmp_path, seconds=2)
