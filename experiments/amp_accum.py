@@ -125,9 +125,9 @@ def prepare_device(cfg: Config, run: Run) -> None:
         torch.backends.cuda.matmul.fp32_precision = products
         torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
     elif cfg.precision == "tf32":
-        run.say("precision=tf32 is a mode of NVIDIA GPUs: on a CPU it is fp32, and the run goes on as that")
+        run.log_message("precision=tf32 is a mode of NVIDIA GPUs: on a CPU it is fp32, and the run goes on as that")
     elif cfg.precision == "fp16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        run.say("precision=fp16: this CPU has no native fp16 products, they are emulated and slow; bf16 may be faster")
+        run.log_message("precision=fp16: this CPU emulates fp16 products, which is slow; bf16 may be faster")
     if cfg.compile and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         raise UserError("compile=true needs a C++ compiler, and there is none; install g++, or leave compile out")
 

@@ -73,9 +73,9 @@ def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
 
 
 def compute_mean_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: int, world: World) -> Tensor:
-    """Compute this rank's part of the mean loss [] over a batch of `size` samples, times the number of ranks.
+    """Return (sum of this rank's losses) x ranks / `size`, a scalar, for a batch of `size` samples over all ranks.
 
-    The ranks' mean is the batch's mean loss, however unequal their shards are, and so with the gradients. A rank
+    DDP's mean over ranks is then the batch's mean loss, and likewise for gradients, with unequal shards too. A rank
     without samples takes part with zeros; its BatchNorm, unless synchronised, is in eval mode meanwhile.
     """
     norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d] if not len(y) else []
@@ -96,10 +96,10 @@ def main(cfg: Config, run: Run) -> None:
     gpus = len(list_gpus(world))
     devices = max(1, gpus) if cfg.strategy == "data_parallel" else world.size
     if cfg.strategy == "data_parallel" and devices == 1:
-        run.say(ONE_DEVICE.format(gpus))
+        run.log_message(ONE_DEVICE.format(gpus))
     compares = cfg.compare and devices > 1 and len(run.train_set) >= cfg.batch
     if compares:
-        run.say("after training, the strategies are compared in turns; compare=false leaves that out")
+        run.log_message("after training, the strategies are compared in turns; compare=false leaves that out")
     ddp.warm_up_buckets(model, run.load_example(cfg.batch // world.size))
     state = TrainState([ddp.unwrap_ddp(model)], optimizer, batches, world, replicated=True)
 
@@ -121,7 +121,7 @@ def main(cfg: Config, run: Run) -> None:
         if step.number % cfg.loss_every == 0:  # the only time that somebody waits for the loss
             dist.all_reduce(running)
             total, count = running.tolist()
-            run.say(f"[epoch {step.epoch + 1}, step {step.number:5d}] running loss {total / count:.3f}")
+            run.log_message(f"[epoch {step.epoch + 1}, step {step.number:5d}] running loss {total / count:.3f}")
             running.zero_()
         if step.number % batches.steps == 0:  # of one epoch
             running.zero_()

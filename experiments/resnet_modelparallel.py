@@ -45,7 +45,7 @@ from common.api import (
 from common.core.seeds import derive_seed
 from common.distributed.mesh import create_mesh_groups
 from common.distributed.rendezvous import World
-from common.measure.memory import describe_peak, format_megabytes, limit_memory, read_peak
+from common.measure.memory import describe_peak_memory, format_megabytes, limit_memory, read_peak_memory
 from common.models.model_file import load_initial_weights
 from common.pipeline.executor import Loss
 from common.pipeline.single_process import SingleProcessPipeline
@@ -113,20 +113,20 @@ def main(cfg: Config, run: Run) -> None:
                     sync_batchnorm.average_tensors(averaged if loss is None else [*averaged, loss], dp.group)
                 optimizer.step()  # each rank updates its own stages
                 step.log(loss=loss)
-    run.report(describe_devices(cfg, run, devices, taken), report_pipeline(cfg, run, pipe, pp))
+    run.report(gather_device_facts(cfg, run, devices, taken), report_pipeline(cfg, run, pipe, pp))
 
 
-def describe_devices(cfg: Config, run: Run, devices: list[torch.device], taken: dict[str, int]) -> Facts:
-    """Report which device held what, and its memory; `taken` are bytes for training by device. All ranks call it."""
+def gather_device_facts(cfg: Config, run: Run, devices: list[torch.device], taken: dict[str, int]) -> Facts:
+    """Gather from all ranks which device held what; `taken` are bytes for training by device. All ranks call it."""
     own = [sum(rank.values()) for rank in run.world.gather(taken)]
     trained = taken if cfg.in_one_process else {f"rank {rank}": each for rank, each in enumerate(own)}
-    held = {str(device): read_peak(device) for device in devices} if cfg.in_one_process else run.memory
+    held = {str(device): read_peak_memory(device) for device in devices} if cfg.in_one_process else run.memory
     count = cfg.make_pipeline_config().stages_per_process
     stages = "all layers" if cfg.mode == "single" else f"{count} stages" if count > 1 else "a stage"
     shown = {
         "mode": f"{cfg.mode}, {cfg.model}, {describe_microbatches(cfg)}",
         "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else f"one rank holds {stages}",
-        "peak memory": describe_peak(held, run.device),
+        "peak memory": describe_peak_memory(held, run.device),
         "training memory": format_megabytes(trained)
         + ("reserved by torch" if run.device.type == "cuda" else "of writable address space, beyond that at the start")
         + (f"; memory_cap={cfg.memory_cap} is the limit" if cfg.memory_cap else ""),

@@ -67,11 +67,11 @@ class LoadedCheckpoint:
 class Checkpointer:
     """Saver and loader of the checkpoints of one run. All ranks call its methods, at the same step.
 
-    `say` receives messages for the user, the same on all ranks.
+    `log_message` receives messages for the user, the same on all ranks.
     """
 
-    def __init__(self, folder: Folder, world: World, settings: Checkpoint, say: Callable[[str], None]) -> None:
-        self.folder, self.world, self.settings, self.say = folder, world, settings, say
+    def __init__(self, folder: Folder, world: World, settings: Checkpoint, log_message: Callable[[str], None]) -> None:
+        self.folder, self.world, self.settings, self.log_message = folder, world, settings, log_message
         self.saved: int | None = None
         """Step of the newest checkpoint of this attempt."""
         self.best: int | None = None
@@ -97,12 +97,12 @@ class Checkpointer:
                 time.sleep(PAUSE)
         if problem is not None:
             older = "this attempt has no older one" if self.saved is None else f"the last is of step {self.saved}"
-            self.say(f"WARNING: no checkpoint of step {step}: {problem}; training goes on, {older}")
+            self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training goes on, {older}")
             return False
         self.saved, self.best = step, step if best else self.best
         problem = self._on_main(self._remove_old)
         if problem is not None:
-            self.say(f"WARNING: old checkpoints could not be removed: {problem}")
+            self.log_message(f"WARNING: old checkpoints could not be removed: {problem}")
         return True
 
     def _collect(self, step: int, state: CheckpointState) -> dict[str, Any]:
@@ -197,13 +197,13 @@ class Checkpointer:
             loaded, problem = self._read(checkpoint)
             if problem is None:
                 break
-            self.say(f"{checkpoint} is not used: {problem}")
+            self.log_message(f"{checkpoint} is not used: {problem}")
         else:
             self._start_at_zero(len(candidates))
             return None
         assert loaded is not None
         if not loaded.is_exact:
-            self.say(
+            self.log_message(
                 f"saved by {format_count(loaded.processes, 'rank')}, resumed by {self.world.size}: model, optimizer "
                 "and data position are restored; random states are not, and results match only to rounding"
             )
@@ -236,7 +236,7 @@ class Checkpointer:
             )
         left = self.world.broadcast(len(storage.list_staging_dirs(self.folder)) if self.world.is_main else 0)
         if left:
-            self.say(f"not used: {format_count(left, 'half-written checkpoint')}; there is no complete one")
+            self.log_message(f"not used: {format_count(left, 'half-written checkpoint')}; there is no complete one")
 
 
 def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World) -> LoadedCheckpoint:

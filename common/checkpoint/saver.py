@@ -27,12 +27,12 @@ class Saver:
     """
 
     def __init__(
-        self, cfg: Experiment, folder: Folder, world: World, stop: StopRequest | None, say: Callable[..., None]
+        self, cfg: Experiment, folder: Folder, world: World, stop: StopRequest | None, log_message: Callable[..., None]
     ) -> None:
-        self.cfg, self.folder, self.world, self.say = cfg, folder, world, say
+        self.cfg, self.folder, self.world, self.log_message = cfg, folder, world, log_message
         self.stop = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
         self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop)
-        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, say)
+        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message)
         self.silence: SilenceWatch | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
@@ -105,7 +105,7 @@ class Saver:
     def _stop(self, step: int, saved: bool) -> NoReturn:
         if not saved:
             raise UserError(f"stop request after step {step}, which could not be saved; the reason is above")
-        self.say(f"stop request: saved after step {step}, to be continued")
+        self.log_message(f"stop request: saved after step {step}, to be continued")
         raise StopRequested
 
     def save(self, step: int, *, best: bool = False) -> bool:
@@ -114,7 +114,7 @@ class Saver:
         writer = self.metrics.writer
         if self.world.broadcast(bool(writer.waiting)):  # the next attempt would miss these rows
             text = f"WARNING: no checkpoint of step {step}: the disk does not even take its metrics"
-            self.say(text, logging.WARNING)
+            self.log_message(text, logging.WARNING)
             return False
         state = self.state.state()
         finite = all(bool(value.isfinite().all()) for value in state.model.values())

@@ -108,7 +108,7 @@ def collect_optimizer_state(optimizer: Optimizer, named: Named, keep: bool = Tru
 
 
 def load_optimizer_state(optimizer: Optimizer, named: Named, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restore an optimizer's state; its settings, such as the learning rate, stay as they are."""
+    """Restore an optimizer's state of each parameter; lr and the other settings of its groups stay as they are."""
     names, saved = {parameter: name for name, parameter in named}, strip_wrapper_prefix(saved)
     content = optimizer.state_dict()
     ours = [parameter for group in optimizer.param_groups for parameter in group["params"]]

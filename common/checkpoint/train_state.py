@@ -22,7 +22,7 @@ from common.distributed.rendezvous import World
 def get_recipe(model: nn.Module) -> dict[str, Any]:
     """Return what builds a model again: its class and the constructor's arguments, None where it does not tell them.
 
-    The recipe that a subclass has from its parent builds the parent, and does not count.
+    A recipe inherited from the parent class is ignored: it would build the parent.
     """
     kinds = type(model).__mro__  # FSDP2 puts a class of its own before a model's
     name, *parents = (kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed."))
@@ -36,8 +36,8 @@ class TrainState:
     With `replicated` every rank holds the full model, as in data parallelism: rank 0's is kept. BatchNorm's statistics
     differ between such ranks, so each keeps its own, too. Where only some ranks hold the same parts, as the replicas of
     a stage do, these are the `peers`. The `scaler` of the loss has the same state on all ranks; the state of
-    `compression` (PowerSGD) is each rank's own. Further `tensors` by name are written into while the run goes on, as
-    measured values are: rank 0's are kept. A rank without a part of the model or without an optimizer gives none.
+    `compression` (PowerSGD) is each rank's own. `tensors` are named tensors that the run updates in place, e.g.
+    measurements; rank 0's are saved. A rank without a part of the model or without an optimizer gives none.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class TrainState:
         self.recipe = get_recipe(parts[0]) if parts else {}
 
     @torch.no_grad()
-    def hold_buffers(self) -> None:
-        """Let `state` return the buffers as they are now: an evaluation replaces those of several ranks by means."""
+    def snapshot_buffers(self) -> None:
+        """Copy the buffers, for `state` to return: an evaluation replaces those of several ranks by their means."""
         self.held = [value.clone() for _, value in self.buffers]
 
-    def release_buffers(self) -> None:
-        """Let `state` return the buffers as they are when it is called."""
+    def drop_buffer_snapshot(self) -> None:
+        """Drop the copies of the buffers: `state` again returns the buffers as they are when it is called."""
         self.held = None
 
     def state(self) -> CheckpointState:

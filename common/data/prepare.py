@@ -129,7 +129,7 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
     raw = root / "MNIST" / "raw"
     notice = ""
     if not any((raw / name).exists() for name in sources.MNIST_FILES):
-        problem = sources.download_missing("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
+        problem = sources.try_download("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
         if problem:
             notice = f"MNIST is not in the folder {root} and cannot be downloaded ({problem})"
             if data.fallback == "none" or not fallback:
@@ -173,7 +173,7 @@ def prepare_cifar10(data: Data) -> Prepared:
     root = Path(data.root)
     remedy = f"set data.root to a folder with {CIFAR_FOLDER}, or data.name=generated"
     if not (root / CIFAR_FOLDER).exists():
-        problem = sources.download_missing("CIFAR10", root, CIFAR_FOLDER, CIFAR_MIRROR, data.download_timeout)
+        problem = sources.try_download("CIFAR10", root, CIFAR_FOLDER, CIFAR_MIRROR, data.download_timeout)
         if problem:
             raise UserError(f"CIFAR-10 is not in the folder {root} and cannot be downloaded ({problem}); {remedy}")
     state = sources.fingerprint_folder(root / CIFAR_FOLDER)

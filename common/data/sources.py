@@ -84,8 +84,8 @@ def hold_folder_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def download_missing(name: str, root: Path, folder: str, mirror: str, timeout: float) -> str:
-    """Download torchvision's data set `name` into its `folder` in `root`; return the problem, empty on success.
+def try_download(name: str, root: Path, folder: str, mirror: str, timeout: float) -> str:
+    """Try to download torchvision's data set `name` into its `folder` in `root`; return why not, empty on success.
 
     `timeout` is in seconds for one silent connection; 0 forbids downloading.
     """

@@ -139,7 +139,7 @@ class CollectiveReport:
         cells, lines = self.cells, self.fit_lines()
         largest = {cell.side: cell for cell in cells if cell.point.op == "all_reduce"}
         measured: dict[str, Any] = {
-            "points": [describe_cell(cell, self.ranks) for cell in cells],
+            "points": [convert_cell_to_json(cell, self.ranks) for cell in cells],
             "lines": {f"{name} {side}": line._asdict() for (name, side), line in lines.items()},
         }
         for side, cell in largest.items():
@@ -165,8 +165,8 @@ def format_line(line: Line) -> str:
     return f"{line.alpha * 1e6:.1f} us + {rate}"
 
 
-def describe_cell(cell: Cell, ranks: int) -> dict[str, Any]:
-    """Return a cell for result.json."""
+def convert_cell_to_json(cell: Cell, ranks: int) -> dict[str, Any]:
+    """Convert a cell to what result.json holds of it."""
     found = {"op": cell.point.op, "dtype": cell.point.dtype, "bytes": cell.point.nbytes, "side": cell.side}
     bus = compute_bus_factor(cell.point.op, ranks) * cell.bandwidth
     rates = {"bytes_per_second": cell.bandwidth, "bus_bytes_per_second": bus, "bytes_sent": list(cell.sent)}

@@ -111,7 +111,7 @@ def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
     torch.set_num_threads(threads)
     device, backend = choose_device(rank_info, settings)
     setup, step = (datetime.timedelta(seconds=limit) for limit in (settings.setup_timeout, settings.step_timeout))
-    store, interface = open_store(rank_info, settings, setup)
+    store, interface = set_up_rendezvous(rank_info, settings, setup)
     hosts = gather_hosts(store, rank_info, setup)
     if backend == "builtin":
         register_backend(describe_transport(rank_info, settings, hosts, interface))
@@ -129,8 +129,8 @@ def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def open_store(rank_info: RankInfo, settings: Launch, setup: datetime.timedelta) -> tuple[dist.Store, str]:
-    """Open the store through which the ranks find each other; return it and the network interface for all else."""
+def set_up_rendezvous(rank_info: RankInfo, settings: Launch, setup: datetime.timedelta) -> tuple[dist.Store, str]:
+    """Open the rendezvous store and set the network interface of gloo and NCCL; return both."""
     if rank_info.launcher == "local":
         set_interface("lo")
         return dist.FileStore(rank_info.master, rank_info.size), "lo"

@@ -52,7 +52,8 @@ class SilenceWatch:
 def name_silent_ranks(world: World, seconds: float, part: str = "") -> str:
     """Name the ranks that do not wait, too, after a collective timed out; empty if all wait. Uses no collective.
 
-    Ranks that wait, too, began to at most `seconds` later, about a step. `part` distinguishes the waits of one run.
+    A rank counts as waiting if it began to wait within `seconds`, about a step, of this one. `part` distinguishes the
+    waits of one run.
     """
     store = world.store
     if store is None:

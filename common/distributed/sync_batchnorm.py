@@ -34,9 +34,10 @@ class AllReduce(torch.autograd.Function):
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d (arXiv 1502.03167) over the samples [N, C, H, W] of all ranks, for the CPU, which torch's refuses.
+    """BatchNorm2d (arXiv 1502.03167) over the samples [N, C, H, W] of all ranks.
 
-    Parameters and buffers are BatchNorm2d's. Ranks may hold unequally many samples, or none.
+    torch's SyncBatchNorm does not run on CPUs; this one does. Parameters and buffers are BatchNorm2d's. Ranks may hold
+    unequally many samples, or none.
     """
 
     waited = 0.0

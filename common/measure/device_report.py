@@ -12,7 +12,7 @@ import torch
 
 from common.distributed.rendezvous import World
 from common.measure import plots
-from common.measure.memory import read_peak
+from common.measure.memory import read_peak_memory
 from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalance, gather_step_times
 from common.runs.result import Facts, Report
 from configs.resnet_dataparallel import ONE_DEVICE, Config
@@ -44,7 +44,7 @@ def report_devices(
     """
     parallel = cfg.strategy == "data_parallel"
     devices, own = max(1, gpus) if parallel else world.size, range(gpus) if parallel else ()
-    used = [read_peak(device) for device in [torch.device("cuda", index) for index in own] or [world.device]]
+    used = [read_peak_memory(device) for device in [torch.device("cuda", index) for index in own] or [world.device]]
     held = [value for values in world.gather(used) for value in values]
     rates = compare()  # after the peaks are read: its models need memory, too
     rate = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # rank 0 knows them

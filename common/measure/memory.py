@@ -51,8 +51,8 @@ class Footprint:
         return (int(resident) - int(shared)) * PAGE
 
 
-def reset_peak(device: torch.device) -> None:
-    """Reset the maximum that `read_peak` returns, where the system can (Linux: proc_pid_clear_refs(5))."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the maximum that `read_peak_memory` returns, where the system can (Linux: proc_pid_clear_refs(5))."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -60,15 +60,15 @@ def reset_peak(device: torch.device) -> None:
         file.write("5")
 
 
-def read_peak(device: torch.device) -> int:
+def read_peak_memory(device: torch.device) -> int:
     """Return the most bytes that this process has held: of tensors on a GPU, else of everything in it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def describe_peak(held: Mapping[str, int], device: torch.device) -> str:
-    """Return in words what `read_peak` gave by rank or device, in MB (1e6 bytes)."""
+def describe_peak_memory(held: Mapping[str, int], device: torch.device) -> str:
+    """Return in words what `read_peak_memory` gave by rank or device, in MB (1e6 bytes)."""
     return (
         f"{format_megabytes(held)}of {'tensors' if device.type == 'cuda' else 'the whole process, libraries included'}"
     )
@@ -110,11 +110,11 @@ def get_own_shard(tensor: Any) -> Tensor:
 
 @contextlib.contextmanager
 def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[dict[str, int]]:
-    """Let this process take so many MB more than it has now, within the block; 0 sets no limit.
+    """Limit this process, within the block, to so many MB (1e6 bytes) more than it holds now; 0 is no limit.
 
-    Of tensors on each GPU, else of address space that it can write: malloc reserves 64 MB beside it for each thread,
-    which are not counted. Yields the bytes of it that were taken, by device, known after the block: at most on a GPU,
-    at the end of the block on a CPU. Raises UserError where the limit is too low.
+    On GPUs this limits tensors; on CPUs writable address space, without malloc's 64 MB a thread. Yields bytes by
+    device, filled in after the block: the peak on a GPU, the value at the end on a CPU, beyond those at the start.
+    Raises UserError where the limit is too low.
     """
     before, taken = resource.getrlimit(resource.RLIMIT_DATA), dict[str, int]()
     start = {device: read_limited_bytes(device) for device in devices}

@@ -10,10 +10,10 @@ import torch
 from common.core.text import format_count
 
 
-def start_profiler(steps: int, trace: Path, say: Callable[[str], None]) -> torch.profiler.profile | None:
+def start_profiler(steps: int, trace: Path, log_message: Callable[[str], None]) -> torch.profiler.profile | None:
     """Start a profiler that skips four steps and records the next `steps`; None for 0 steps.
 
-    Call its `step()` after each step. Writes the Chrome trace to `trace` and passes a summary to `say`.
+    Call its `step()` after each step. Writes the Chrome trace to `trace` and passes a summary to `log_message`.
     """
     if not steps:
         return None
@@ -21,7 +21,7 @@ def start_profiler(steps: int, trace: Path, say: Callable[[str], None]) -> torch
     def write(profile: torch.profiler.profile) -> None:
         profile.export_chrome_trace(str(trace))
         costly = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=10)
-        say(f"profile of {format_count(steps, 'step')} in {trace}\n{costly}")
+        log_message(f"profile of {format_count(steps, 'step')} in {trace}\n{costly}")
 
     plan = torch.profiler.schedule(wait=2, warmup=2, active=steps, repeat=1)
     profiler = torch.profiler.profile(schedule=plan, on_trace_ready=write, acc_events=True)

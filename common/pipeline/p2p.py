@@ -122,7 +122,7 @@ class Network:
         return (consumer.stage * (self.microbatches + 1) + consumer.microbatch) * 2 + (consumer.kind == "F")
 
     def _find_channel(self, consumer: Action) -> tuple[str, bool]:
-        """Return the direction of a message: its kind, and true if it goes between the last and the first rank.
+        """Return (kind, wraps) of a message: wraps is true between the last and the first rank.
 
         With several stages a rank, stage p follows stage p - 1 around the ring of p ranks.
         """

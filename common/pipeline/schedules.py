@@ -231,7 +231,7 @@ def choose_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
     return replace(settings, schedule=prefer_kept(name, find_kept_file("schedule", name, code)))
 
 
-def keep_file(settings: object, code: Path, *, anew: bool = False) -> None:
+def copy_schedule_file(settings: object, code: Path, *, anew: bool = False) -> None:
     """Copy the file of a custom schedule into a run's source, if it is not there yet, or `anew`. Raises UserError."""
     if isinstance(settings, Stages):
         keep_function_file("schedule", settings.make_pipeline_config().schedule, code, anew=anew)

@@ -15,8 +15,8 @@ from common.pipeline.stage_tracer import StageTracer
 class SingleProcessPipeline:
     """All stages of a model in this process, each on a device of its own.
 
-    Work on a GPU is only queued: the call returns at once. So one process keeps all its GPUs busy, if it queues a
-    microbatch's next stage before the previous stage's next microbatch (GPipe: Huang et al. 2019, arXiv 1811.06965).
+    Work on a GPU is only queued: the call returns at once. Stages are queued last to first in each tick, so that no GPU
+    waits for the host (GPipe: Huang et al. 2019, arXiv 1811.06965).
     `loss` is a mean over samples; a batch has `microbatches` of `size` samples (`configs.batch_plan`).
     """
 

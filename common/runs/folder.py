@@ -187,7 +187,7 @@ class Folder:
         """True where a newer attempt exists: then this one no longer counts."""
         return any(attempt.number > self.number for attempt in self.attempts())
 
-    def set_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
+    def write_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
         """Record which attempt, up to which step, this one resumes; None and 0 for a new run. Raises UserError.
 
         `rows` are the rows of metrics that the parent had written by then. Without this record the attempt has not
@@ -218,7 +218,7 @@ class Folder:
 
     @property
     def resumed_from(self) -> tuple[int | None, int] | None:
-        """Parent and step that `set_parent` recorded; None where it was not called."""
+        """Parent and step that `write_parent` recorded; None where it was not called."""
         note = read_json(self.attempt / "attempt.json")
         parent, step = note.get("parent", ""), note.get("step")
         return (parent, step) if isinstance(parent, int | None) and isinstance(step, int) else None

@@ -65,19 +65,19 @@ def read_curves(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> R
         for name, value in row.items():
             if name not in NO_CURVE and isinstance(value, int | float):
                 tests.setdefault(name, []).append((*at, value))
-    table = make_numeric_table(steps, 5)
-    found = {name: make_numeric_table(values, 4) for name, values in tests.items()}
+    table = drop_non_numeric_rows(steps, columns=5)
+    found = {name: drop_non_numeric_rows(values, columns=4) for name, values in tests.items()}
     evaluations = {name: Curve(own[:, :3], own[:, 3], own[:, 3], own[:, 3]) for name, own in found.items()}
     return RunCurves(compute_loss_curve(table), compute_speed_curve(table), evaluations)
 
 
-def make_numeric_table(rows: list[tuple[float, ...]], width: int) -> Numbers:
-    """Return an array [rows, width] without the rows that hold anything but numbers."""
+def drop_non_numeric_rows(rows: list[tuple[float, ...]], columns: int) -> Numbers:
+    """Return an array [rows, columns] without the rows that hold anything but numbers."""
     try:
-        return np.array(rows, dtype=np.float64).reshape(len(rows), width)
+        return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
     except (TypeError, ValueError):
         sound = [row for row in rows if all(isinstance(value, int | float) for value in row)]
-        return np.array(sound, dtype=np.float64).reshape(len(sound), width)
+        return np.array(sound, dtype=np.float64).reshape(len(sound), columns)
 
 
 def compute_group_bounds(count: int) -> NDArray[np.int64]:

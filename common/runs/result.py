@@ -77,7 +77,7 @@ class Result:
         """Return the fields that have a value."""
         return {name: value for name, value in vars(self).items() if value not in (None, "", {})}
 
-    def collect_values(self) -> dict[str, Any]:
+    def flatten_values(self) -> dict[str, Any]:
         """Return every value under its own name, whatever group it belongs to; memory as a group."""
         found: dict[str, Any] = {}
         for name, value in self.select_known().items():
@@ -90,7 +90,7 @@ class Result:
 
     def find_number(self, name: str) -> float | None:
         """Return a value by its name, if it is a finite number."""
-        return to_number(self.collect_values().get(name))
+        return to_number(self.flatten_values().get(name))
 
     def compute_waiting_share(self) -> float | None:
         """Return the share of the time (0 to 1) that ranks wait for each other, idle in a pipeline or in communication.
@@ -110,8 +110,8 @@ class Result:
 
     def list_columns(self) -> dict[str, Any]:
         """Return the single numbers and words, for tables and the W&B summary; of a list one column for each item."""
-        found = {name: value for name, value in self.collect_values().items() if isinstance(value, int | float | str)}
-        for name, value in (self.collect_values() | {"peak_memory": list(self.memory.values())}).items():
+        found = {name: value for name, value in self.flatten_values().items() if isinstance(value, int | float | str)}
+        for name, value in (self.flatten_values() | {"peak_memory": list(self.memory.values())}).items():
             if isinstance(value, list) and all(isinstance(one, int | float) for one in value):
                 found |= {f"{name}_{number}": one for number, one in enumerate(value)}
         more = {"waiting": self.compute_waiting_share(), "memory_mb": self.find_peak_mb()}

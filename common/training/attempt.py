@@ -71,7 +71,7 @@ class Attempt:
             provenance.copy_source(self.folder)
             self.prepared.keep_source(self.folder.path / "code")
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
-        schedules.keep_file(cfg, self.folder.path / "code")
+        schedules.copy_schedule_file(cfg, self.folder.path / "code")
         algorithms.keep_file(cfg.launch, self.folder.path / "code")
         provenance.record_attempt(self.folder)
         self.prepared.verify_checksums()
@@ -181,8 +181,8 @@ def warn_of_damaged_metrics(given: Folder) -> None:
 def lock_run(folder: Folder) -> IO[str]:
     """Keep other processes of this machine from resuming a run; return the file that holds the lock.
 
-    Raises UserError if another process holds it. Not used on a cluster: there a new attempt must not wait for one that
-    a network partition has left behind.
+    Raises UserError if another process holds it. Not used on a cluster: an old attempt cut off by the network could
+    hold the lock for ever.
     """
     file = open(folder.path / "config.yaml")  # noqa: SIM115 (the lock ends with it)
     with contextlib.suppress(OSError):  # a network disk may know no locks

@@ -38,7 +38,7 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     shown = format_run_rows(run)
     for report in reports:
         shown |= report.rows()
-    run.say(tables.format_table(shown | format_folder_rows(run)))
+    run.log_message(tables.format_table(shown | format_folder_rows(run)))
 
 
 def measure_timings(run: RunContext) -> dict[str, float]:
@@ -88,7 +88,7 @@ def save_trained_model(run: RunContext) -> None:
     """
     state, cfg = run.state, run.cfg
     if state is None or run.saver.checkpointer.saved != run.step:
-        run.say("WARNING: no model is kept: its last step was not saved", logging.WARNING)
+        run.log_message("WARNING: no model is kept: its last step was not saved", logging.WARNING)
         return
     mean, std = get_statistics(run.prepared)
     facts: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.train_state import TrainState
-from common.measure.memory import read_peak
+from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimes
 from common.training import optimizers
@@ -63,7 +63,7 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         if kind is None:
             self.done = True
-            finish_step(self.run, self)
+            record_step(self.run, self)
 
 
 def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source: int) -> Iterator[Step]:
@@ -83,9 +83,9 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
         scores = evaluate_epoch(run, state, evaluate)
         if scores:
             words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-            run.say(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
+            run.log_message(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
         if run.step >= run.total:
-            held = run.world.gather(read_peak(run.device))
+            held = run.world.gather(read_peak_memory(run.device))
             run.memory = {f"rank {rank}": peak for rank, peak in enumerate(held)}
             run.scores, run.complete = scores, True
             return
@@ -110,7 +110,7 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
             return
 
 
-def finish_step(run: RunContext, step: Step) -> None:
+def record_step(run: RunContext, step: Step) -> None:
     """Record a step that is done: its time and values, and the heartbeat."""
     assert run.state is not None and run.metrics is not None
     wait_for_gpus(run, run.state, step.number)
@@ -152,13 +152,13 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     metrics.flush()
     saver.end_if_diverged()
     saver.unevaluated = True
-    state.hold_buffers()
+    state.snapshot_buffers()
     for part in state.parts:
         part.eval()
     scores = evaluate()
     if last:
         saver.save_last(run.step)
-    state.release_buffers()
+    state.drop_buffer_snapshot()
     saver.unevaluated = False
     if scores:
         metrics.write(run.step, scores)

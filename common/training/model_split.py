@@ -18,7 +18,7 @@ from common.checkpoint.train_state import get_recipe
 from common.core import config
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
-from common.measure.memory import reset_peak
+from common.measure.memory import reset_peak_memory
 from common.models import partition
 from common.pipeline import schedules
 from common.pipeline.executor import Loss, PipelineEngine
@@ -110,7 +110,7 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
     """
     world.named_barrier("measure the partition")
     found = world.gather(partition.time_layers(model, sample.to(world.device), repeats=3))
-    reset_peak(world.device)  # the peak is to be that of training
+    reset_peak_memory(world.device)  # the peak is to be that of training
     sums = {name: sum(costs[name] for costs in found) for name, _ in model.named_children()}
     return partition.balance_stages(sums, cfg.stages)
 

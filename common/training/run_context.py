@@ -40,8 +40,9 @@ class RunContext:
         self.cfg, self.folder, self.world, self.prepared = cfg, folder, world, prepared
         self.screen = Screen(cfg.log, silent=not world.is_main)
         self.logger = self._open_log()
-        self.profiler = profiler.start_profiler(cfg.profile, folder.attempt / f"trace-{world.rank}.json", self.say)
-        self.saver = Saver(cfg, folder, world, stop, self.say)
+        trace = folder.attempt / f"trace-{world.rank}.json"
+        self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
+        self.saver = Saver(cfg, folder, world, stop, self.log_message)
         if world.backend == "nccl" and world.size > 1:
             self.saver.start_silence_watch(self.log_failure)
         self.pace = Pace()
@@ -156,14 +157,14 @@ class RunContext:
         if loaded is not None:
             self.step, parent, rows = loaded.step, loaded.attempt, int(loaded.common["rows"])
             self.resumed_after = loaded.step
-            self.say(f"goes on after step {self.step}, saved by attempt {parent}")
+            self.log_message(f"goes on after step {self.step}, saved by attempt {parent}")
         if self.world.is_main:
-            self.folder.set_parent(parent, self.step, rows)
+            self.folder.write_parent(parent, self.step, rows)
         return self.step
 
     def open_metrics(self, state: TrainState, source: int) -> None:
         """Begin to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
-        writer = MetricsWriter(self.folder.metrics_file, lambda text: self.say(text, logging.WARNING))
+        writer = MetricsWriter(self.folder.metrics_file, lambda text: self.log_message(text, logging.WARNING))
         seconds, began, show = self.cfg.log.seconds, self.saver.began, self._show_progress
         self.metrics = MetricsLog(
             self.world, writer, state.loader, source=source, seconds=seconds, began=began, show=show
@@ -186,7 +187,7 @@ class RunContext:
         logger.addHandler(handler)
         return logger
 
-    def say(self, text: str, level: int = logging.INFO) -> None:
+    def log_message(self, text: str, level: int = logging.INFO) -> None:
         """Write to this rank's log file and, on rank 0 from log.level up, to the screen."""
         self.logger.log(level, text)
         if level >= logging.getLevelName(self.cfg.log.level.upper()):

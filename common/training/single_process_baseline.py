@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.data.loader import Loader
 from common.distributed import ddp
-from common.measure.memory import describe_peak, report_state_bytes
+from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
 from common.measure.timing import time_calls
 from common.models import networks
@@ -78,7 +78,7 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
     steppers = {side.name: make_step_function(run, *side.make_model(), side.shard or (0, 1)) for side in own}
     for number in range(ROUNDS):
         for side in sides:
-            run.say(f"comparison, round {number + 1} of {ROUNDS}: {side.name}")
+            run.log_message(f"comparison, round {number + 1} of {ROUNDS}: {side.name}")
             torch.set_num_threads(side.threads)
             if side.name in steppers:
                 rates[side.name].append(run.cfg.batch / time_steps(steppers[side.name], run.device, STEPS))
@@ -102,5 +102,5 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})
     assert run.state is not None and run.state.optimizer is not None
     state = report_state_bytes(run.state.optimizer, run.world)
-    peak = Facts({"peak memory": describe_peak(run.memory, run.device)})
+    peak = Facts({"peak memory": describe_peak_memory(run.memory, run.device)})
     return [strategy, state, peak, ScalingReport(times, run.world.hosts, run.step_seconds(), communication, alone)]

@@ -78,7 +78,7 @@ def run_sweep(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folde
             if other["cell"] == row["cell"]:
                 copy_measured_settings(grid.measured, made, later)
         found = results.parse_result(made.result)
-        values = found.collect_values() | found.list_columns()
+        values = found.flatten_values() | found.list_columns()
         rows.append(row | {"run": made.path.name, "exit_status": status} | values)
         print(f"  {rows[-1].get('state', 'failed')}", flush=True)
         write_tables(folder, name, rows)

@@ -101,7 +101,7 @@ def create_folder(
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
         found.keep_source(new.path / "code")
-        schedules.keep_file(settings, new.path / "code", anew="schedule" in named)
+        schedules.copy_schedule_file(settings, new.path / "code", anew="schedule" in named)
         algorithms.keep_file(settings.launch, new.path / "code", anew="launch.algorithm" in named)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
@@ -179,7 +179,7 @@ def read_losses(folder: Folder) -> dict[int, float | None]:
 
 
 def compute_distance(a: Any, b: Any) -> float:
-    """Find the distance of two numbers; infinite if only one of them is a number."""
+    """Return |a - b| for two numbers; otherwise 0 if they are equal, else infinity."""
     both = isinstance(a, int | float) and isinstance(b, int | float)
     return float(abs(a - b)) if both else 0.0 if a == b else math.inf
 

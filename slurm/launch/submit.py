@@ -88,7 +88,7 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
     with remove_folder_on_error(folder):
         provenance.copy_source(folder)
         found.keep_source(folder.path / "code")
-        schedules.keep_file(settings, folder.path / "code")
+        schedules.copy_schedule_file(settings, folder.path / "code")
         algorithms.keep_file(settings.launch, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, found.to_dict())
@@ -111,7 +111,7 @@ def submit_run(
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     if resumed:
-        schedules.keep_file(settings, resumed.path / "code")
+        schedules.copy_schedule_file(settings, resumed.path / "code")
         algorithms.keep_file(settings.launch, resumed.path / "code")
         text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)

@@ -24,7 +24,7 @@ def cancel_run(folder: Folder) -> str:
     state, _ = read_state(folder)
     if state in OVER:
         return f"{folder.path.name} is {state} already"
-    meta = read_documented(folder)
+    meta = wait_for_metadata(folder)
     job, start = meta.get("job"), (meta.get("history") or [{}])[-1]
     if not job and not start and folder.attempts():
         told = f"{folder.path / 'meta.json'} is missing or damaged, and does not tell where the run is"
@@ -45,8 +45,8 @@ def cancel_run(folder: Folder) -> str:
     return f"cancelled job {job['id']}"
 
 
-def read_documented(folder: Folder) -> dict[str, Any]:
-    """Return meta.json; waits for that of an attempt whose ranks already train while it is still being written."""
+def wait_for_metadata(folder: Folder) -> dict[str, Any]:
+    """Wait for meta.json of an attempt whose ranks train already while it is being written; return its content."""
     file, deadline = folder.path / "meta.json", time.monotonic() + DOCUMENTING
     while folder.attempts() and (not file.exists() or read_json(file).get("history") == []):
         if time.monotonic() > deadline:

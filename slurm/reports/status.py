@@ -128,7 +128,7 @@ def find_state_without_result(folder: Folder, patience: float) -> tuple[str, str
         if scheduler is None:
             return "LOST", "the local cluster that it was given to is down"
         state, word = scheduler.read_job_state(meta["job"]["id"], patience)
-        return state, word + (describe_disk(folder) if state == "FAILED" else "")
+        return state, word + (find_disk_fault(folder) if state == "FAILED" else "")
     start = (meta.get("history") or [{}])[-1]
     if not start:
         return judge_unstarted(folder, meta.get("prepared_by") or {})
@@ -186,8 +186,8 @@ def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     return Scheduler(LOCAL, own) if own else None
 
 
-def describe_disk(folder: Folder) -> str:
-    """Describe why the run folder's disk may have kept a job from writing its log; empty where it is sound."""
+def find_disk_fault(folder: Folder) -> str:
+    """Find why the run folder's disk may have kept a job from writing its log; empty where the disk is sound."""
     try:
         disk = os.statvfs(folder.path)
     except OSError:

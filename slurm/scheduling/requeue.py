@@ -24,8 +24,8 @@ from common.runs.result import Result
 from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 
 EXIT_FAILED = EXIT_RESUMABLE + 1
-"""Status of a rank that failed without a notice: srun ends the others, which may leave as after a stop request, and
-reports the highest status."""
+"""Status of a rank that failed by itself. It is above 75, so that srun, which reports the highest status, shows it
+rather than the 75 of ranks stopped in its wake."""
 PATIENCE = 600.0  # seconds for a controller that does not answer: it may be starting again
 PAUSE = 5.0
 
@@ -78,11 +78,11 @@ def find_reason_not_to_requeue(folder: Folder, status: int) -> str:
     return ""
 
 
-def is_current_attempt(scheduler: Scheduler, job: str) -> bool:
-    """Check that this is still the current attempt of the job, as far as SLURM knows.
+def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
+    """Check that SLURM runs the job and has not restarted it since this restart began, or queued it again.
 
-    It is not if SLURM has started or queued the job again while this host was cut off. Waits for a controller that does
-    not answer; raises UserError if that lasts too long.
+    It has if it took this host, cut off by the network, for dead. Waits for a controller that does not answer; raises
+    UserError if that lasts too long.
     """
     end = time.monotonic() + PATIENCE
     while True:
@@ -103,7 +103,7 @@ def main(path: str, status: int) -> int:
     if folder.result or status == 0:  # with 0 and no result, a newer attempt has overtaken this one
         known = folder.result.get("exit_status")
         return known if isinstance(known, int) else status
-    if not is_current_attempt(scheduler, job):
+    if not is_latest_restart(scheduler, job):
         print(f"job {job} is queued again already", flush=True)
         return status
     status = 2 if read_refusal(folder) else status  # srun may tell of the signal by which it ended the others
@@ -115,7 +115,7 @@ def main(path: str, status: int) -> int:
             scheduler.call("scontrol", "requeue", job)  # ends this script, too
             return EXIT_RESUMABLE
         except UserError as error:
-            if not is_current_attempt(scheduler, job):
+            if not is_latest_restart(scheduler, job):
                 return EXIT_RESUMABLE
             reason = f"it cannot be queued again: {error}"
     Result("failed", status or 1, reason, folder.find_last_step()).write(folder)

@@ -59,7 +59,7 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
 
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, label, experiment, *(word.replace("{round}", str(number)) for word in settings))
-        result = parse_result(folder.result).collect_values()
+        result = parse_result(folder.result).flatten_values()
         losses = [row["loss"] for row in folder.metrics() if row.get("loss") is not None]
         found = {"seconds": result["step_seconds"], "first_loss": losses[0], "last_loss": losses[-1]}
         for name in keep:

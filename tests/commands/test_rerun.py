@@ -78,7 +78,7 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
     words = [f"schedule={order}:own", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(mnist_pipeline.Config, words, {})
     old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
-    schedules.keep_file(settings, old.path / "code")
+    schedules.copy_schedule_file(settings, old.path / "code")
     order = write_schedule(tmp_path, "FBW")
     found = Prepared("digits", tmp_path, {})
     for named in ([], ["schedule"]):

@@ -198,7 +198,7 @@ def copy_with_two_starts(whole: Folder, place: Path) -> Folder:
     lines = first.metrics_file.read_text().splitlines(keepends=True)
     first.metrics_file.write_text("".join(lines[:25]))
     second.metrics_file.write_text("".join(lines[20:]))
-    second.set_parent(1, 20, 20)
+    second.write_parent(1, 20, 20)
     return folder
 
 

@@ -66,7 +66,7 @@ class Case:
         if world.is_main:
             folder = Folder(path / name)
             folder.path.mkdir()
-            folder.claim_attempt().set_parent(None, 0)
+            folder.claim_attempt().write_parent(None, 0)
         world.broadcast(None)
         self.folder = Folder(path / name, 1)
         self.checkpoints = self.start()
@@ -214,7 +214,7 @@ def endless(folder: Folder, notes: Path) -> None:
         newest = newest_of(folder)
         loaded = checkpoints.load()
         step = loaded.step if loaded else 0
-        folder.set_parent(loaded.attempt if loaded else None, step)
+        folder.write_parent(loaded.attempt if loaded else None, step)
         note = {"newest": newest, "step": step, "said": said, "right": loaded is None or right(loaded, 0, NUMBERS)}
         with open(notes, "a") as file:
             file.write(json.dumps(note | {"left": len(storage.list_staging_dirs(folder))}) + "\n")

@@ -44,7 +44,7 @@ class Made:
         begin, rows = 0, 0
         for number, bound in enumerate(bounds, 1):
             attempt = folder.claim_attempt()
-            attempt.set_parent(number - 1 if number > 1 else None, begin, rows)
+            attempt.write_parent(number - 1 if number > 1 else None, begin, rows)
             self.train(attempt, begin, bound, settings.batch, settings.processes)
             begin = max(0, bound - 5)  # the next start goes on from a checkpoint of five steps ago
             rows = sum(row["global_step"] <= begin for row in attempt.read_own_rows())

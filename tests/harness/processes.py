@@ -64,7 +64,7 @@ class Done:
 
 def values_of(folder: Folder) -> dict[str, Any]:
     """Every value of a run's result, by name."""
-    return parse_result(folder.result).collect_values()
+    return parse_result(folder.result).flatten_values()
 
 
 def environment(**extra: str) -> dict[str, str]:

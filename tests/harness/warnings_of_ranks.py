@@ -20,7 +20,7 @@ def main(cfg: Config, run: Run) -> None:
     logging.basicConfig(level=logging.INFO if run.world.is_main else logging.ERROR, force=True)
     if not run.world.is_main:
         logging.getLogger("train").warning(LOST)
-        run.say(SAID, logging.WARNING)
+        run.log_message(SAID, logging.WARNING)
         warnings.warn(WARNED, stacklevel=1)  # as torch and numpy do
     ddp_multinode.main(cfg, run)
 

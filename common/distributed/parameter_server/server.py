@@ -53,8 +53,8 @@ class Policy:
     """Rules of when a pull is answered and a push applied.
 
     sync waits for the pushes of all workers and applies them together; async applies each at once. bounded answers a
-    pull, and applies a push, only as long as all pushes that are still to come can be applied with at most `staleness`,
-    in whatever order they come: stale synchronous parallel (Ho et al. 2013), counted in versions.
+    pull, or applies a push, only if every outstanding push can still be applied with a staleness of at most
+    `staleness`: stale synchronous parallel (Ho et al. 2013), counted in versions.
     """
 
     mode: Literal["sync", "async", "bounded"]

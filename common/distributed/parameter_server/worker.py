@@ -30,8 +30,8 @@ class Worker:
     """This rank's part of a parameter server: its worker, and on the first ranks a server.
 
     A ticket names the next piece of work: ticket t is the shard t % p of the batch of step t // p, of p workers. Server
-    0 hands them out, in sync mode each worker's own shard, else whichever is next. As long as no worker begins a step
-    before the ranks have met after an earlier one, every push is applied where they meet.
+    0 hands them out, in sync mode each worker's own shard, else whichever is next. When ranks meet, no worker has
+    started the next step, so every push has been applied.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Worker:
 
     def fetch(self) -> None:
         """Let every rank's network have the newest parameters. All ranks call it."""
-        self._spread(self.flat, self.server.shard.values.detach() if self.server else None)
+        self._all_gather_shards(self.flat, self.server.shard.values.detach() if self.server else None)
 
     def collect_optimizer(self, optimizer: Optimizer) -> None:
         """Put the servers' optimizer state, by parameter, into an optimizer of the network. All ranks call it."""
@@ -121,7 +121,7 @@ class Worker:
         for key, is_vector in self.world.broadcast([[key, value.dim() > 0] for key, value in own.items()]):
             whole = torch.zeros_like(self.flat) if is_vector else torch.zeros(())
             if is_vector:
-                self._spread(whole, own.get(key))
+                self._all_gather_shards(whole, own.get(key))
             else:  # the number of steps, the same everywhere between steps
                 whole.copy_(own.get(key, whole))
                 dist.broadcast(whole, 0)
@@ -141,8 +141,8 @@ class Worker:
             whole = torch.cat([state[key].flatten() for state in states])[part] if first.dim() else first
             shard.optimizer.state[shard.values][key] = whole.clone()
 
-    def _spread(self, whole: Tensor, own: Tensor | None) -> None:
-        """Fill a vector on all ranks with the shards that servers have."""
+    def _all_gather_shards(self, whole: Tensor, own: Tensor | None) -> None:
+        """Fill `whole` [n] on all ranks with the servers' shards; `own` is this rank's, None without a server."""
         for rank, part in enumerate(self.parts):
             if own is not None and rank == self.world.rank:
                 whole[part] = own

@@ -94,7 +94,7 @@ def connect_ranks(
         own = Published(address, reception.port, token.hex(), host, reception.local)
         publish(f"link/{rank}", json.dumps(own))
         for peer in ((rank + step) % size for step in range(1, size)):  # not all to the same one at first
-            target = look_up_rank(peer, lookup)
+            target = wait_for_rank_address(peer, lookup)
             if target.host != host:
                 target = target._replace(local="")
             connection = connect_to_rank(Direction(group, rank, peer), target, deadline, identity, tell)
@@ -115,8 +115,8 @@ def make_stream(connection: socket.socket, timeout: float, spin: float) -> Socke
     return MemoryStream(connection, timeout, spin) if is_local else SocketStream(connection, timeout)
 
 
-def look_up_rank(peer: int, lookup: Callable[[str], str | bytes]) -> Published:
-    """Wait until a rank has published itself. Raises Unreachable."""
+def wait_for_rank_address(peer: int, lookup: Callable[[str], str | bytes]) -> Published:
+    """Wait until a rank has published its address; return that. Raises Unreachable."""
     try:
         return Published(*json.loads(lookup(f"link/{peer}")))
     except (RuntimeError, OSError, ValueError, TypeError) as error:  # a store's errors are RuntimeErrors

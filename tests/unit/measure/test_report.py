@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.measure import tables
-from common.measure.memory import read_peak, reset_peak
+from common.measure.memory import read_peak_memory, reset_peak_memory
 from common.pipeline import report, schedules
 from common.pipeline.schedules import Action, Span, simulate_schedule
 
@@ -51,12 +51,12 @@ def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:
 def test_the_peak_of_memory_begins_anew() -> None:
     def check() -> None:
         cpu, size = torch.device("cpu"), 300_000_000
-        before = read_peak(cpu)
+        before = read_peak_memory(cpu)
         large = torch.ones(size, dtype=torch.uint8)
-        assert read_peak(cpu) > before + 0.9 * size
+        assert read_peak_memory(cpu) > before + 0.9 * size
         del large
-        reset_peak(cpu)
-        assert read_peak(cpu) < before + 0.1 * size
+        reset_peak_memory(cpu)
+        assert read_peak_memory(cpu) < before + 0.1 * size
 
     child = multiprocessing.get_context("fork").Process(target=check)  # its peak begins with what it has
     child.start()

@@ -37,9 +37,9 @@ def test_rows_up_to_a_checkpoint_are_counted_by_lines(attempt: Folder) -> None:
     """A damaged line is one of the rows that had been written: the one after it must not take its place."""
     rows = [json.dumps(GOOD | {"global_step": step}) for step in (1, 2, 3)]
     attempt.metrics_file.write_text("\n".join([rows[0], "null", rows[1], rows[2]]) + "\n")
-    attempt.set_parent(None, 0)
+    attempt.write_parent(None, 0)
     following = Folder(attempt.path).claim_attempt()
-    following.set_parent(1, 2, rows=3)
+    following.write_parent(1, 2, rows=3)
     assert [row["global_step"] for row in Folder(attempt.path).read_rows()] == [1, 2]
 
 
