@@ -13,12 +13,12 @@ def exit_on_interrupt(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
-def is_command() -> bool:
+def is_project_command() -> bool:
     """Check that this process executes a file of experiments, slurm or common, and ends by `exit_on_user_error`."""
     root, file = Path(__file__).resolve().parent.parent, getattr(sys.modules.get("__main__"), "__file__", None)
     path = Path(file or "/").resolve()
     return path.is_relative_to(root) and path.relative_to(root).parts[0] in ("experiments", "slurm", "common")
 
 
-if threading.current_thread() is threading.main_thread() and is_command():
+if threading.current_thread() is threading.main_thread() and is_project_command():
     signal.signal(signal.SIGINT, exit_on_interrupt)  # until `exit_on_user_error`

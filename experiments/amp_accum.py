@@ -118,7 +118,7 @@ def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: 
     return scaler.get_scale() < scale  # it falls exactly then
 
 
-def prepare_device(cfg: Config, run: Run) -> None:
+def set_float32_precision(cfg: Config, run: Run) -> None:
     """Set how float32 products are computed on this device, and say which settings gain nothing here."""
     if run.device.type == "cuda":
         products = "tf32" if cfg.precision == "tf32" else "ieee"  # torch's own choice for convolutions is tf32
@@ -133,7 +133,7 @@ def prepare_device(cfg: Config, run: Run) -> None:
 
 
 def main(cfg: Config, run: Run) -> None:
-    prepare_device(cfg, run)
+    set_float32_precision(cfg, run)
     inner = build_model(cfg, run)
     model = wrap_model(cfg, inner, run)
     optimizer = build_optimizer(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")

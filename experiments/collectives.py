@@ -41,7 +41,7 @@ from torch import Tensor
 Sides = Mapping[str, Mapping[str, Call]]
 
 
-def pass_on(sent: Tensor, received: Tensor, world: World) -> None:
+def shift_in_ring(sent: Tensor, received: Tensor, world: World) -> None:
     """Send to the next rank of the ring and receive from the one before, both at once.
 
     Were all ranks to send first and wait until that is taken, nobody would ever receive.
@@ -58,17 +58,17 @@ def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
     arrived = torch.empty_like(chunks[0])  # the longest
     for step in range(1, world.size):
         leaves, stays = chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size]
-        pass_on(leaves, arrived[: len(stays)], world)
+        shift_in_ring(leaves, arrived[: len(stays)], world)
         stays += arrived[: len(stays)]
 
 
 def all_gather_in_ring(chunks: Sequence[Tensor], world: World) -> None:
     """Let every chunk, which rank r begins with as its own, travel once around the ring and be kept at each stop."""
     for step in range(world.size - 1):
-        pass_on(chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size], world)
+        shift_in_ring(chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size], world)
 
 
-def make_ring(world: World) -> dict[str, Call]:
+def make_ring_operations(world: World) -> dict[str, Call]:
     """Make the operations that are rounds of a ring: an all-reduce is a reduce-scatter and then an all-gather."""
 
     def all_reduce(x: Tensor, out: Tensor) -> None:
@@ -89,10 +89,10 @@ def make_ring(world: World) -> dict[str, Call]:
     return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 
 
-def make_library(world: World) -> dict[str, Call]:
+def make_library_operations(world: World) -> dict[str, Call]:
     """Make the operations as the library has them."""
     return {
-        "sendrecv": lambda x, out: pass_on(x, out, world),
+        "sendrecv": lambda x, out: shift_in_ring(x, out, world),
         "broadcast": lambda x, out: dist.broadcast(x, 0),
         "all_reduce": lambda x, out: dist.all_reduce(x),
         "reduce_scatter": lambda x, out: dist.reduce_scatter_tensor(out, x),
@@ -106,7 +106,7 @@ def count_sent(world: World) -> float:
     return sent / world.size if world.nodes == 1 else sent if world.local_size == 1 else 0.0
 
 
-def measure(call: Call, x: Tensor, out: Tensor, world: World) -> list[float]:
+def measure_call(call: Call, x: Tensor, out: Tensor, world: World) -> list[float]:
     """Return the seconds of a call, from a barrier on, and the bytes that this rank has sent for it."""
     dist.barrier()
     before = count_sent(world)
@@ -127,7 +127,7 @@ def measure_sides(
     for name in names:
         if point.op in sides[name]:
             x, out = vectors.fill(point)
-            own = measure(sides[name][point.op], x, out, world)
+            own = measure_call(sides[name][point.op], x, out, world)
             vectors.check(point, x, out, name)
             found[name] = world.gather(own)
     return found
@@ -142,7 +142,7 @@ def draw_times(report: CollectiveReport, run: Run) -> None:
 
 def main(cfg: Config, run: Run) -> None:
     world, device = run.world, run.device
-    sides = {world.backend: make_library(world), "isend ring": make_ring(world)}
+    sides = {world.backend: make_library_operations(world), "isend ring": make_ring_operations(world)}
     points = list_points(cfg.ops, cfg.dtypes, cfg.list_bytes(), world.size)
     vectors = Vectors(cfg.seed, world, device)
     table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 2, dtype=torch.float64)

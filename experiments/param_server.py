@@ -72,10 +72,10 @@ def main(cfg: Config, run: Run) -> None:
     state = ServedState(worker, optimizer, run.batches())  # whole batches: which shard is whose may change
 
     def evaluate() -> dict[str, float]:
-        worker.fetch()  # each rank has what it pulled for its last gradient
+        worker.fetch_parameters()  # each rank has what it pulled for its last gradient
         return score_replicated(network, run)
 
-    worker.start(run.resume(state))
+    worker.start_serving(run.resume(state))
     for step in run.steps(state, evaluate):
         with step:
             losses, staleness = [], []

@@ -76,7 +76,7 @@ def build_loss(cfg: Config, run: Run) -> Loss:
     return lambda outputs, y: F.mse_loss(outputs, targets.to(outputs)[y])
 
 
-def build_stages(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
+def build_pipeline(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
     """Place the stages: all of them on this process's devices, or this rank's own ones in its group's pipeline."""
     pipeline = cfg.make_pipeline_config()
     stages = model_split.split_model(pipeline, model, run)
@@ -93,7 +93,7 @@ def main(cfg: Config, run: Run) -> None:
     names = model_split.require_devices(cfg.devices) if cfg.in_one_process else []
     devices = [torch.device(name) for name in names] or [run.device]
     with limit_memory(cfg.memory_cap, devices) as taken:
-        pipe = build_stages(cfg, build_model(cfg, run), run, pp)
+        pipe = build_pipeline(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
         batches = run.batches(shard=shard, inputs=pipe.has_first, targets=pipe.has_last)
         peers = dp if cfg.replicas > 1 else None

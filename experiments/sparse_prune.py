@@ -115,7 +115,7 @@ def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
     return pruning_masks.prune_layers(draw_scores(cfg, masks.weights, 0), sparsities)
 
 
-def prune(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer, step: int) -> None:
+def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer, step: int) -> None:
     """Change the masks if the schedule does so after this step, and check that all ranks have the same."""
     sparsity = pruning_schedules.compute_sparsity(cfg, step, run.total)
     if sparsity is None:
@@ -128,7 +128,7 @@ def prune(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Opti
         pruning_masks.drop_and_grow(masks, optimizer, share)
     else:
         masks.assign(draw_masks(cfg, masks))
-    masks.assert_equal()
+    masks.assert_equal_on_ranks()
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -142,9 +142,9 @@ def main(cfg: Config, run: Run) -> None:
 
     done = run.resume(state)
     masks.recompute_factors()  # a checkpoint may have brought other masks
-    masks.assert_equal()
+    masks.assert_equal_on_ranks()
     if done == 0:
-        prune(cfg, run, model, masks, optimizer, 0)
+        update_masks(cfg, run, model, masks, optimizer, 0)
         masks.apply()
     for step in run.steps(state, lambda: score_replicated(inner, run)):
         with step:
@@ -155,7 +155,7 @@ def main(cfg: Config, run: Run) -> None:
             optimizer.step()
             if cfg.l1:
                 pruning_masks.soft_threshold(masks.weights, step.rate * cfg.l1)
-            prune(cfg, run, model, masks, optimizer, step.number)
+            update_masks(cfg, run, model, masks, optimizer, step.number)
             if masks.sparsity:
                 masks.apply()  # the step has moved pruned weights, too
             step.log(loss=loss.detach(), sparsity=masks.sparsity)
@@ -164,7 +164,7 @@ def main(cfg: Config, run: Run) -> None:
 
 def report_pruning(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Facts]:
     """Measure what pruning has left and what it saves. All ranks call it; the report is rank 0's."""
-    masks.assert_equal()
+    masks.assert_equal_on_ranks()
     if not run.world.is_main:
         return []
     x = run.test_set.load_inputs(slice(0, min(cfg.eval_batch, TIMED)), run.device, torch.float32)

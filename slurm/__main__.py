@@ -140,10 +140,10 @@ def check_make_variables(goals: list[str], environ: Mapping[str, str]) -> None:
     if unknown:
         raise UserError(f"make {' '.join(goals)} has no setting {' '.join(unknown)}; it has {' '.join(known)}")
     if "TESTS" in given:
-        check_tests(split_words("TESTS", environ["TESTS"]))
+        check_test_paths(split_words("TESTS", environ["TESTS"]))
 
 
-def check_tests(words: list[str]) -> None:
+def check_test_paths(words: list[str]) -> None:
     """Raise UserError for a path in tests/ that is not there; patterns and options are pytest's."""
     for path in [word.partition("::")[0] for word in words if word.startswith("tests/")]:
         if not Path(path).exists() and "*" not in path:

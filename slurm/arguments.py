@@ -12,7 +12,7 @@ from common.core.errors import UserError
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
-def parse_experiment(name: str) -> str:
+def check_experiment_name(name: str) -> str:
     """Return the name if there is such an experiment. Raises UserError with the nearest right one."""
     from common.core import config  # imports OmegaConf, which the local cluster does not need
 
@@ -60,7 +60,7 @@ def split_arguments(text: str) -> tuple[list[str], list[str]]:
     return [word for word in words if word not in for_profile], for_profile
 
 
-def parse_settings(text: str) -> tuple[list[str], list[str]]:
+def split_settings(text: str) -> tuple[list[str], list[str]]:
     """Split ARGS for a command without the options of an experiment. Raises UserError for an option."""
     words, for_profile = split_arguments(text)
     option = next((word for word in words if word.startswith("-")), None)

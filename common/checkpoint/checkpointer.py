@@ -59,7 +59,7 @@ class LoadedCheckpoint:
     """This rank's own part; None if another number of ranks saved it."""
 
     @property
-    def is_exact(self) -> bool:
+    def resumes_exactly(self) -> bool:
         """True if resumed training equals uninterrupted training to the bit."""
         return self.local is not None
 
@@ -87,10 +87,10 @@ class Checkpointer:
         training can go on. Raises TypeError for a value that could not be loaded again, ValueError if two ranks give
         one name.
         """
-        content = self._collect(step, state)
+        content = self._collect_rank_content(step, state)
         problem: str | None = None
         for left in range(self.settings.retries, -1, -1):
-            problem = None if step == self.saved else self._write(step, state, content)
+            problem = None if step == self.saved else self._try_write(step, state, content)
             if problem is None:
                 break
             if left:
@@ -100,27 +100,27 @@ class Checkpointer:
             self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training goes on, {older}")
             return False
         self.saved, self.best = step, step if best else self.best
-        problem = self._on_main(self._remove_old)
+        problem = self._run_on_main(self._remove_old)
         if problem is not None:
             self.log_message(f"WARNING: old checkpoints could not be removed: {problem}")
         return True
 
-    def _collect(self, step: int, state: CheckpointState) -> dict[str, Any]:
+    def _collect_rank_content(self, step: int, state: CheckpointState) -> dict[str, Any]:
         """Return the content of this rank's file."""
         origin = {"step": step, "attempt": self.folder.number, "rank": self.world.rank, "processes": self.world.size}
         parts = vars(state) | ({} if self.world.is_main else {"common": {}})
         return origin | {name: to_plain(value, name) for name, value in parts.items()}
 
-    def _write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
+    def _try_write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
         """Try once on all ranks; return the problem, the same on all, or None."""
         self.close()
         staging = StagingDir(self.folder, step)
-        problem = self._on_main(staging.create)
+        problem = self._run_on_main(staging.create)
         if problem is not None:
             return problem
         written: ManifestEntry | str
         try:
-            written = write_rank_file(staging.path / storage.rank_file_name(self.world.rank), content)
+            written = write_rank_file(staging.path / storage.make_rank_file_name(self.world.rank), content)
         except OSError as error:
             written = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}: {summarize_error(error)}"
         answer = written if isinstance(written, str) else asdict(written)
@@ -128,7 +128,7 @@ class Checkpointer:
         names = [name for _, given in answers for name in given]
         twice = self.world.broadcast(len(names) - len(set(names)))
         entries = [given if isinstance(given, str) else ManifestEntry(**given) for given, _ in answers]
-        problem = self._on_main(lambda: self._publish(staging, entries, state, bool(twice)))
+        problem = self._run_on_main(lambda: self._publish(staging, entries, state, bool(twice)))
         if twice:
             raise ValueError(f"ranks give {twice} names of the model more than once; only rank 0 gives what all hold")
         return problem
@@ -144,7 +144,9 @@ class Checkpointer:
             if self.folder.metrics_file.exists():
                 fsync_path(self.folder.metrics_file)  # rows that the next attempt will not write again
             files = {
-                storage.rank_file_name(i): entry for i, entry in enumerate(entries) if isinstance(entry, ManifestEntry)
+                storage.make_rank_file_name(i): entry
+                for i, entry in enumerate(entries)
+                if isinstance(entry, ManifestEntry)
             }
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACT)}
             staging.publish(Manifest(staging.target.step, self.folder.number, self.world.size, files, facts))
@@ -173,7 +175,7 @@ class Checkpointer:
         if self.sweeper is not None:
             self.sweeper.join()
 
-    def _on_main(self, work: Callable[[], None]) -> str | None:
+    def _run_on_main(self, work: Callable[[], None]) -> str | None:
         """Call `work` on rank 0; return its problem or None on all ranks."""
         problem: str | None = None
         if self.world.is_main:
@@ -194,22 +196,22 @@ class Checkpointer:
         candidates = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in found])
         for number, step in candidates:
             checkpoint = CheckpointPath(Folder(self.folder.path, number), step)
-            loaded, problem = self._read(checkpoint)
+            loaded, problem = self._try_read(checkpoint)
             if problem is None:
                 break
             self.log_message(f"{checkpoint} is not used: {problem}")
         else:
-            self._start_at_zero(len(candidates))
+            self._report_no_checkpoint(len(candidates))
             return None
         assert loaded is not None
-        if not loaded.is_exact:
+        if not loaded.resumes_exactly:
             self.log_message(
                 f"saved by {format_count(loaded.processes, 'rank')}, resumed by {self.world.size}: model, optimizer "
                 "and data position are restored; random states are not, and results match only to rounding"
             )
         return loaded
 
-    def _read(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
+    def _try_read(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
         """Return a checkpoint as this rank reads it, and why it is invalid, the same on all ranks, or None."""
         content, loaded, problem = None, None, None
         try:
@@ -227,7 +229,7 @@ class Checkpointer:
         # before any rank uses it, each must have it
         return loaded, self.world.broadcast(describe_first_problem(self.world.gather(problem), self.world))
 
-    def _start_at_zero(self, rejected: int) -> None:
+    def _report_no_checkpoint(self, rejected: int) -> None:
         """Report half-written checkpoints where there is no complete one. Raises UserError if all were rejected."""
         if rejected:
             raise UserError(
@@ -247,7 +249,7 @@ def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World
         where = [part.get(name) for name in ("step", "attempt", "rank", "processes")]
         if where != [manifest.step, manifest.attempt, rank, manifest.processes]:
             raise InvalidCheckpoint(
-                "{} is that of step {}, attempt {}, rank {} of {}".format(storage.rank_file_name(rank), *where)
+                "{} is that of step {}, attempt {}, rank {} of {}".format(storage.make_rank_file_name(rank), *where)
             )
         loaded.model |= part["model"]
         loaded.optimizer |= part["optimizer"]

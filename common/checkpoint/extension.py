@@ -34,7 +34,7 @@ def has_checkpoint(folder: Folder, step: int) -> bool:
     return any(checkpoint.step == step for checkpoint in storage.list_resumable_checkpoints(folder))
 
 
-def check_settings(folder: Folder, cfg: Experiment) -> None:
+def check_settings_of_finished(folder: Folder, cfg: Experiment) -> None:
     """Raise UserError where a run is finished and a config has other settings, which no step is left for."""
     if folder.result.get("state") != "finished" or has_more_steps(folder, cfg):
         return

@@ -31,7 +31,7 @@ def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
 
 def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> dict[str, Any]:
     """Return the tensors and primitives in a rank's file, which agrees with the manifest. Raises InvalidCheckpoint."""
-    name, content = storage.rank_file_name(rank), storage.read_verified_rank_file(checkpoint, manifest, rank)
+    name, content = storage.make_rank_file_name(rank), storage.read_verified_rank_file(checkpoint, manifest, rank)
     try:
         part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:  # torch then advises to read what could execute anything

@@ -47,7 +47,7 @@ class SaveOrStopVote:
     def _is_save_step(self, step: int) -> bool:
         return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
 
-    def is_stop_requested(self) -> bool:
+    def vote_on_stop(self) -> bool:
         """Check whether any rank has a stop request, in work without steps. All ranks call it equally often."""
         self.calls += 1
         if self.calls < self.next_call:

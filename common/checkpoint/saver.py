@@ -80,7 +80,7 @@ class Saver:
         decision = self.vote.decide(step, bool(self.metrics.diverged))
         self.restart_watchdogs()
         if decision.diverged:
-            self.end_if_diverged()
+            self.raise_if_diverged()
         saved = decision.save and self.save(step)
         if decision.stop:
             self._stop(step, saved)
@@ -92,10 +92,10 @@ class Saver:
         Raises StopRequested after saving, and UserError if the checkpoint could not be written.
         """
         self.restart_watchdogs()
-        if self.vote.is_stop_requested():
+        if self.vote.vote_on_stop():
             self._stop(step, self.save(step))
 
-    def end_if_diverged(self) -> None:
+    def raise_if_diverged(self) -> None:
         """Raise UserError with the same words on all ranks where the loss is no finite number any more."""
         assert self.metrics is not None
         why = self.world.broadcast(self.metrics.diverged)
@@ -116,7 +116,7 @@ class Saver:
             text = f"WARNING: no checkpoint of step {step}: the disk does not even take its metrics"
             self.log_message(text, logging.WARNING)
             return False
-        state = self.state.state()
+        state = self.state.collect_state()
         finite = all(bool(value.isfinite().all()) for value in state.model.values())
         if not self.world.broadcast(all(self.world.gather(finite))):
             raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")

@@ -25,16 +25,16 @@ class ServedState(TrainState):
         super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **more)
         self.worker = worker
 
-    def state(self) -> CheckpointState:
+    def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks call it, between steps."""
-        self.worker.fetch()
-        self.worker.collect_optimizer(self.optimizer)
-        found = super().state()
+        self.worker.fetch_parameters()
+        self.worker.fetch_optimizer_state(self.optimizer)
+        found = super().collect_state()
         self.optimizer.state.clear()
         return found
 
     def load(self, loaded: LoadedCheckpoint) -> None:
         """Load a checkpoint of any number of servers. Raises UserError if it is of another model."""
         super().load(loaded)
-        self.worker.distribute(self.optimizer)
+        self.worker.load_own_shard(self.optimizer)
         self.optimizer.state.clear()

@@ -64,7 +64,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
 # ---- parameters and buffers
 
 
-def collect_tensors(named: Named, keep: bool = True) -> dict[str, Tensor]:
+def gather_full_tensors(named: Named, keep: bool = True) -> dict[str, Tensor]:
     """Return full parameters or buffers by name; {} without `keep`, where this rank only joins the collectives."""
     found = {name: full_tensor(tensor.detach()) for name, tensor in named}
     return found if keep else {}
@@ -98,7 +98,7 @@ def load_tensors(named: Named, saved: Mapping[str, Tensor]) -> None:
 
 
 def collect_optimizer_state(optimizer: Optimizer, named: Named, keep: bool = True) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's state of each parameter by the parameter's name; `keep` as in `collect_tensors`."""
+    """Return the optimizer's state of each parameter by the parameter's name; `keep` as in `gather_full_tensors`."""
     found = {
         name: {key: full_tensor(value) for key, value in optimizer.state[parameter].items()}
         for name, parameter in named

@@ -91,7 +91,7 @@ def checkpoints_dir(attempt: Folder) -> Path:
     return attempt.attempt / "checkpoints"
 
 
-def rank_file_name(rank: int) -> str:
+def make_rank_file_name(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"rank-{rank}.pt"
 
@@ -171,7 +171,7 @@ def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = No
 
 def read_verified_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
     """Return the bytes of a rank's file, compared with the manifest. Raises InvalidCheckpoint."""
-    name = rank_file_name(rank)
+    name = make_rank_file_name(rank)
     entry = manifest.files[name]
     content = read_owned_file(checkpoint, name, entry.bytes)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
@@ -193,7 +193,7 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
     names = list(manifest.files)
-    if names != [rank_file_name(rank) for rank in range(len(names))] or len(names) != manifest.processes:
+    if names != [make_rank_file_name(rank) for rank in range(len(names))] or len(names) != manifest.processes:
         raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} ranks")
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt.number):
         raise InvalidCheckpoint(f"it is that of step {manifest.step} of attempt {manifest.attempt}")

@@ -65,17 +65,17 @@ class TrainState:
 
     @torch.no_grad()
     def snapshot_buffers(self) -> None:
-        """Copy the buffers, for `state` to return: an evaluation replaces those of several ranks by their means."""
+        """Copy the buffers, for `collect_state` to return: an evaluation replaces those of several ranks by means."""
         self.held = [value.clone() for _, value in self.buffers]
 
     def drop_buffer_snapshot(self) -> None:
-        """Drop the copies of the buffers: `state` again returns the buffers as they are when it is called."""
+        """Drop the copies of the buffers: `collect_state` again returns the buffers as they are when it is called."""
         self.held = None
 
-    def state(self) -> CheckpointState:
+    def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks call it."""
         keep = self.peers is None or self.peers.is_main
-        model = state_dicts.collect_tensors(self.parameters, keep)
+        model = state_dicts.gather_full_tensors(self.parameters, keep)
         values = [value for _, value in self.buffers] if self.held is None else self.held
         buffers = {name: value for (name, _), value in zip(self.buffers, values, strict=True)}
         means = {name: value.clone() for name, value in buffers.items()}
@@ -90,7 +90,7 @@ class TrainState:
             | ({"scaler": self.scaler.state_dict()} if self.scaler else {})
             | ({"tensors": self.tensors} if self.tensors else {}),
             local={"random": state_dicts.capture_rng_state(), "buffers": buffers if self.peers else {}}
-            | ({"compression": ddp.read_powersgd_state(self.compression)} if self.compression else {}),
+            | ({"compression": ddp.capture_powersgd_state(self.compression)} if self.compression else {}),
         )
 
     def _select_own_buffers(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ SIOCGIFADDR = 0x8915  # from linux/sockios.h
 PORTS = range(20_000, 60_000)
 
 
-def probe_url(url: str, seconds: float) -> str:
+def find_url_problem(url: str, seconds: float) -> str:
     """Return why no answer came from `url` within so many seconds; empty if one came, of whatever kind."""
 
     def ask() -> str:

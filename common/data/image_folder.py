@@ -136,7 +136,7 @@ def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[tu
     torch.set_num_threads(1)  # the cores work on different images
     decode = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
 
-    def pixels(path: Path) -> tuple[np.ndarray | None, str]:
+    def decode_image(path: Path) -> tuple[np.ndarray | None, str]:
         try:
             if not path.is_file():  # a broken link, or a pipe, whose opening would block
                 raise OSError("no file")
@@ -150,7 +150,7 @@ def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[tu
     waiting: collections.deque[Future[tuple[np.ndarray | None, str]]] = collections.deque()
     with ThreadPoolExecutor(cores) as pool:
         for name, _ in samples:
-            waiting.append(pool.submit(pixels, folder / name))
+            waiting.append(pool.submit(decode_image, folder / name))
             if len(waiting) > 4 * cores:
                 yield waiting.popleft().result()
         while waiting:

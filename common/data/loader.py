@@ -182,7 +182,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Yield the rest of the current epoch; at its end the next epoch begins."""
-        for x, y, count, own in self._blocks():
+        for x, y, count, own in self._iterate_blocks():
             for number in range(count):
                 self.size = min(self.batch, len(self.data) - self.position)
                 self.position += self.size
@@ -190,7 +190,7 @@ class Loader:
                 yield (None if x is None else x[rows]), (None if y is None else y[rows])
         self.epoch, self.position = self.epoch + 1, 0
 
-    def _blocks(self) -> Iterator[Block]:
+    def _iterate_blocks(self) -> Iterator[Block]:
         """Yield blocks of batches, from the current position on."""
         indices = list(self._block_indices())
         if not self.workers:
@@ -200,10 +200,10 @@ class Loader:
             batch_size=None,
             sampler=indices,  # numpy: tensors would be passed on by a thread, which forks badly
             num_workers=self.workers,
-            worker_init_fn=shield_worker,
+            worker_init_fn=init_worker,
             generator=torch.Generator(),  # else a resumed epoch draws once more from the stream that dropout uses
         )
-        return ((self._move(x), self._move(y), count, own) for x, y, count, own in ahead)
+        return ((self._move_to_device(x), self._move_to_device(y), count, own) for x, y, count, own in ahead)
 
     def _block_indices(self) -> Iterator[np.ndarray]:
         """Yield this rank's samples of each block, int64 [2, batches, own]: index and position in the epoch."""
@@ -228,7 +228,7 @@ class Loader:
         y = self.data.load_targets(rows, device) if self.targets else None
         return x, y, *indices.shape[1:]
 
-    def _move(self, value: Tensor | None) -> Tensor | None:
+    def _move_to_device(self, value: Tensor | None) -> Tensor | None:
         return value if value is None else value.to(self.device)
 
 
@@ -281,7 +281,7 @@ class BlockDataset(torch.utils.data.Dataset[Any]):
         return self.loader._load_block(indices, torch.device("cpu"))
 
 
-def shield_worker(worker: int) -> None:
+def init_worker(worker: int) -> None:
     """Let a worker ignore stop signals, which are for its rank, and end with that rank."""
     ignore_stop_signals()
     die_with_parent()

@@ -65,7 +65,7 @@ class Prepared:
         known = read_json(self.path / own_data.STATISTICS)
         return (known["mean"], known["std"]) if known.keys() >= {"mean", "std"} else None
 
-    def keep_source(self, code: Path) -> None:
+    def copy_own_data_file(self, code: Path) -> None:
         """Copy the file of a set of one's own into the source of a run, which reads it there. Raises UserError."""
         if (self.path / own_data.SOURCE).is_file():
             with disk_errors(code):
@@ -110,7 +110,7 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
     return prepare_own_set(data, code) if ":" in data.name else prepare_mnist(data, fallback)
 
 
-def check_model(cfg: Experiment, found: Prepared) -> None:
+def check_model_fits_data(cfg: Experiment, found: Prepared) -> None:
     """Raise UserError where the model of a config does not take the samples of a set."""
     if not cfg.trains:
         return

@@ -91,7 +91,7 @@ def try_download(name: str, root: Path, folder: str, mirror: str, timeout: float
     """
     if timeout == 0:
         return "data.download_timeout=0"
-    silent = network.probe_url(mirror, timeout)
+    silent = network.find_url_problem(mirror, timeout)
     if silent:
         return f"no connection: {silent}"
     print(f"downloading {folder} into {root}", flush=True)

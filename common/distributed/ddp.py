@@ -21,7 +21,7 @@ BYTES = {"fp16": 2, "bf16": 2}  # of one number on the way
 ONE_BUCKET_MB = 1 << 20  # more than any model has
 
 
-def keep_buffers_local() -> dict[str, Any]:
+def make_local_buffer_options() -> dict[str, Any]:
     """Return the argument of DDP that leaves each rank its own buffers.
 
     It saves a broadcast per step: training does not read buffers, and before an evaluation they are averaged. torch
@@ -34,7 +34,7 @@ def keep_buffers_local() -> dict[str, Any]:
 def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
     """Wrap a model so that its backward averages gradients over all ranks; `options` are torch's own."""
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, **(keep_buffers_local() | options))
+    return DistributedDataParallel(model, device_ids=ids, **(make_local_buffer_options() | options))
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:
@@ -72,14 +72,14 @@ COMPRESSION = "compression"  # the attribute of a wrapped model that holds Power
 MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, tensors by the number of a bucket
 
 
-def read_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
+def capture_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
     """Return PowerSGD's state on this rank: residual errors, factors P and Q, step, random state."""
     found: dict[str, Any] = {name: dict(getattr(state, name)) for name in MEMORY}
     return found | {"iter": int(state.iter), "rng": pack_rng_state(state.rng.get_state())}
 
 
 def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the state that `read_powersgd_state` returned, on a device."""
+    """Restore the state that `capture_powersgd_state` returned, on a device."""
     for name in MEMORY:
         setattr(state, name, {bucket: value.to(device) for bucket, value in saved[name].items()})
     state.iter = saved["iter"]

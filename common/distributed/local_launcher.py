@@ -201,7 +201,11 @@ def wait_for_ranks(
             raise StoppedAtOnce(stop.number)  # it had not begun to listen, and others fail without it
         if failed:
             return report_failure(
-                find_first_cause(failed, private), len(children), private, why, host_memory.count_oom_kills() > kills
+                find_first_failed_rank(failed, private),
+                len(children),
+                private,
+                why,
+                host_memory.count_oom_kills() > kills,
             )
         if not ended:
             time.sleep(0.01)
@@ -210,7 +214,7 @@ def wait_for_ranks(
     return 0
 
 
-def find_first_cause(failed: list[ChildRank], private: Path) -> ChildRank:
+def find_first_failed_rank(failed: list[ChildRank], private: Path) -> ChildRank:
     """Return, of ranks found dead at the same time, the first to fail: a killed one, else the first that raised."""
 
     def read_failure_time(child: ChildRank) -> float:

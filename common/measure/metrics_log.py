@@ -104,7 +104,7 @@ class MetricsLog:
             return
         known = [values for values, _ in (gathered if self.averaged else [gathered[self.source]])]
         found = [average_over_ranks(values) for values in zip(*known, strict=True)]
-        self._find_divergence([row[0] for row in rows], found)
+        self._note_divergence([row[0] for row in rows], found)
         self.writer.add(self._make_row(s, t) | values for (s, t, _), values in zip(rows, found, strict=True))
         self.show(step, found[-1])
 
@@ -117,7 +117,7 @@ class MetricsLog:
     def _make_row(self, step: int, now: float) -> dict[str, Any]:
         return {"global_step": step, "samples": self.batches.count_samples(step), "time": round(now - self.began, 6)}
 
-    def _find_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
+    def _note_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
         """Note the first step whose loss is no finite number, and which samples it was given.
 
         A step that was `skipped` has harmed nothing: its gradients were too large for fp16.

@@ -50,7 +50,7 @@ class Pace:
         self.durations: list[float] = []  # seconds
         self.mark: float | None = None
 
-    def step(self, now: float) -> None:
+    def note_step_end(self, now: float) -> None:
         """Note the end of a step; `now` by time.perf_counter()."""
         if self.mark is not None:
             self.durations.append(now - self.mark)
@@ -143,7 +143,7 @@ class StepTimes:
             found["exposed"] = at["end of backward"] - at["last gradient"]
         return found
 
-    def estimate_recent(self) -> float | None:
+    def estimate_seconds_to_backward(self) -> float | None:
         """Return the seconds until backward begins, the median of the newest steps; None before there are enough.
 
         On a GPU the newest steps that it has come to the end of: asking for others would wait for it.

@@ -30,7 +30,7 @@ sys.exit(f"it imports {sorted(ours)}" if ours else 0)
 """
 
 
-def write_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tensor:
+def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tensor:
     """Write a model in eval mode with torch.export, for inputs [any N, ...] like x [n, ...].
 
     Returns the outputs for x that a new process computes from the file alone. Raises RuntimeError if that fails.
@@ -67,7 +67,7 @@ def run_in_new_process(path: Path, x: Tensor) -> Tensor:
         answer.unlink(missing_ok=True)
 
 
-def write_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
+def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
     """Write a model in eval mode as ONNX, for inputs [any N, ...]; returns onnxruntime's outputs for x [n, ...].
 
     Raises UserError if the optional packages are missing.
@@ -88,6 +88,6 @@ def write_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
 
 
 WRITERS: dict[str, Callable[[nn.Module, Tensor, Path], Tensor]] = {
-    "torch.export": write_torch_export,
-    "onnx": write_onnx,
+    "torch.export": write_and_run_torch_export,
+    "onnx": write_and_run_onnx,
 }

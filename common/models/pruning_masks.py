@@ -193,16 +193,16 @@ class Masks:
         """Return the scores with PRUNED_SCORE for weights that are pruned already."""
         return [score.masked_fill(~kept, PRUNED_SCORE) for score, kept in zip(scores, self.kept, strict=True)]
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Return the SHA-256 of all masks, independent of the device."""
         found = hashlib.sha256()
         for name, mask in zip(self.layers, self.kept, strict=True):
             found.update(name.encode() + np.packbits(mask.cpu().numpy()).tobytes())
         return found.hexdigest()
 
-    def assert_equal(self) -> str:
+    def assert_equal_on_ranks(self) -> str:
         """Return the hash of the masks. All ranks call it. Raises RuntimeError if their masks differ."""
-        found: list[str] = objects.all_gather_json(self.digest(), self.weights[0].device)
+        found: list[str] = objects.all_gather_json(self.compute_digest(), self.weights[0].device)
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:
             raise RuntimeError(

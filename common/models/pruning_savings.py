@@ -166,7 +166,7 @@ def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any
     try:
         with torch.no_grad():
             expected = model(x).cpu()
-        answer = exporting.write_torch_export(model, x, path)
+        answer = exporting.write_and_run_torch_export(model, x, path)
         difference = float((answer - expected).abs().max())
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         return {"export_problem": summarize_error(error)}
@@ -208,7 +208,7 @@ def report_savings(
 
     `accuracy` returns a model's test accuracy; `path` is where the exported model goes.
     """
-    bare, digest = strip_masks(model), masks.digest()
+    bare, digest = strip_masks(model), masks.compute_digest()
     sizes = measure_sizes(bare, accuracy if cfg.int8 else None)
     measured: dict[str, Any] = {f"{name}_seconds": seconds for name, seconds in time_inference(bare, x).items()}
     if cfg.export:

@@ -45,7 +45,7 @@ def open_shared_memory(world: World, near: Sequence[Route], dtype: torch.dtype) 
     name = world.broadcast(secrets.token_hex(8))
     opened: SharedMemory | None = None
     with contextlib.suppress(OSError, Unreachable):
-        opened = SharedMemory(world, near, dtype, connect_host(world, name))
+        opened = SharedMemory(world, near, dtype, connect_ranks_of_host(world, name))
     if world.broadcast(all(world.gather(opened is not None))):
         return opened
     if opened:
@@ -53,7 +53,7 @@ def open_shared_memory(world: World, near: Sequence[Route], dtype: torch.dtype) 
     return None
 
 
-def connect_host(world: World, name: str) -> Links:
+def connect_ranks_of_host(world: World, name: str) -> Links:
     """Connect the ranks of this host with each other, by their ranks in this world. Raises OSError, Unreachable."""
     members = [rank for rank in range(world.size) if world.hosts[rank] == world.hosts[world.rank]]
     assert world.store is not None

@@ -71,7 +71,7 @@ class TorchPipelineEngine(PipelineEngine):
         self.at_once = 1 if settings.schedule == "naive" else self.microbatches
         parts = [self._make_stage(index, module, sample) for index, module in self.local.items()]
         name = "gpipe" if settings.schedule == "naive" else settings.schedule
-        common: dict[str, Any] = {"n_microbatches": self.at_once, "loss_fn": self._scaled_loss, "scale_grads": False}
+        common: dict[str, Any] = {"n_microbatches": self.at_once, "loss_fn": self._scale_loss, "scale_grads": False}
         self.schedule: Any
         if settings.stages_per_process == 1 and name in SINGLE:
             self.schedule = SINGLE[name](parts[0], **common)
@@ -93,7 +93,7 @@ class TorchPipelineEngine(PipelineEngine):
         stage.owner = self
         return stage
 
-    def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
+    def _scale_loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return a microbatch's contribution to the mean loss of the batch."""
         return self.loss(output, target) / self.microbatches
 

@@ -157,7 +157,7 @@ def read_metadata(folder: Folder) -> dict[str, Any]:
     return meta
 
 
-def record_attempt(folder: Folder) -> None:
+def record_attempt_start(folder: Folder) -> None:
     """Add this attempt to the history in meta.json. Raises UserError."""
     slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
     entry = {"attempt": folder.number, "start": format_utc_now(), "end": None, "state": "running"}

@@ -73,14 +73,14 @@ class Result:
             memory = facts.memory or memory
         return replace(self, outcome=outcome, measured=measured, memory=memory)
 
-    def select_known(self) -> dict[str, Any]:
+    def select_filled_fields(self) -> dict[str, Any]:
         """Return the fields that have a value."""
         return {name: value for name, value in vars(self).items() if value not in (None, "", {})}
 
     def flatten_values(self) -> dict[str, Any]:
         """Return every value under its own name, whatever group it belongs to; memory as a group."""
         found: dict[str, Any] = {}
-        for name, value in self.select_known().items():
+        for name, value in self.select_filled_fields().items():
             found |= value if name in GROUPS else {name: value}
         return found
 
@@ -120,7 +120,7 @@ class Result:
     def write(self, folder: Folder) -> None:
         """Write result.json, with null for NaN and infinite numbers. Raises UserError."""
         content: dict[str, Any] = {"format": FORMAT}
-        for name, value in self.select_known().items():
+        for name, value in self.select_filled_fields().items():
             content[name] = replace_nonfinite(value) if isinstance(value, Mapping) else value
         write_json(folder.path / "result.json", content)
 

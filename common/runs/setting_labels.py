@@ -28,21 +28,21 @@ def list_differing_settings(runs: Sequence[Settings]) -> list[str]:
     return found
 
 
-def rank_setting(key: str) -> int:
+def compute_label_priority(key: str) -> int:
     """Return the order of settings in a label: what one experiment has, then what all have, then how it is reported."""
     return next((order for order, name in enumerate((*GENERAL, *REPORTING), 1) if matches_setting(key, name)), 0)
 
 
-def sort_differences(runs: Sequence[Settings]) -> list[str]:
+def sort_differing_settings(runs: Sequence[Settings]) -> list[str]:
     """The settings that differ, the most telling first."""
-    return sorted(list_differing_settings(runs), key=rank_setting)
+    return sorted(list_differing_settings(runs), key=compute_label_priority)
 
 
 def choose_telling_settings(runs: Sequence[Settings], most: int) -> list[str]:
     """Choose settings that tell runs apart, `most` at most: each divides runs that those before it did not."""
     found: list[str] = []
     parts = 1
-    for key in sort_differences(runs):
+    for key in sort_differing_settings(runs):
         divided = len({tuple(run.get(one) for one in (*found, key)) for run in runs})
         if divided > parts:
             found, parts = [*found, key], divided

@@ -36,7 +36,7 @@ def choose_mode(asked: str) -> tuple[str, str]:
             return "offline", f"`wandb {settings.mode}` was set on this machine"
         if not wandb.login(prompt=False, verify=False):
             return "offline", "no W&B account is configured"
-        silent = network.probe_url(settings.base_url, REACH)
+        silent = network.find_url_problem(settings.base_url, REACH)
         if silent:
             return "offline", f"{settings.base_url} does not answer: {silent}"
         wandb.Api(timeout=round(REACH))  # raises unless the host knows the key

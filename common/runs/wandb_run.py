@@ -93,9 +93,9 @@ class MediaForwarder:
         for line in complete.splitlines():
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 item = json.loads(line)
-                run.log({str(item["name"]): self.load(item), "global_step": item["global_step"]})
+                run.log({str(item["name"]): self.make_wandb_object(item), "global_step": item["global_step"]})
 
-    def load(self, item: dict[str, Any]) -> Any:
+    def make_wandb_object(self, item: dict[str, Any]) -> Any:
         """Return the W&B object of a line of media.jsonl."""
         import wandb
 

@@ -56,7 +56,7 @@ class Attempt:
         prepared = Prepared(**content["prepared"] | {"path": Path(content["prepared"]["path"])})
         return cls(Folder(Path(content["folder"]), content["number"]), prepared, content["is_new"])
 
-    def content(self) -> dict[str, Any]:
+    def to_content(self) -> dict[str, Any]:
         """Return what the other ranks need of it, as JSON."""
         prepared = asdict(self.prepared) | {"path": str(self.prepared.path)}
         folder, number = str(self.folder.path), self.folder.number
@@ -69,11 +69,11 @@ class Attempt:
         """
         if not (self.folder.path / "meta.json").exists():
             provenance.copy_source(self.folder)
-            self.prepared.keep_source(self.folder.path / "code")
+            self.prepared.copy_own_data_file(self.folder.path / "code")
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         schedules.copy_schedule_file(cfg, self.folder.path / "code")
         algorithms.keep_file(cfg.launch, self.folder.path / "code")
-        provenance.record_attempt(self.folder)
+        provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()
 
     @contextlib.contextmanager
@@ -132,7 +132,7 @@ def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     """Prepare the data and make a run folder with its first attempt; the data set in use goes into the config first."""
     prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
-    prepare.check_model(cfg, prepared)
+    prepare.check_model_fits_data(cfg, prepared)
     cfg.data.name = prepared.name
     name = config.get_experiment_name(type(cfg))
     folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))

@@ -64,7 +64,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     if given is None:
         initial_weights.check_weights_of_config(cfg)
     else:
-        extension.check_settings(given, cfg)
+        extension.check_settings_of_finished(given, cfg)
     if getattr(cfg, "sweep", False):
         if given is not None or rank_info is not None:
             raise UserError(
@@ -86,7 +86,7 @@ def run_experiment(
     """
     if is_finished(given, cfg, report=ranks.is_main):  # before memory is checked and ranks meet
         return given, 0
-    with ranks.connect(cfg, given) as known:
+    with ranks.acquire_run(cfg, given) as known:
         if is_finished(known, cfg, report=ranks.is_main):
             return known, 0
         attempt = ranks.open_attempt(cfg, known)
@@ -123,7 +123,7 @@ class ForkedRanks:
     is_main = True
 
     @contextlib.contextmanager
-    def connect(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
+    def acquire_run(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
         """Lock the run to resume. Raises UserError where another process holds it."""
         with lock_run(given) if given is not None else contextlib.nullcontext():
             yield given
@@ -180,8 +180,8 @@ class LaunchedRank:
         self.stop = listen_for_stop(cfg, sys.stderr)
 
     @contextlib.contextmanager
-    def connect(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
-        """Join the other ranks; without a `given` run a restart resumes the run of the attempt before it."""
+    def acquire_run(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
+        """Join the other ranks; without a `given` run a restart gets the run of the attempt before it."""
         check_memory(cfg)
         launch = algorithms.choose_file(cfg.launch, given.path / "code") if given else cfg.launch
         with rendezvous.joined_world(self.rank_info, launch) as self.world:
@@ -197,7 +197,7 @@ class LaunchedRank:
         self.stop.all_saved = True
         try:
             opened = self._try_open(cfg, given) if self.is_main else None
-            content = self.world.broadcast(opened.content() if isinstance(opened, Attempt) else None)
+            content = self.world.broadcast(opened.to_content() if isinstance(opened, Attempt) else None)
         except (StopRequested, RuntimeError):
             if self.stop.number:
                 return EXIT_RESUMABLE
@@ -237,7 +237,7 @@ class LaunchedRank:
 def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: StopRequest) -> None:
     """Call the experiment's main on one rank, and log why it failed."""
     if world.nodes > 1 and world.launcher != "local":
-        host_checks.compare_hosts(world, attempt.folder.path)
+        host_checks.check_hosts(world, attempt.folder.path)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
     run = Run(cfg, attempt.folder, world, attempt.prepared, stop)
     try:

@@ -55,7 +55,7 @@ def collect_basic_facts(world: World, folder: Path) -> dict[str, Any]:
     }
 
 
-def compare_hosts(world: World, folder: Path) -> None:
+def check_hosts(world: World, folder: Path) -> None:
     """Compare the hosts before training; all ranks call it. Raises UserError, on rank 0 naming the unsound host."""
     facts = world.gather(collect_basic_facts(world, folder))
     wrong = world.broadcast(find_problems(facts, len(set(world.hosts))) if world.is_main else None)
@@ -191,7 +191,7 @@ def find_problems(facts: Sequence[dict[str, Any]], hosts: int) -> list[str]:
     found = find_differences(facts)
     for f in facts:
         found += find_host_problems(f, hosts)
-    return found + find_slow_hosts(facts) + find_clock_problems(facts)
+    return found + find_speed_problems(facts) + find_clock_problems(facts)
 
 
 def name_host(f: dict[str, Any]) -> str:
@@ -253,8 +253,8 @@ def is_slow_rate(rate: float, others: Sequence[float]) -> bool:
     return bool(others) and rate < SLOW * median(others)
 
 
-def find_slow_hosts(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the hosts that compute much slower than the others."""
+def find_speed_problems(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each host that computes much slower than the others."""
     found, measured = [], [f for f in facts if "gflop_per_s" in f]
     for f in measured:
         others = [g["gflop_per_s"] for g in measured if g is not f]

@@ -115,7 +115,7 @@ def record_step(run: RunContext, step: Step) -> None:
     assert run.state is not None and run.metrics is not None
     wait_for_gpus(run, run.state, step.number)
     now = time.perf_counter()
-    run.pace.step(now)
+    run.pace.note_step_end(now)
     run.step = step.number
     run.saver.stop.all_saved = False
     run.metrics.add(step.number, now, step.values)
@@ -150,7 +150,7 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     saver, metrics, last = run.saver, run.metrics, run.step >= run.total
     assert metrics is not None
     metrics.flush()
-    saver.end_if_diverged()
+    saver.raise_if_diverged()
     saver.unevaluated = True
     state.snapshot_buffers()
     for part in state.parts:

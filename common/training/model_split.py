@@ -52,10 +52,10 @@ def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, 
         return cfg.split
     if cfg.balance == "parameters":
         return partition.balance_stages(partition.count_parameters(model), cfg.stages)
-    return measure_once(run, "split", lambda: find_fastest_partition(cfg, model, sample, run))
+    return measure_once(run, "split", lambda: find_or_measure_partition(cfg, model, sample, run))
 
 
-def find_fastest_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
+def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
     """Return the partition measured for such stages on machines like these, else measure it now. All ranks call it.
 
     Each measurement comes out a little different: runs that are compared must not differ in that. The file is in

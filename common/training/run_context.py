@@ -209,7 +209,7 @@ class RunContext:
         """Write this rank's heartbeat, at most every HEARTBEAT seconds; `now` by time.perf_counter()."""
         if now - self.beat > HEARTBEAT:
             self.beat = now
-            before_backward = self.times.estimate_recent() if self.times else None
+            before_backward = self.times.estimate_seconds_to_backward() if self.times else None
             with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
                 self.folder.write_heartbeat(self.world.rank, self.step, time.time(), before_backward)
 

@@ -88,14 +88,14 @@ def run_sweep(cfg: T, arguments: Sequence[str], start: Callable[[T], tuple[Folde
             return 128 + stops[0]
     done = [row for row in rows if row.get("state") == "finished"]
     if done:
-        print_summary(grid.summarise(cfg, gpus, done), folder)
+        report_sweep(grid.summarise(cfg, gpus, done), folder)
     failed = [row for row in rows if row.get("state") != "finished"]
     for row in failed:
         print(f"error: {row['run']} ({format_point(row['cell'])}) did not finish; see its logs", file=sys.stderr)
     return 1 if failed else 0
 
 
-def print_summary(summary: Summary, folder: Path) -> None:
+def report_sweep(summary: Summary, folder: Path) -> None:
     """Draw the plots of a sweep into its folder, and print its table."""
     files = []
     for plot in summary.plots:

@@ -32,7 +32,7 @@ from common.runs import provenance, result
 from common.runs.folder import Folder, disk_errors, read_json
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm.arguments import parse_settings
+from slurm.arguments import split_settings
 from slurm.launch import submit
 from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
@@ -100,7 +100,7 @@ def create_folder(
         with disk_errors(new.path):
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
-        found.keep_source(new.path / "code")
+        found.copy_own_data_file(new.path / "code")
         schedules.copy_schedule_file(settings, new.path / "code", anew="schedule" in named)
         algorithms.keep_file(settings.launch, new.path / "code", anew="launch.algorithm" in named)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.to_dict())
@@ -234,7 +234,7 @@ def find_profile(old: Folder, cluster: str, words: list[str]) -> Profile:
 def main(given: argparse.Namespace) -> int:
     """Repeat a run; returns the exit status."""
     old = find_repeatable_run(given.run)
-    words, for_profile = parse_settings(given.args)
+    words, for_profile = split_settings(given.args)
     profile = find_profile(old, given.cluster, for_profile)
     scheduler = choose_scheduler(given.launch or "auto")
     text = resolve_settings(old, [f"runs={old.path.parent}", *words])
@@ -244,13 +244,13 @@ def main(given: argparse.Namespace) -> int:
         text = resolve_settings(old, words + absolute)
         settings = read_known_settings(old.experiment, text)
         submit.check_step_timeout(settings, profile)
-        scheduler.check(settings.launch.nodes, profile.partition)
+        scheduler.check_enough_hosts(settings.launch.nodes, profile.partition)
     named = config.parse_command_line(words).values
     kept = {key: None if key in named else old.path / "code" for key in OWN_FUNCTIONS}
     schedules.check_schedule_of_config(settings, kept["schedule"])
     algorithms.check_algorithm_of_config(settings, kept["launch.algorithm"])
     found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=kept["data.name"])
-    prepare.check_model(settings, found)
+    prepare.check_model_fits_data(settings, found)
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, found, scheduler)):
         known = "source and versions" if scheduler else "source, versions and machine"  # a job's hosts are not

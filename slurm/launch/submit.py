@@ -29,7 +29,7 @@ from common.runs import provenance, wandb_account
 from common.runs.folder import Folder
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm.arguments import parse_count, parse_experiment, parse_switch, split_arguments
+from slurm.arguments import check_experiment_name, parse_count, parse_switch, split_arguments
 from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
 from slurm.scheduling.entry_points import find_entry_points
@@ -77,7 +77,7 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
     """Make a run folder with everything the job needs: data, settings, source, description."""
     fallback = scheduler is None or scheduler.local is not None
     found = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
-    prepare.check_model(settings, found)
+    prepare.check_model_fits_data(settings, found)
     if found.notice:
         print(found.notice, flush=True)
     settings.data.name = found.name
@@ -87,7 +87,7 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
     folder = Folder.create(Path(settings.runs), name, config.format_yaml(settings))
     with remove_folder_on_error(folder):
         provenance.copy_source(folder)
-        found.keep_source(folder.path / "code")
+        found.copy_own_data_file(folder.path / "code")
         schedules.copy_schedule_file(settings, folder.path / "code")
         algorithms.keep_file(settings.launch, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
@@ -124,7 +124,9 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
     """Submit a run folder that holds all the job needs; `text` are its settings as YAML. Returns the job id."""
     nodes = settings.launch.nodes
     per_node, entry_points = settings.processes // nodes, find_entry_points(folder)
-    asked = sbatch.make_parameters(profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points)
+    asked = sbatch.make_submitit_parameters(
+        profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points
+    )
     made = sbatch.make_executor(folder, scheduler, asked)
     sbatch.renew_submission(folder, text)
     job = sbatch.submit_job(made)
@@ -141,7 +143,7 @@ def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Schedul
     print(f"  cancel      make cancel RUN={run}", flush=True)
 
 
-def resolve_processes(settings: Experiment, profile: Profile) -> None:
+def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
     """Set the ranks per host, where the settings leave it open: one for each GPU of the profile."""
     if getattr(settings, "processes_per_node", None) == 0:
         settings.processes_per_node = profile.ranks_per_node  # type: ignore[attr-defined]
@@ -169,7 +171,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
     nodes = settings.launch.nodes
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(Path(scratch))
-        asked = sbatch.make_parameters(profile, name, nodes, settings.processes // nodes, folder.path)
+        asked = sbatch.make_submitit_parameters(profile, name, nodes, settings.processes // nodes, folder.path)
         text = sbatch.make_executor(folder, None, asked).make_job_script()
     print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
     print(f"# {name}: settings\n{config.format_yaml(settings)}", end="")
@@ -178,7 +180,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
 def main(given: argparse.Namespace) -> int:
     """Run an experiment or resume a run; returns the exit status. Raises UserError."""
     resumed = find_resumable_run(given.resume, given.name) if given.resume else None
-    name = parse_experiment(resumed.experiment if resumed else given.name)
+    name = check_experiment_name(resumed.experiment if resumed else given.name)
     words, for_profile = split_arguments(given.args)
     if given.nodes:
         words.append(f"launch.nodes={parse_count('NODES', given.nodes)}")
@@ -191,7 +193,7 @@ def main(given: argparse.Namespace) -> int:
     if resumed is None:
         initial_weights.check_weights_of_config(settings)
     else:
-        extension.check_settings(resumed, settings)
+        extension.check_settings_of_finished(resumed, settings)
     wandb_account.read_requested_mode(settings)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     check_step_timeout(settings, profile)
@@ -216,8 +218,8 @@ def main(given: argparse.Namespace) -> int:
         return 0
     if resumed:
         check_source_knows_settings(resumed, words)
-    scheduler.check(settings.launch.nodes, profile.partition)
-    resolve_processes(settings, profile)
+    scheduler.check_enough_hosts(settings.launch.nodes, profile.partition)
+    resolve_processes_per_node(settings, profile)
     folder, job = submit_run(name, settings, profile, scheduler, resumed)
     print_job(folder, settings, job, scheduler)
     return logs.follow_log(folder, logs.find_rank_0_log(folder)) if follow else 0

@@ -27,7 +27,7 @@ from common.core.text import format_count
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, write_json
 from configs.profile import Profile
-from slurm.arguments import parse_settings, parse_switch
+from slurm.arguments import parse_switch, split_settings
 from slurm.launch import submit, sweep_file
 from slurm.launch.sweep_file import Grid, Point
 from slurm.reports import selection, status
@@ -136,10 +136,10 @@ def submit_points(
 ) -> None:
     """Submit points as arrays of jobs, one for each number of hosts and ranks."""
     for point, _ in chosen:
-        submit.resolve_processes(point.settings, profile)
+        submit.resolve_processes_per_node(point.settings, profile)
         submit.check_step_timeout(point.settings, profile)
     for nodes in {point.settings.launch.nodes for point, _ in chosen}:
-        scheduler.check(nodes, profile.partition)
+        scheduler.check_enough_hosts(nodes, profile.partition)
     ordered = sorted(chosen, key=lambda one: find_task_shape(*one))
     for (nodes, per_node, _), same in itertools.groupby(ordered, lambda one: find_task_shape(*one)):
         submit_as_array(sweep, list(same), nodes, per_node, profile, scheduler)
@@ -160,7 +160,9 @@ def submit_as_array(
             folders.append(given or submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler))
             sweep.record_run(point, folders[-1], "pending")
         sweep.save()
-        made = sbatch.make_array_executor(sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel)
+        made = sbatch.prepare_array_executor(
+            sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel
+        )
         jobs = sbatch.submit_array(made, folders)
     except BaseException:
         for (point, given), folder in zip(chosen, folders, strict=False):
@@ -255,7 +257,7 @@ def print_points(sweep: Sweep) -> None:
 def main(given: argparse.Namespace) -> int:
     """Run the points of a sweep that have no run yet; returns the exit status."""
     failed, follow, dry = (parse_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
-    words, for_profile = parse_settings(given.args)
+    words, for_profile = split_settings(given.args)
     plan = sweep_file.read_sweep_file(given.grid, words)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose_scheduler(given.launch or "auto")

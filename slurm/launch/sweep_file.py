@@ -36,7 +36,7 @@ from common.pipeline import schedules
 from common.runs import wandb_account
 from configs.shared import Experiment
 from configs.sweeps import format_settings
-from slurm.arguments import parse_count, parse_experiment, suggest_nearest
+from slurm.arguments import check_experiment_name, parse_count, suggest_nearest
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
@@ -92,7 +92,7 @@ def read_sweep_file(path: str, more: list[str]) -> Grid:
     try:
         if not tree.get("experiment"):
             raise UserError(f"experiment is missing; write a line such as experiment: {config.list_experiments()[0]}")
-        experiment = parse_experiment(require_one_value(tree.get("experiment", ""), "experiment"))
+        experiment = check_experiment_name(require_one_value(tree.get("experiment", ""), "experiment"))
         counts = {key: require_one_value(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes")}
         repeats, parallel, nodes = (parse_count(key, text, MOST) for key, text in counts.items())
         common = flatten_settings(tree.get("settings") or {}, "settings") | config.parse_command_line(more).values

@@ -74,7 +74,7 @@ def check_shaping_support(shape: Shape) -> None:
     for name, wanted, module in (("RATE", Shape(rate=1e6), "tbf"), ("DELAY", Shape(delay=1e-3), "netem")):
         if not getattr(shape, name.lower()):
             continue
-        tried = [["unshare", *user, "--net", *command] for command in list_commands("lo", wanted)]
+        tried = [["unshare", *user, "--net", *command] for command in list_tc_commands("lo", wanted)]
         done = [subprocess.run(command, capture_output=True, text=True, check=False) for command in tried]
         if any(each.returncode for each in done):
             raise UserError(
@@ -83,7 +83,7 @@ def check_shaping_support(shape: Shape) -> None:
             )
 
 
-def list_commands(device: str, shape: Shape) -> list[list[str]]:
+def list_tc_commands(device: str, shape: Shape) -> list[list[str]]:
     """List the tc commands that shape what a network device sends."""
     commands, parent = [], ["root", "handle", "1:"]
     if shape.delay:
@@ -98,7 +98,7 @@ def list_commands(device: str, shape: Shape) -> list[list[str]]:
 
 def shape_device(device: str, shape: Shape) -> None:
     """Shape what a network device of this network namespace sends. Raises UserError."""
-    for command in list_commands(device, shape):
+    for command in list_tc_commands(device, shape):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise UserError(f"{' '.join(command)}: {done.stderr.strip()}")

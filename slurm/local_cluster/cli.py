@@ -151,7 +151,7 @@ def print_status(given: argparse.Namespace) -> None:
     cluster.run_as_root(lambda: daemons.print_hosts(plan, states))
 
 
-def run_inside(given: argparse.Namespace) -> None:
+def exec_in_cluster(given: argparse.Namespace) -> None:
     """Run a command inside, in this folder, in place of this process."""
     cluster = require_running_cluster(given.name)
     number = parse_host(cluster, given.node) if given.verb == "node" else 0
@@ -172,7 +172,7 @@ def parse_host(cluster: Cluster, text: str) -> int:
     return parse_count("N", text.removeprefix("node"), cluster.plan.nodes)
 
 
-def cause_fault(given: argparse.Namespace) -> None:
+def cut_or_restore_host(given: argparse.Namespace) -> None:
     """Cut a host's cable or power, or bring them back."""
     cluster = require_running_cluster(given.name)
     number = parse_host(cluster, given.node)
@@ -215,7 +215,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(name: str, function: Callable[[argparse.Namespace], None], *words: str) -> argparse.ArgumentParser:
-        described = function.__doc__ if function is not cause_fault else daemons.VERBS[name].__doc__
+        described = function.__doc__ if function is not cut_or_restore_host else daemons.VERBS[name].__doc__
         added = verbs.add_parser(name, help=str(described).partition("\n")[0], description=described)
         added.add_argument("--name", default=DEFAULT, type=lambda text: text or DEFAULT, help="of the cluster (local)")
         added.set_defaults(function=function)
@@ -233,11 +233,11 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_argument("--auth", choices=("none", "munge"), help="none if SLURM was built with it")
     add("down", stop_cluster)
     add("status", print_status)
-    add("shell", run_inside).set_defaults(command=[])
-    add("exec", run_inside, "command")
-    add("node", run_inside, "node", "command")
+    add("shell", exec_in_cluster).set_defaults(command=[])
+    add("exec", exec_in_cluster, "command")
+    add("node", exec_in_cluster, "node", "command")
     for name in daemons.VERBS:
-        add(name, cause_fault, "node")
+        add(name, cut_or_restore_host, "node")
     add("preempt", preempt_job).add_argument("job", nargs="?", help="id of the job to preempt (all hosts)")
     add("requeue", requeue_job, "job")
     return top

@@ -12,7 +12,7 @@ from pathlib import Path
 from common.core.errors import UserError
 from common.core.processes import Process
 from slurm.local_cluster import daemons, slurm_conf
-from slurm.local_cluster.namespaces import run_inside
+from slurm.local_cluster.namespaces import run_in_namespaces
 from slurm.local_cluster.slurm_conf import Plan
 
 DEFAULT = "local"
@@ -48,7 +48,7 @@ class Cluster:
 
     def run_as_root(self, function: Callable[[], object]) -> None:
         """Run a function as root of the cluster's namespaces; exit with its status if it fails."""
-        status = run_inside(self.process, function)
+        status = run_in_namespaces(self.process, function)
         if status:
             sys.exit(status)  # it has said why
 

@@ -115,7 +115,7 @@ def wait_for_child(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def run_inside(holder: Process, function: Callable[[], object]) -> int:
+def run_in_namespaces(holder: Process, function: Callable[[], object]) -> int:
     """Run `function` as root of the cluster whose first process is `holder`; returns its exit status."""
 
     def step() -> None:

@@ -126,12 +126,12 @@ def label_runs(runs: list[Compared]) -> None:
             run.telling, run.label = telling, " ".join([run.short_id, *words])
 
 
-def list_differences_within(runs: list[Compared]) -> list[str]:
+def list_differences_within_experiments(runs: list[Compared]) -> list[str]:
     """The settings that differ between runs of the same experiment: those in labels, then the others."""
     groups = group_runs(runs).values()
     told = [key for i in range(NAMED) for own in groups for key in own[0].telling[i : i + 1]]
     rest = [key for own in groups for key in setting_labels.list_differing_settings([run.settings for run in own])]
-    return list(dict.fromkeys([*told, *sorted(rest, key=setting_labels.rank_setting)]))
+    return list(dict.fromkeys([*told, *sorted(rest, key=setting_labels.compute_label_priority)]))
 
 
 def load_compared_runs(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
@@ -182,7 +182,7 @@ def format_table(given: list[Compared], width: int) -> str:
     groups = group_runs(given)
     runs = [run for own in groups.values() for run in own]
     every = [run.to_dict() for run in runs]
-    within = list_differences_within(runs)
+    within = list_differences_within_experiments(runs)
     names = list_columns(runs)
     settings = [
         Column(key, [shorten_text(run.settings.get(key, setting_labels.MISSING)) for run in runs]) for key in within
@@ -284,7 +284,7 @@ def main(given: argparse.Namespace) -> int:
         print(json.dumps({"differing": differing, "runs": rows}, indent=2))
         return 0
     print(format_table(runs, get_terminal_width()), flush=True)
-    page, within = Path(given.page or root / "compare.html"), list_differences_within(runs)
+    page, within = Path(given.page or root / "compare.html"), list_differences_within_experiments(runs)
     between = [key for key in differing if key not in within]
     pictures = [make_compared_run(run, list_columns(runs), page.parent) for run in runs]
     write_page(page, pages.render_page(pictures, within, between))

@@ -156,7 +156,7 @@ def read_ranks(folder: Folder) -> list[Rank]:
     return found
 
 
-def sort_errors(ranks: list[Rank]) -> list[Rank]:
+def list_failed_ranks(ranks: list[Rank]) -> list[Rank]:
     """Return the ranks with an error, the earliest first."""
     return sorted((rank for rank in ranks if rank.error), key=lambda rank: (not rank.when, rank.when))
 
@@ -170,7 +170,7 @@ def find_known_cause(detail: str, own: list[Rank]) -> str:
     return ""
 
 
-def find_unanswered(errors: list[Rank]) -> str:
+def find_no_answer_message(errors: list[Rank]) -> str:
     """Find the message of the first rank that reports another one as not answering."""
     return next((rank.error for rank in errors if "did not answer within" in rank.error), "")
 
@@ -211,7 +211,7 @@ def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> st
         return ""
     if state == "RUNNING":
         return judge_running(ranks, max(SILENT, read_step_timeout(folder)))
-    errors = sort_errors(ranks)
+    errors = list_failed_ranks(ranks)
     own = [rank for rank in errors if not PEER.search(rank.error)]
     first = f"{own[0].name} failed first: {own[0].error}" if own else ""
     last = errors[0].error if errors else describe_exit(folder)
@@ -219,7 +219,7 @@ def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> st
     return (
         find_known_cause(detail, own)
         or first
-        or find_unanswered(errors)
+        or find_no_answer_message(errors)
         or killed
         or describe_lost_ranks(ranks, errors)
         or detail
@@ -231,7 +231,7 @@ def examine_run(folder: Folder) -> dict[str, Any]:
     """Collect all facts about a run, for people and programs."""
     state, detail = status.read_state(folder)
     ranks = read_ranks(folder)
-    errors = sort_errors(ranks)
+    errors = list_failed_ranks(ranks)
     first = errors[0].to_dict() if errors else None
     slow = find_slow_rank([rank.beat for rank in ranks])
     return {
@@ -246,7 +246,7 @@ def examine_run(folder: Folder) -> dict[str, Any]:
     }
 
 
-def give_advice(folder: Folder, cause: str) -> str:
+def find_next_command(folder: Folder, cause: str) -> str:
     """Return the command to continue with; another one where this source or these settings failed."""
     again = f"make exp RESUME={folder.reference}"
     if re.search(SOURCE_ERROR, cause):
@@ -282,5 +282,5 @@ def print_diagnosis(folder: Folder, as_json: bool) -> int:
     if found["cause"]:
         print(f"  likely cause  {found['cause']}")
     if found["state"].upper() in OVER and found["state"] != "finished":
-        print(f"  go on  {give_advice(folder, found['cause'])}")
+        print(f"  go on  {find_next_command(folder, found['cause'])}")
     return 0

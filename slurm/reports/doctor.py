@@ -25,7 +25,7 @@ from common.core.errors import UserError, exit_on_user_error
 from common.core.text import format_count
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm.arguments import parse_count, parse_settings, parse_switch
+from slurm.arguments import parse_count, parse_switch, split_settings
 from slurm.reports import diagnosis, selection
 from slurm.scheduling import sbatch
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler, clean_environment
@@ -140,10 +140,10 @@ def run_examination(command: list[str], scheduler: Scheduler | None, name: str) 
     found = next((line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)), None)
     if found:
         return dict(json.loads(found))
-    return {"hosts": [], "wandb": {}, "problems": explain_silence(lines, hosts, late)}
+    return {"hosts": [], "wandb": {}, "problems": explain_missing_facts(lines, hosts, late)}
 
 
-def explain_silence(lines: list[str], hosts: list[str], late: bool) -> list[str]:
+def explain_missing_facts(lines: list[str], hosts: list[str], late: bool) -> list[str]:
     """List reasons for missing facts: hosts without a rank, and the errors of the others."""
     here = [line.removeprefix(HERE).strip() for line in lines if line.startswith(HERE)]
     named = [match for match in map(UNABLE.search, lines) if match]
@@ -164,7 +164,7 @@ def examine_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, set
     command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes), *folders]
     if scheduler is None:
         return run_examination(command, None, "")
-    scheduler.check(nodes, profile.partition)
+    scheduler.check_enough_hosts(nodes, profile.partition)
     wrong = list_down_hosts(scheduler, nodes, profile.partition)
     if wrong:
         return {"hosts": [], "wandb": {}, "problems": wrong}
@@ -194,7 +194,7 @@ def main(given: argparse.Namespace) -> int:
             raise UserError(f"RUN examines a run, and {others[0].upper()} is for checking hosts; leave one of them out")
         return diagnosis.print_diagnosis(selection.find_run(given.run, Path("runs")), as_json)
     nodes = parse_count("NODES", given.nodes or "1")
-    words, for_profile = parse_settings(given.args)
+    words, for_profile = split_settings(given.args)
     settings = config.build_config(FolderSettings, [config.parse_command_line(words).values])
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose_scheduler(given.launch or "auto")

@@ -22,7 +22,7 @@ from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
 from common.runs.progress import Screen
-from slurm.arguments import parse_settings
+from slurm.arguments import split_settings
 from slurm.reports import selection
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def evaluate_model(folder: Folder, words: list[str]) -> int:
         print(f"device      {device}; the run was measured on {there}, which rounds otherwise")
     is_same = has_same_samples(folder, own, settings, found)
     then = facts["scores"] if is_same and scores["test_samples"] == facts["scores"].get("test_samples") else {}
-    return compare_scores(scores, then, APART[facts["dtype"]] if device.type == there else math.inf)
+    return print_score_comparison(scores, then, APART[facts["dtype"]] if device.type == there else math.inf)
 
 
 def measure_scores(predict: Predict, test: Images, device: Any, dtype: Any, shards: int, cfg: Any) -> dict[str, float]:
@@ -135,7 +135,7 @@ def has_same_samples(folder: Folder, own: dict[str, str], settings: Any, found: 
     return str(settings.data.test_limit) == limit and all(known.get(part) == found.sha256[part] for part in parts)
 
 
-def compare_scores(scores: dict[str, float], then: dict[str, float], apart: float) -> int:
+def print_score_comparison(scores: dict[str, float], then: dict[str, float], apart: float) -> int:
     """Print the scores, and beside them those of the run where it had the same samples; returns the exit status."""
     count = int(scores["test_samples"])
     right, loss = round(scores["test_accuracy"] * count), scores["test_loss"]
@@ -199,7 +199,7 @@ def main(given: argparse.Namespace) -> int:
     """Evaluate or export the model of a run; returns the exit status. Raises UserError."""
     folder = selection.find_run(given.run, Path("runs"))
     if given.verb == "evaluate":
-        words, for_profile = parse_settings(given.args)
+        words, for_profile = split_settings(given.args)
         if for_profile:
             raise UserError(f"ARGS: {for_profile[0]} means nothing here; the model is measured on this machine")
         return evaluate_model(folder, words)

@@ -46,8 +46,8 @@ def name_attempt() -> str:
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def count_failures(folder: Folder) -> int:
-    """Count, on disk, the attempts of this job in a row that have failed without a new checkpoint."""
+def record_failure(folder: Folder) -> int:
+    """Record on disk that this attempt failed; return how many of this job in a row have without a new checkpoint."""
     file, job = folder.path / "submit" / "failures.json", os.environ.get("SLURM_JOB_ID", "")
     found = [[attempt.number, s.step] for attempt in folder.attempts() for s in storage.list_checkpoints(attempt)]
     newest = found[-1] if found else None
@@ -61,7 +61,7 @@ def count_failures(folder: Folder) -> int:
 
 
 def find_reason_not_to_requeue(folder: Folder, status: int) -> str:
-    """Find the reason not to requeue the job; empty where it is requeued."""
+    """Find the reason not to requeue the job, empty where it is requeued; a failure is counted."""
     refused = read_refusal(folder)
     if refused:
         return refused
@@ -72,7 +72,7 @@ def find_reason_not_to_requeue(folder: Folder, status: int) -> str:
         return "the profile says cluster.requeue=false"
     name, given = folder.experiment, folder.path / "submit" / "config.yaml"
     allowed = config.build_config(config.import_schema(name), [config.read_config_file(given)]).checkpoint.max_restarts
-    failed = 0 if status in NOTICED_STATUSES else count_failures(folder)
+    failed = 0 if status in NOTICED_STATUSES else record_failure(folder)
     if failed > allowed:
         return f"{failed} attempts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
     return ""

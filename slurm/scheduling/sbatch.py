@@ -49,7 +49,7 @@ def make_profile(values: Mapping[str, Any], words: list[str]) -> Profile:
     return profile
 
 
-def make_parameters(
+def make_submitit_parameters(
     profile: Profile,
     name: str,
     nodes: int,
@@ -153,17 +153,20 @@ def make_executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, 
     return made
 
 
-def make_array_executor(
+def prepare_array_executor(
     sweep: Path, folders: list[Folder], nodes: int, per_node: int, profile: Profile, scheduler: Scheduler, parallel: int
 ) -> Executor:
-    """Make an executor for an array of jobs, one a run folder, with equal entry points; `sweep` is a sweep's folder."""
+    """Prepare run folders, with equal entry points, for an array with a job for each; return its executor.
+
+    `sweep` is the folder of the sweep.
+    """
     for folder in folders:
         renew_submission(folder, (folder.path / "config.yaml").read_text())
     name = folders[0].experiment
     made = make_executor(Folder(sweep), scheduler, {})
     tasks = made.folder / f"tasks-{secrets.token_hex(4)}.txt"
     write_atomic(tasks, "".join(f"{folder.path}\n" for folder in folders))
-    asked = make_parameters(profile, name, nodes, per_node, sweep, tasks, find_entry_points(folders[0]))
+    asked = make_submitit_parameters(profile, name, nodes, per_node, sweep, tasks, find_entry_points(folders[0]))
     made.update_parameters(**asked, array_parallelism=parallel)
     return made
 
@@ -176,25 +179,25 @@ def renew_submission(folder: Folder, text: str) -> None:
     folder.retire_result()
 
 
-def refer_to_job(folder: Folder) -> Any:
+def make_job_reference(folder: Folder) -> Any:
     """Return the object that a task of the job unpickles and executes, from the run's own source."""
     return JobReference(find_entry_points(folder).job, str(folder.path))
 
 
 def submit_array(made: Executor, folders: list[Folder]) -> list[str]:
     """Submit an array; returns the job ids of its tasks. Raises UserError with sbatch's own words."""
-    with sbatch_errors(made):
-        return made.submit_tasks([refer_to_job(folder) for folder in folders])
+    with convert_sbatch_errors(made):
+        return made.submit_tasks([make_job_reference(folder) for folder in folders])
 
 
 def submit_job(made: Executor) -> str:
     """Submit the run; returns the job id. Raises UserError with sbatch's own words."""
-    with sbatch_errors(made):
-        return str(made.submit(refer_to_job(made.run_folder)).job_id)
+    with convert_sbatch_errors(made):
+        return str(made.submit(make_job_reference(made.run_folder)).job_id)
 
 
 @contextlib.contextmanager
-def sbatch_errors(made: Executor) -> Iterator[None]:
+def convert_sbatch_errors(made: Executor) -> Iterator[None]:
     """Turn sbatch's errors into UserErrors; sbatch sees nothing of an allocation around this process."""
     assert made.scheduler is not None
     before = dict(os.environ)

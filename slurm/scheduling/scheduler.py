@@ -104,7 +104,7 @@ class Scheduler:
         except UserError as error:
             return "is DOWN" in str(error)
 
-    def call_once(self, *words: str, patience: float = PATIENCE) -> str:
+    def call_unless_failing(self, *words: str, patience: float = PATIENCE) -> str:
         """Run a command that many runs need; returns its output. Raises UserError, at once if it just failed late."""
         key = tuple(self.build_command(words[0]))
         when, problem = FAILED.get(key, (0.0, ""))
@@ -126,7 +126,9 @@ class Scheduler:
         key = tuple(self.build_command("squeue"))
         when, found = QUEUES.get(key, (0.0, {}))
         if not when or time.monotonic() - when > FRESH:
-            lines = self.call_once("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r", patience=patience).splitlines()
+            lines = self.call_unless_failing(
+                "squeue", "-h", "-r", "--me", "-o", "%i|%T|%r", patience=patience
+            ).splitlines()
             found = {job: words for job, _, words in (line.strip().partition("|") for line in lines)}
             QUEUES[key] = time.monotonic(), found
         return found
@@ -145,7 +147,7 @@ class Scheduler:
                 if words == ("squeue",):
                     answer = self.read_queue(left).get(job, "")
                 else:
-                    answer = self.call_once(*words, patience=left).strip()
+                    answer = self.call_unless_failing(*words, patience=left).strip()
             except UserError as error:
                 problems.append(str(error))
                 continue
@@ -168,7 +170,7 @@ class Scheduler:
             return "UNKNOWN", silent[0]
         return "LOST", f"job {job} is not known to SLURM any more"
 
-    def check(self, nodes: int, partition: str) -> None:
+    def check_enough_hosts(self, nodes: int, partition: str) -> None:
         """Raise UserError unless the controller answers and there are as many hosts.
 
         sbatch takes a job for more hosts than there are, and it then waits for ever.

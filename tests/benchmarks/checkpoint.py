@@ -59,7 +59,7 @@ def state_of(model: nn.Module, world: World) -> CheckpointState:
     named = [*model.named_parameters(), *model.named_buffers()]
     memory = state_dicts.collect_optimizer_state(optimizer, model.named_parameters(), world.is_main)
     return CheckpointState(
-        state_dicts.collect_tensors(named, world.is_main),
+        state_dicts.gather_full_tensors(named, world.is_main),
         memory,
         {"epoch": 3},
         {"random": state_dicts.capture_rng_state()},
@@ -112,7 +112,7 @@ def plainly(folder: Path, world: World, content: CheckpointState, files: int) ->
 
 def training(world: World) -> dict[str, Side]:
     """A step, the look at the flags after it, and the warm-up of buckets at a start."""
-    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.keep_buffers_local())
+    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.make_local_buffer_options())
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
     vote = SaveOrStopVote(world, Checkpoint(), StopRequest(60, sys.stderr))

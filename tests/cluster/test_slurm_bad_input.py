@@ -73,7 +73,7 @@ def host_knows(site: Site, number: int, names: str) -> Iterator[None]:
             namespaces.enter_namespaces(int(daemons.locate_process_record(plan, number).read_text().split()[0]))
             subprocess.run(argv, check=True)
 
-        assert namespaces.run_inside(process, body) == 0
+        assert namespaces.run_in_namespaces(process, body) == 0
 
     on_host("mount", "--bind", str(file), "/etc/hosts")
     try:

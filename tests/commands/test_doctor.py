@@ -136,7 +136,7 @@ def test_an_error_without_a_time_is_not_taken_for_the_first() -> None:
         return diagnosis.Rank(Heartbeat(number, "vm", 1, 1.0, None), 1.0, when, "an error", "")
 
     ranks = [rank(0, ""), rank(1, "2026-01-01 09:00:02,500"), rank(2, "2026-01-01 09:00:02,100")]
-    assert [found.beat.rank for found in diagnosis.sort_errors(ranks)] == [2, 1, 0]
+    assert [found.beat.rank for found in diagnosis.list_failed_ranks(ranks)] == [2, 1, 0]
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -> None:

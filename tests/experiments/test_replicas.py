@@ -71,9 +71,9 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
     saved = training(["first", "second"], 1)
     for number, (_, buffer) in enumerate(pair for pair in saved.buffers if pair[0].endswith("mean")):
         buffer.fill_(number + 1)
-    whole = training(["first", "second", "third"], 0).state().model
+    whole = training(["first", "second", "third"], 0).collect_state().model
     averaged = {name: torch.full_like(value, 30) if name.endswith("mean") else value for name, value in whole.items()}
-    common, local = saved.state().common, saved.state().local
+    common, local = saved.collect_state().common, saved.collect_state().local
     resumed = training(layers, peers)
     resumed.load(LoadedCheckpoint(5, 1, 4, averaged, {}, common, local))
     assert [buffer.item() for name, buffer in resumed.buffers if name.endswith("mean")] == means

@@ -88,7 +88,12 @@ def round_trip(case: Case) -> Any:
     saved = case.save(100, 200)
     loaded = case.checkpoints.load()
     assert loaded is not None
-    return {"saved": saved, "step": loaded.step, "right": right(loaded, case.world.rank), "exact": loaded.is_exact}
+    return {
+        "saved": saved,
+        "step": loaded.step,
+        "right": right(loaded, case.world.rank),
+        "exact": loaded.resumes_exactly,
+    }
 
 
 def one_rank_cannot_write(case: Case) -> Any:
@@ -166,7 +171,7 @@ def sharded(case: Case) -> Any:
 
     def everything(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[Any, Any]:
         named = list(model.named_parameters())
-        return state_dicts.collect_tensors(named, keep), state_dicts.collect_optimizer_state(optimizer, named, keep)
+        return state_dicts.gather_full_tensors(named, keep), state_dicts.collect_optimizer_state(optimizer, named, keep)
 
     one = build(1)
     for _ in range(2):
@@ -195,7 +200,7 @@ def two(out: Path) -> int:
                 found[work.__name__] = {"found": work(case), "said": case.said}
             of_one = Checkpointer(Folder(out / "of_one", 2), world, SETTINGS, (said := list[str]()).append).load()
             assert of_one is not None
-            whole = right(of_one, None) and of_one.local is None and not of_one.is_exact
+            whole = right(of_one, None) and of_one.local is None and not of_one.resumes_exactly
             found["of_one"] = {"found": {"step": of_one.step, "whole": whole}, "said": said}
             (out / f"rank-{world.rank}.json").write_text(json.dumps(found))
 

@@ -163,12 +163,12 @@ def masks_per_rank() -> Any:
 
         def chosen() -> str:
             masks.assign(pruning_masks.prune_globally([gradient.abs() for gradient in gradients], 0.9))
-            return masks.digest()
+            return masks.compute_digest()
 
-        own, refused = chosen(), attempt(masks.assert_equal)
+        own, refused = chosen(), attempt(masks.assert_equal_on_ranks)
         for gradient in gradients:
             dist.all_reduce(gradient)
-        return [own, refused, chosen(), attempt(masks.assert_equal)]
+        return [own, refused, chosen(), attempt(masks.assert_equal_on_ranks)]
 
     return in_two(work)
 

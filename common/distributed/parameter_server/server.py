@@ -119,7 +119,7 @@ class Server:
             self._wait(lambda: self.policy.admits_pull(self.pulled.values(), self.shard.version))
             self.pulled[worker], self.tickets[worker] = self.shard.version, (ticket, rate)
             self.pulls += 1
-            self._keep({"pull": ticket})
+            self._record_event({"pull": ticket})
             return self.shard.values.detach().clone()
 
     def push(self, worker: int, gradient: Tensor) -> tuple[int, int]:
@@ -144,12 +144,12 @@ class Server:
         rate = rates[0] / max(1, ages[0]) if self.damp else rates[0]
         self.shard.step([self.held.pop(worker) for worker in workers], rate)
         self.staleness.update(ages)
-        self._keep({"push": list(tickets), "rate": rate})
+        self._record_event({"push": list(tickets), "rate": rate})
         for worker, age in zip(workers, ages, strict=True):
             self.answers[worker] = self.next_ticket, age
             self.next_ticket += 1
 
-    def _keep(self, event: dict[str, Any]) -> None:
+    def _record_event(self, event: dict[str, Any]) -> None:
         if self.record:
             self.events.append(event | {"version": self.shard.version})
 

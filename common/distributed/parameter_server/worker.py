@@ -59,7 +59,7 @@ class Worker:
         self.threads: list[threading.Thread] = []
         self.ticket = 0
 
-    def start(self, done: int) -> None:
+    def start_serving(self, done: int) -> None:
         """Begin to serve after so many steps."""
         workers = self.policy.workers
         self.ticket = done * workers + self.world.rank
@@ -111,11 +111,11 @@ class Worker:
 
     # ---- all ranks together, between steps
 
-    def fetch(self) -> None:
+    def fetch_parameters(self) -> None:
         """Let every rank's network have the newest parameters. All ranks call it."""
         self._all_gather_shards(self.flat, self.server.shard.values.detach() if self.server else None)
 
-    def collect_optimizer(self, optimizer: Optimizer) -> None:
+    def fetch_optimizer_state(self, optimizer: Optimizer) -> None:
         """Put the servers' optimizer state, by parameter, into an optimizer of the network. All ranks call it."""
         own = self.server.shard.optimizer.state[self.server.shard.values] if self.server else {}
         for key, is_vector in self.world.broadcast([[key, value.dim() > 0] for key, value in own.items()]):
@@ -129,8 +129,8 @@ class Worker:
             for parameter, piece in zip(self.parameters, pieces, strict=False):
                 optimizer.state[parameter][key] = piece.view_as(parameter) if is_vector else piece.clone()
 
-    def distribute(self, optimizer: Optimizer) -> None:
-        """Give the server of this rank its shard of the network's parameters and of an optimizer's state."""
+    def load_own_shard(self, optimizer: Optimizer) -> None:
+        """Load this rank's server with its shard of the network's parameters and of an optimizer's state."""
         if self.server is None:
             return
         shard, part = self.server.shard, self.parts[self.world.rank]

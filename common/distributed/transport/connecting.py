@@ -165,7 +165,7 @@ def exchange_welcome(
     """Connect once. Raises OSError, ssl.SSLError, Stranger."""
     token = bytes.fromhex(target.token)
     left = max(RETRY, deadline - time.monotonic())
-    connection = open_local(target.local, left) if target.local else None
+    connection = connect_to_local_rank(target.local, left) if target.local else None
     if connection is None:
         seconds = min(left, network.UNREACHABLE_SECONDS)
         connection = socket.create_connection((target.address, target.port), timeout=seconds)
@@ -189,8 +189,8 @@ def exchange_welcome(
     return connection
 
 
-def open_local(name: str, seconds: float) -> socket.socket | None:
-    """Connect to a rank of this host; None if it is another one of the same name, or a user other than this one."""
+def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
+    """Connect to a rank of this host; None if that is another host of the same name, or the other side another user."""
     connection = socket.socket(socket.AF_UNIX)
     # with a time limit of Python's own it would not wait where others wait, too
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_seconds(seconds))

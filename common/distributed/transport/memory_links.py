@@ -103,7 +103,7 @@ class MemoryStream(SocketStream):
         while not self._write_now(header):
             yield select.POLLOUT
         for begin in range(0, len(data), PIECE):
-            while not self._find_free():
+            while not self._count_free_slots():
                 yield select.POLLIN
             piece = data[begin : begin + PIECE]
             self._slots[self._next][: len(piece)] = piece
@@ -112,7 +112,7 @@ class MemoryStream(SocketStream):
             while not self._write_now(memoryview(b"\0")):
                 yield select.POLLOUT
 
-    def _find_free(self) -> int:
+    def _count_free_slots(self) -> int:
         """Return how many slots are free."""
         if not self._free:
             try:

@@ -82,8 +82,8 @@ class Route(NamedTuple):
     duration: float
 
 
-def take_one_step(source: int, target: int, move: Move) -> Route:
-    """Route a message through the cables of its two ranks in one unit of time."""
+def route_in_one_step(source: int, target: int, move: Move) -> Route:
+    """Return the route of a message through the cables of its two ranks, in one unit of time."""
     return Route(source, target, 1.0)
 
 
@@ -98,7 +98,7 @@ class Parcel(NamedTuple):
 
 
 def simulate_algorithm(
-    algorithm: Algorithm, find_route: Callable[[int, int, Move], Route] = take_one_step
+    algorithm: Algorithm, find_route: Callable[[int, int, Move], Route] = route_in_one_step
 ) -> list[Event]:
     """Return all moves in an order in which they can be made, with their times on a clock.
 

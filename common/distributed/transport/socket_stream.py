@@ -25,13 +25,13 @@ def pack_seconds(seconds: float) -> bytes:
 OPEN: weakref.WeakSet[SocketStream] = weakref.WeakSet()
 
 
-def close_inherited() -> None:
+def close_inherited_sockets() -> None:
     """Close the sockets that a forked process has inherited: a connection would outlive its rank."""
     for stream in OPEN:
         stream.close()
 
 
-os.register_at_fork(after_in_child=close_inherited)
+os.register_at_fork(after_in_child=close_inherited_sockets)
 
 
 class SocketStream:

@@ -115,7 +115,12 @@ def test_everything_comes_back(disk: Disk) -> None:
         5, CheckpointState(model, {"view": {"step": 3, "m": base[:4]}}, common, {"mine": base[:2]})
     )
     loaded = disk.checkpoints.load()
-    assert loaded is not None and (loaded.step, loaded.attempt, loaded.processes, loaded.is_exact) == (5, 1, 1, True)
+    assert loaded is not None and (loaded.step, loaded.attempt, loaded.processes, loaded.resumes_exactly) == (
+        5,
+        1,
+        1,
+        True,
+    )
     for name, value in model.items():
         back = loaded.model[name]
         assert back.dtype == value.dtype and back.shape == value.shape
@@ -160,7 +165,9 @@ def test_an_optimizer_goes_on_to_the_bit(disk: Disk, name: Any) -> None:
     memory = state_dicts.collect_optimizer_state(optimizer, model.named_parameters())
     disk.checkpoints.save(
         3,
-        CheckpointState(state_dicts.collect_tensors(tensors), memory, {}, {"random": state_dicts.capture_rng_state()}),
+        CheckpointState(
+            state_dicts.gather_full_tensors(tensors), memory, {}, {"random": state_dicts.capture_rng_state()}
+        ),
     )
     train(model, optimizer)
 
@@ -181,7 +188,7 @@ def test_a_stage_takes_its_part_of_the_whole() -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     saved, memory = (
-        state_dicts.collect_tensors(model.named_parameters()),
+        state_dicts.gather_full_tensors(model.named_parameters()),
         state_dicts.collect_optimizer_state(optimizer, model.named_parameters()),
     )
     stage = nn.Linear(2, 2)
@@ -197,7 +204,7 @@ def test_a_stage_takes_its_part_of_the_whole() -> None:
 
 @pytest.mark.parametrize(("module", "word"), [(nn.Linear(2, 3), "shape"), (nn.BatchNorm1d(2), "has no running_mean")])
 def test_another_model_is_refused(module: nn.Module, word: str) -> None:
-    saved = state_dicts.collect_tensors(nn.Linear(2, 2).named_parameters())
+    saved = state_dicts.gather_full_tensors(nn.Linear(2, 2).named_parameters())
     with pytest.raises(UserError, match=word):
         state_dicts.load_tensors([*module.named_buffers(), *module.named_parameters()], saved)
 
@@ -580,7 +587,7 @@ def test_one_process_takes_what_two_have_saved(two: Any, world: World) -> None:
     said: list[str] = []
     loaded = Checkpointer(Folder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
     assert loaded is not None and right(loaded, None)
-    assert (loaded.step, loaded.processes, loaded.local, loaded.is_exact) == (200, 2, None, False)
+    assert (loaded.step, loaded.processes, loaded.local, loaded.resumes_exactly) == (200, 2, None, False)
     assert said[0].startswith("saved by 2 ranks, resumed by 1") and "random states are not" in said[0]
 
 

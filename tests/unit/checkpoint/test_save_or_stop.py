@@ -58,7 +58,7 @@ def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> No
         clock[0] += 0.05
         if call == 40:
             vote.stop_request.number = 12
-        if vote.is_stop_requested():
+        if vote.vote_on_stop():
             heard.append(call)
     assert heard and 40 <= heard[0] <= 50
 

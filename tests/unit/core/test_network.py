@@ -35,9 +35,9 @@ def test_a_host_that_answers_is_told_from_one_that_does_not(listener: socket.soc
 
     with http.server.HTTPServer(("127.0.0.1", 0), Absent) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        assert network.probe_url(f"http://127.0.0.1:{server.server_port}", 5) == "", "a 404 is an answer"
-    assert "refused" in network.probe_url(f"http://127.0.0.1:{find_closed_port()}", 5)
-    assert network.probe_url(f"http://127.0.0.1:{listener.getsockname()[1]}", 0.1)  # accepts, and says nothing
+        assert network.find_url_problem(f"http://127.0.0.1:{server.server_port}", 5) == "", "a 404 is an answer"
+    assert "refused" in network.find_url_problem(f"http://127.0.0.1:{find_closed_port()}", 5)
+    assert network.find_url_problem(f"http://127.0.0.1:{listener.getsockname()[1]}", 0.1)  # accepts, and says nothing
 
 
 def test_interfaces_are_found_by_address() -> None:

@@ -104,7 +104,7 @@ def test_a_set_is_prepared_once_for_each_content_of_its_file(tmp_path: Path) -> 
 
 def test_the_file_that_a_run_keeps_goes_first(tmp_path: Path) -> None:
     found = prepared(tmp_path, "return X, Y, X, Y")
-    found.keep_source(tmp_path / "code")
+    found.copy_own_data_file(tmp_path / "code")
     (tmp_path / "own.py").unlink()
     data = Data(name=found.name, root=str(tmp_path), cache=str(tmp_path / "sets"))
     assert prepare.prepare_dataset(data, code=tmp_path / "code") == found

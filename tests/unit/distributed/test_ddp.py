@@ -112,8 +112,8 @@ def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
     times = step_timing.StepTimes(nn.Linear(1, 1), torch.device("cpu"))
     for _ in times.iterate(range(step_timing.WARM_UP + step_timing.ENOUGH)):
         times.mark("backward")
-        assert times.estimate_recent() is None
-    assert times.estimate_recent() is not None
+        assert times.estimate_seconds_to_backward() is None
+    assert times.estimate_seconds_to_backward() is not None
 
 
 def test_fsdp_shows_the_state_that_a_rank_holds_beside_that_of_ddp(tmp_path: Path, digits: tuple[str, ...]) -> None:

@@ -96,11 +96,11 @@ def test_a_gpu_is_asked_only_for_steps_that_it_has_come_to_the_end_of(monkeypatc
     for number, _ in enumerate(times.iterate([0] * (step_timing.WARM_UP + 2 * step_timing.ENOUGH))):
         Played.now += STEP if number < step_timing.WARM_UP + step_timing.ENOUGH else 3 * STEP
         times.mark("backward")
-    assert times.estimate_recent() == pytest.approx(2 * STEP, abs=2e-6), "the median of all"
+    assert times.estimate_seconds_to_backward() == pytest.approx(2 * STEP, abs=2e-6), "the median of all"
     monkeypatch.setattr(Played, "behind", 3 * STEP * (step_timing.ENOUGH - 0.5))
-    assert times.estimate_recent() == pytest.approx(STEP, abs=2e-6), "of those that it has come to"
+    assert times.estimate_seconds_to_backward() == pytest.approx(STEP, abs=2e-6), "of those that it has come to"
     monkeypatch.setattr(Played, "behind", 100.0)
-    assert times.estimate_recent() is None
+    assert times.estimate_seconds_to_backward() is None
 
 
 def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,9 @@ class Saved(TrainState):
 
     gpu: Played
 
-    def state(self) -> CheckpointState:
+    def collect_state(self) -> CheckpointState:
         self.gpu.synchronize(torch.device("cuda", 0))
-        return super().state()
+        return super().collect_state()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ def test_the_settings_of_the_method_come_first_and_repeat_nothing() -> None:
     ]
     for i, run in enumerate(runs):
         run |= {"checkpoint.every_seconds": f"{i}", "log.level": f"{i}", "runs": f"{i}"}
-    differing = setting_labels.sort_differences(runs)
+    differing = setting_labels.sort_differing_settings(runs)
     assert differing == ["strategy", "optim.lr", "optim.base_batch", "seed", "checkpoint.every_seconds"]
     assert setting_labels.choose_telling_settings(runs, 3) == [
         "strategy",

@@ -24,7 +24,7 @@ from common.runs import provenance
 from common.runs.folder import Folder, write_json
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
-from slurm.arguments import parse_experiment
+from slurm.arguments import check_experiment_name
 from slurm.launch.submit import prepare_run_folder
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import sbatch, scheduler
@@ -66,7 +66,7 @@ PYTHON -m slurm.scheduling.requeue /runs/x-1-2-3 $?"""
 
 
 def text_of(profile: Profile, folder: Path) -> str:
-    asked = sbatch.make_parameters(profile, "mnist_pipeline", 2, profile.ranks_per_node, folder)
+    asked = sbatch.make_submitit_parameters(profile, "mnist_pipeline", 2, profile.ranks_per_node, folder)
     return sbatch.make_executor(Folder(folder), None, asked).make_job_script().replace(sys.executable, "PYTHON")
 
 
@@ -120,7 +120,7 @@ def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
 @pytest.mark.parametrize("name", ["$(id)", "`id`", "a;id", "a\n#SBATCH --uid=0", "../x", "a b"])
 def test_hostile_names_are_no_experiments(name: str) -> None:
     with pytest.raises(UserError, match="no experiment"):
-        parse_experiment(name)
+        check_experiment_name(name)
 
 
 def test_jobs_inherit_no_leftovers() -> None:
@@ -252,7 +252,7 @@ def test_a_hanging_controller_is_given_up(fake: Fake, cache: Path, monkeypatch: 
     monkeypatch.setattr(scheduler, "PATIENCE", 0.5)
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     with pytest.raises(UserError, match="scontrol gave no answer"):
-        scheduler.Scheduler("SLURM").check(1, "")
+        scheduler.Scheduler("SLURM").check_enough_hosts(1, "")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_each_task_of_an_array_finds_its_own_run(tmp_path: Path) -> None:
     runs = [tmp_path / "runs" / f"run {letter}" for letter in "abc"]
     tasks = tmp_path / "tasks's.txt"
     tasks.write_text("".join(f"{run}\n" for run in runs))
-    asked = sbatch.make_parameters(Profile(), "mnist_pipeline", 1, 2, tmp_path, tasks)
+    asked = sbatch.make_submitit_parameters(Profile(), "mnist_pipeline", 1, 2, tmp_path, tasks)
     (line,) = (line for line in asked["setup"] if line.startswith("RUN="))
     for number, run in enumerate(runs):
         script = f'{line}\nprintf %s "$RUN"'
@@ -511,7 +511,7 @@ def test_a_result_without_its_numbers_hides_no_other_run(
 
 
 def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:
-    provenance.record_attempt(Folder(tmp_path, 1))
+    provenance.record_attempt_start(Folder(tmp_path, 1))
     (entry,) = json.loads((tmp_path / "meta.json").read_text())["history"]
     assert Process(entry["pid"], entry["pid_started"]) == Process.identify(os.getpid())
 

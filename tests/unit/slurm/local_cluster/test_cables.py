@@ -37,10 +37,10 @@ def test_rates_that_no_cable_has_are_refused(text: str) -> None:
 
 
 def test_a_delay_is_outside_and_a_rate_inside() -> None:
-    delay, rate = cables.list_commands("eth0", Shape(8e6, 0.005))
+    delay, rate = cables.list_tc_commands("eth0", Shape(8e6, 0.005))
     assert delay[5:] == ["root", "handle", "1:", "netem", "delay", "5000us", "limit", "100000"]
     assert " ".join(rate[5:]) == "parent 1:1 handle 10: tbf rate 8000000bit burst 5000b latency 400ms"
-    assert not cables.list_commands("eth0", Shape())
+    assert not cables.list_tc_commands("eth0", Shape())
 
 
 def test_a_machine_without_tc_is_refused_only_where_it_is_needed(
