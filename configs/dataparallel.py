@@ -28,13 +28,13 @@ class Replicated(RanksPerNode):
 class DataParallel(Replicated, InitialWeights):
     """Settings of DDP and of what it is compared with."""
 
-    model: Literal["convnet", "resnet18", "resnet50"] = "convnet"
-    """convnet has two 3x3 convolutions; resnet18 is ResNet-18 with the CIFAR stem; resnet50 begins as for ImageNet from
+    model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
+    """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 is ResNet-18 with the CIFAR stem; resnet50 begins as for ImageNet from
     64 pixels on. All take images of any set."""
     sync_batchnorm: bool = False
     """Whether BatchNorm takes its statistics over the whole batch; else over each rank's shard."""
 
     def check(self) -> None:
         super().check()
-        if self.sync_batchnorm and self.model == "convnet":
-            raise ValueError("sync_batchnorm=true: model=convnet has no BatchNorm; use model=resnet18")
+        if self.sync_batchnorm and self.model in ("mlp", "convnet"):
+            raise ValueError(f"sync_batchnorm=true: model={self.model} has no BatchNorm; use model=resnet18")

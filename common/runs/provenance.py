@@ -21,8 +21,8 @@ from common.core.text import read_or_empty
 from common.runs.folder import Folder, disk_errors, read_json, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
-SOURCE = ("experiments", "common", "slurm", "configs", "tests")  # and the files beside these folders
-NO_SOURCE = (".svg", ".png", ".xz")  # pictures of the pages and archives of tests
+SOURCE = ("experiments", "common", "slurm", "configs")  # and the files beside these folders
+NO_SOURCE = (".svg", ".png")  # pictures of the pages
 GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
 METADATA: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
 """Types of the entries of meta.json that are no text or number."""

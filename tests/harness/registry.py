@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from common.core import config
 from slurm.launch.tour import SMALLEST
 
+MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as a larger model has them
+FEW_STEPS = ("steps=4", "batch=6", "checkpoint.every_steps=2", "data.test_limit=20", "eval_batch=4")
 SCORES = ("test_accuracy", "test_loss", "test_samples", "samples_per_second")
 
 
@@ -47,14 +49,14 @@ EXPERIMENTS = [
     ),
     Entry(
         name="ddp_multinode",
-        smallest=SMALLEST["ddp_multinode"],
+        smallest=(*SMALLEST["ddp_multinode"], *MLP),
         processes=2,
         produces=(*SCORES, "ranks", "communication_exposed"),
-        spread=lambda count: (f"processes_per_node={count}",),
+        spread=lambda count: (f"processes_per_node={count}", *MLP),
         others=(
             ("strategy=fsdp", "optim.name=adam", "clip=1"),
-            ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "steps=6", "batch=8", "data.test_limit=20"),
-            ("communication=powersgd", "optim.lr=0.01"),  # which begins to compress at the tenth step
+            ("model=resnet18", "sync_batchnorm=true", "communication=bf16", *FEW_STEPS),
+            ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # which begins to compress at the tenth step
         ),
     ),
     Entry(
@@ -70,7 +72,7 @@ EXPERIMENTS = [
             "final_loss",
         ),
         # three microbatches of 8 samples: the last window of an epoch of 320 has only one of them
-        spread=lambda count: (f"processes_per_node={count}", "precision=fp32", f"accumulate={2 if count == 3 else 3}"),
+        spread=lambda count: (f"processes_per_node={count}", "precision=fp32", "model=mlp", f"accumulate={2 if count == 3 else 3}"),
         others=(
             ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3"),
             ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3"),
@@ -78,10 +80,10 @@ EXPERIMENTS = [
     ),
     Entry(
         name="param_server",
-        smallest=SMALLEST["param_server"],
+        smallest=(*SMALLEST["param_server"], "model=mlp"),
         processes=2,
         produces=(*SCORES, "pushes", "bytes_received", "staleness_counts"),
-        spread=lambda count: (f"processes_per_node={count}", f"servers={min(2, count)}", "plot=false"),
+        spread=lambda count: (f"processes_per_node={count}", f"servers={min(2, count)}", "model=mlp", "plot=false"),
         others=(("servers=3", "processes_per_node=3", "optim.name=adam", "plot=false"),),
     ),
     Entry(
@@ -89,7 +91,7 @@ EXPERIMENTS = [
         smallest=SMALLEST["resnet_dataparallel"],
         processes=2,
         produces=(*SCORES, "devices", "memory"),
-        spread=lambda count: ("model=convnet", "compare=false", f"processes_per_node={count}"),
+        spread=lambda count: ("model=mlp", "compare=false", f"processes_per_node={count}"),
     ),
     Entry(
         name="resnet_modelparallel",
@@ -126,7 +128,7 @@ EXPERIMENTS = [
         others=(
             ("schedule=rigl", "every=4", "optim.name=sgd", "processes_per_node=2", "export=false", "int8=false"),
             (
-                "model=convnet",
+                "model=lenet5",
                 "scope=n:m",
                 "sparsity=0.5",
                 "schedule=iterative",
@@ -139,11 +141,7 @@ EXPERIMENTS = [
                 "scope=structured",
                 "l1=0.01",
                 "criterion=random",
-                "steps=6",
-                "batch=8",
-                "data.test_limit=20",
-                "eval_batch=4",
-                "epochs=1",
+                *FEW_STEPS,
                 "export=false",
                 "int8=false",
             ),
