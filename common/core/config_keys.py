@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -17,14 +18,20 @@ from common.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKey:
-    """One key of a config: dotted name, type, default, range and documentation."""
+    """One key of a config: dotted name, type, default, range and where it is declared."""
 
     name: str
     type: Any
     default: Any
     low: float | None
     high: float | None
-    doc: str
+    owner: type
+    """The dataclass that has it as a field."""
+
+    @property
+    def doc(self) -> str:
+        """Documentation, read from the source."""
+        return read_field_docs(self.owner).get(self.name.rpartition(".")[2], "")
 
     @property
     def allowed(self) -> str:
@@ -39,7 +46,7 @@ class ConfigKey:
 
 def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
     """Return all keys of a dataclass and the dataclasses in it, by dotted name."""
-    hints, docs = typing.get_type_hints(schema), read_field_docs(schema)
+    hints = typing.get_type_hints(schema)
     found: dict[str, ConfigKey] = {}
     for field in dataclasses.fields(schema):
         kind, name = hints[field.name], prefix + field.name
@@ -50,10 +57,11 @@ def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         low, high = field.metadata.get("low"), field.metadata.get("high")
-        found[name] = ConfigKey(name, kind, default, low, high, docs.get(field.name, ""))
+        found[name] = ConfigKey(name, kind, default, low, high, schema)
     return found
 
 
+@functools.cache
 def read_field_docs(schema: type) -> dict[str, str]:
     """Return the string literal under each field of a dataclass and of its bases."""
     docs: dict[str, str] = {}
