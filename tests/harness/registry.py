@@ -72,7 +72,12 @@ EXPERIMENTS = [
             "final_loss",
         ),
         # three microbatches of 8 samples: the last window of an epoch of 320 has only one of them
-        spread=lambda count: (f"processes_per_node={count}", "precision=fp32", "model=mlp", f"accumulate={2 if count == 3 else 3}"),
+        spread=lambda count: (
+            f"processes_per_node={count}",
+            "precision=fp32",
+            "model=mlp",
+            f"accumulate={2 if count == 3 else 3}",
+        ),
         others=(
             ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3"),
             ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3"),

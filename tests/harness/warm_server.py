@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -26,6 +27,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from typing import Any
 from tests.harness import warm
 
 PROJECT = ("common", "configs", "experiments", "slurm", "tests")
+HUGE, MADV_COLLAPSE = 1 << 21, 25  # bytes of a huge page; the number of the advice in Linux's mman.h
 LARGEST = 1 << 18  # bytes of a request
 COMMAND = "warm-command"  # the name of the open file that holds a forked command's line and environment
 # what experiments import inside functions, each 0.2 to 2 s
@@ -64,9 +67,28 @@ def preload() -> None:
                 importlib.import_module(module.name)
     for name in LAZY:
         importlib.import_module(name)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's take libraries of operators apart, and write to 30 MB for that
     gc.collect()
     gc.freeze()  # shared with the forked commands as long as nobody writes to it
+    use_huge_pages()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
+
+
+def use_huge_pages() -> None:
+    """Move this process's own memory into huge pages, as far as the kernel can: a fork copies an entry for each page.
+
+    The 400 MB of the imports then take a fifth of the time to fork and to leave (MADV_COLLAPSE, Linux 6.1).
+    """
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, _, *name = line.split()
+        if "w" in access and name in ([], ["[heap]"]):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            begin, end = -(-begin // HUGE) * HUGE, end // HUGE * HUGE
+            if begin < end:
+                advise(begin, end - begin, MADV_COLLAPSE)
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
