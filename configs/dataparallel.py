@@ -29,8 +29,8 @@ class DataParallel(Replicated, InitialWeights):
     """Settings of DDP and of what it is compared with."""
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
-    """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 is ResNet-18 with the CIFAR stem; resnet50 begins as for ImageNet from
-    64 pixels on. All take images of any set."""
+    """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 is ResNet-18 with
+    the CIFAR stem; resnet50 begins as for ImageNet from 64 pixels on. All take images of any set."""
     sync_batchnorm: bool = False
     """Whether BatchNorm takes its statistics over the whole batch; else over each rank's shard."""
 

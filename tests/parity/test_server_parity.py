@@ -13,7 +13,7 @@ from common.runs.folder import MODEL
 from tests.harness.processes import Done, run
 from tests.harness.reference import TOLERANCE
 
-SETTINGS = ("dtype=float64", "batch=24", "optim.base_batch=24", "optim.warmup=5", "steps=25", "epochs=5")
+SETTINGS = ("dtype=float64", "batch=24", "optim.base_batch=24", "optim.warmup=5", "steps=25", "epochs=5", "model=mlp")
 SMALL = ("data.train_limit=120", "data.test_limit=200")
 
 

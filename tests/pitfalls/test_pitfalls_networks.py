@@ -93,9 +93,9 @@ def test_a_model_without_weights_is_not_pretrained(finished: Make, cache: Path) 
     assert torch.equal(old.fc.weight, new.fc.weight) and not torch.equal(new.fc.weight, other.fc.weight), "drawn"
     chance = [score(nn.Sequential(GreyToColour(), model)) for model in (new, other)]
     shape, runs = (28, 28), str(done.runs)
-    chance.append(score(model_file.init_network(Config(runs=runs, weights="none"), shape, 10)))
+    chance.append(score(model_file.init_network(Config(runs=runs, model="mlp", weights="none"), shape, 10)))
     assert max(chance) < 0.16, "a tenth, and what 333 images leave to luck"
-    trained = model_file.init_network(Config(runs=runs, weights=done.folder.path.name), shape, 10)
+    trained = model_file.init_network(Config(runs=runs, model="mlp", weights=done.folder.path.name), shape, 10)
     assert score(trained) == pytest.approx(done.result["test_accuracy"])
     assert score(trained) > 0.2, "after 40 steps"
     with pytest.raises(UserError, match="weights=pretrained: no such file, checkpoint folder or run"):
