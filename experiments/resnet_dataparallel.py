@@ -72,7 +72,7 @@ def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
     return model
 
 
-def compute_mean_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: int, world: World) -> Tensor:
+def compute_scaled_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: int, world: World) -> Tensor:
     """Return (sum of this rank's losses) x ranks / `size`, a scalar, for a batch of `size` samples over all ranks.
 
     DDP's mean over ranks is then the batch's mean loss, and likewise for gradients, with unequal shards too. A rank
@@ -111,7 +111,7 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps(state, evaluate):
         with step:
             optimizer.zero_grad()
-            loss = compute_mean_loss(model, forward, step.x, step.y, batches.size, world)
+            loss = compute_scaled_loss(model, forward, step.x, step.y, batches.size, world)
             step.mark("backward")
             loss.backward()
             step.mark("end of backward")

@@ -98,13 +98,13 @@ def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Ten
     """Return the masks that keep the highest scores."""
     match cfg.scope:
         case "global":
-            return pruning_masks.prune_globally(scores, sparsity)
+            return pruning_masks.make_global_masks(scores, sparsity)
         case "layer":
-            return pruning_masks.prune_layers(scores, [sparsity] * len(scores))
+            return pruning_masks.make_layer_masks(scores, [sparsity] * len(scores))
         case "structured":
-            return pruning_masks.prune_channels(scores, sparsity)
+            return pruning_masks.make_channel_masks(scores, sparsity)
         case _:
-            return pruning_masks.prune_groups(scores, sparsity, cfg.parse_pattern()[1])
+            return pruning_masks.make_group_masks(scores, sparsity, cfg.parse_pattern()[1])
 
 
 def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
@@ -112,7 +112,7 @@ def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
     shapes = [weight.shape for weight in masks.weights]
     erk = cfg.scope == "global"
     sparsities = pruning_masks.allocate_erdos_renyi(shapes, cfg.sparsity) if erk else [cfg.sparsity] * len(shapes)
-    return pruning_masks.prune_layers(draw_scores(cfg, masks.weights, 0), sparsities)
+    return pruning_masks.make_layer_masks(draw_scores(cfg, masks.weights, 0), sparsities)
 
 
 def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer, step: int) -> None:

@@ -128,12 +128,12 @@ class Checkpointer:
         names = [name for _, given in answers for name in given]
         twice = self.world.broadcast(len(names) - len(set(names)))
         entries = [given if isinstance(given, str) else ManifestEntry(**given) for given, _ in answers]
-        problem = self._run_on_main(lambda: self._publish(staging, entries, state, bool(twice)))
+        problem = self._run_on_main(lambda: self._publish_or_discard(staging, entries, state, bool(twice)))
         if twice:
             raise ValueError(f"ranks give {twice} names of the model more than once; only rank 0 gives what all hold")
         return problem
 
-    def _publish(
+    def _publish_or_discard(
         self, staging: StagingDir, entries: list[ManifestEntry | str], state: CheckpointState, void: bool
     ) -> None:
         """Publish the written files as a checkpoint, or delete them; rank 0 calls it."""

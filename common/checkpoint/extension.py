@@ -9,8 +9,8 @@ from common.runs.folder import MODEL_FACTS, Folder, read_json
 from configs.shared import Experiment
 
 
-def read_finished_steps(folder: Folder) -> tuple[int, int]:
-    """Return the steps that a finished run has done and the steps of its epochs; (0, 0) if they are not recorded."""
+def read_step_counts(folder: Folder) -> tuple[int, int]:
+    """Return the steps that a finished run has done and the steps of an epoch; (0, 0) if they are not recorded."""
     facts = read_json(folder.path / MODEL_FACTS)
     done, epoch_steps = facts.get("step"), facts.get("epoch_steps")
     return (done, epoch_steps) if isinstance(done, int) and isinstance(epoch_steps, int) and epoch_steps else (0, 0)
@@ -18,7 +18,7 @@ def read_finished_steps(folder: Folder) -> tuple[int, int]:
 
 def has_more_steps(folder: Folder, cfg: Experiment) -> bool:
     """Check whether a config asks for more steps than a finished run has done. Raises UserError if it cannot resume."""
-    done, epoch_steps = read_finished_steps(folder)
+    done, epoch_steps = read_step_counts(folder)
     if not epoch_steps or cfg.total_steps(epoch_steps) <= done:
         return False
     if not has_checkpoint(folder, done):
@@ -51,7 +51,7 @@ def check_settings_of_finished(folder: Folder, cfg: Experiment) -> None:
 def describe_finished(folder: Folder, cfg: Experiment) -> str:
     """Return a message that a run is finished, with the command that extends it."""
     message = f"{folder.path} is finished; see {folder.path / 'result.json'}"
-    done, epoch_steps = read_finished_steps(folder)
+    done, epoch_steps = read_step_counts(folder)
     if not done or not has_checkpoint(folder, done):
         return message
     longer = [f"steps={2 * done}"] if cfg.steps else []

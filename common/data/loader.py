@@ -192,7 +192,7 @@ class Loader:
 
     def _iterate_blocks(self) -> Iterator[Block]:
         """Yield blocks of batches, from the current position on."""
-        indices = list(self._block_indices())
+        indices = list(self._iterate_block_indices())
         if not self.workers:
             return map(self._load_block, indices)
         ahead: Any = torch.utils.data.DataLoader(
@@ -205,7 +205,7 @@ class Loader:
         )
         return ((self._move_to_device(x), self._move_to_device(y), count, own) for x, y, count, own in ahead)
 
-    def _block_indices(self) -> Iterator[np.ndarray]:
+    def _iterate_block_indices(self) -> Iterator[np.ndarray]:
         """Yield this rank's samples of each block, int64 [2, batches, own]: index and position in the epoch."""
         index, (rank, ranks) = draw_order(len(self.data), self.seed, self.epoch), self.shard
         both = np.stack([index, np.arange(len(index))])
@@ -217,7 +217,7 @@ class Loader:
             yield np.array_split(both[:, end:], ranks, axis=1)[rank][:, None]
 
     def _load_block(self, indices: np.ndarray, device: torch.device | None = None) -> Block:
-        """Gather a block of `_block_indices` on the device."""
+        """Gather a block of `_iterate_block_indices` on the device."""
         device, (rows, positions) = device or self.device, torch.from_numpy(indices).flatten(1)
         x = None
         if self.inputs:

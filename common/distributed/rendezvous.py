@@ -109,7 +109,7 @@ def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
     start = time.perf_counter()
     threads = settings.threads or count_own_cores(rank_info)
     torch.set_num_threads(threads)
-    device, backend = choose_device(rank_info, settings)
+    device, backend = choose_device_and_backend(rank_info, settings)
     setup, step = (datetime.timedelta(seconds=limit) for limit in (settings.setup_timeout, settings.step_timeout))
     store, interface = set_up_rendezvous(rank_info, settings, setup)
     hosts = gather_hosts(store, rank_info, setup)
@@ -213,10 +213,10 @@ def count_own_cores(rank_info: RankInfo) -> int:
     return max(1, min(given, allowed) if given else allowed // rank_info.local_size)
 
 
-def choose_device(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
+def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
     """Return one GPU per rank and nccl where there are enough GPUs, else the CPU and gloo. Raises UserError.
 
-    With launch.backend=builtin it is the CPU and that.
+    With launch.backend=builtin it is the CPU and that. The GPU becomes torch's current device.
     """
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"

@@ -71,13 +71,13 @@ def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
     return chosen
 
 
-def prune_globally(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+def make_global_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     """Return masks that drop the fraction `sparsity` with the lowest scores of all layers together."""
     dropped = select_lowest(scores, round(sparsity * sum(score.numel() for score in scores)))
     return [mask.logical_not_() for mask in dropped]
 
 
-def prune_layers(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
+def make_layer_masks(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
     """Return masks that drop each layer's lowest scores at its own sparsity; the total is rounded only once."""
     wanted = [fraction * score.numel() for score, fraction in zip(scores, sparsity, strict=True)]
     counts = [math.floor(number) for number in wanted]
@@ -87,7 +87,7 @@ def prune_layers(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Te
     return [~select_lowest([score], number)[0] for score, number in zip(scores, counts, strict=True)]
 
 
-def prune_channels(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+def make_channel_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     """Return masks that drop whole output channels (or units) of each layer, those with the lowest L2 norm of scores.
 
     The last layer, whose units are the classes, is not pruned, and each layer keeps at least one channel.
@@ -101,7 +101,7 @@ def prune_channels(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     return [*masks, torch.ones_like(scores[-1], dtype=torch.bool)]
 
 
-def prune_groups(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tensor]:
+def make_group_masks(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tensor]:
     """Return N:M masks: each group of `size` neighbours in a row of [out, rest] loses its lowest scores.
 
     2:4 is `size` = 4 at a sparsity of 0.5 (Mishra et al. 2021, arXiv 2104.08378). Each group loses as many as fit into

@@ -217,13 +217,14 @@ def check_schedule_of_config(settings: object, code: Path | None = None) -> None
     `code` is the source of the run that has these settings already, for the file that it keeps.
     """
     if isinstance(settings, Stages) and settings.make_pipeline_config().engine == "own":
-        make_schedule(choose_file(settings.make_pipeline_config(), code) if code else settings.make_pipeline_config())
+        pipeline = settings.make_pipeline_config()
+        make_schedule(use_kept_schedule_file(pipeline, code) if code else pipeline)
 
 
 # ---- the file of a custom schedule in the source of a run
 
 
-def choose_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
+def use_kept_schedule_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
     """Return the settings with the file of a custom schedule that a run keeps in its source, if it keeps one."""
     name = settings.schedule
     if ":" not in name:

@@ -97,18 +97,18 @@ def encode_curve(run: int, curve: Curve) -> dict[str, Any]:
 def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     """Return the charts that have curves; what has one point in each run stands in the table alone."""
 
-    def chart(title: str, kind: str, curves: Sequence[Curve | None], **more: bool) -> dict[str, Any]:
+    def make_chart(title: str, kind: str, curves: Sequence[Curve | None], **more: bool) -> dict[str, Any]:
         found = [encode_curve(i, curve) for i, curve in enumerate(curves) if curve is not None and len(curve)]
         return {"title": title, "kind": kind, "curves": found} | more
 
     first = ["test_accuracy", "test_loss"]
     every = dict.fromkeys(name for run in runs for name in run.curves.tests)
     tests = [name for name in first if name in every] + [name for name in every if name not in first]
-    found = [chart("training loss", "number", [run.curves.loss for run in runs], may_smooth=True, may_log=True)]
+    found = [make_chart("training loss", "number", [run.curves.loss for run in runs], may_smooth=True, may_log=True)]
     for name in tests:
         kind, own = "percent" if "accuracy" in name else "number", [run.curves.tests.get(name) for run in runs]
-        found.append(chart(name.replace("_", " "), kind, own, may_smooth=False, may_log="loss" in name))
-    found.append(chart("samples/s", "number", [run.curves.speed for run in runs], may_smooth=True, may_log=False))
+        found.append(make_chart(name.replace("_", " "), kind, own, may_smooth=False, may_log="loss" in name))
+    found.append(make_chart("samples/s", "number", [run.curves.speed for run in runs], may_smooth=True, may_log=False))
     return [one for one in found if any(len(curve["y"]) > 1 for curve in one["curves"])]
 
 

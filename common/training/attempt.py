@@ -162,7 +162,7 @@ def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
         write_json(folder.attempt / config.CHANGED, changed)
         print(f"resumed with other settings than in config.yaml: {config.describe_changes(changed)}", flush=True)
     if extended:
-        done, epoch_steps = extension.read_finished_steps(given)
+        done, epoch_steps = extension.read_step_counts(given)
         total = cfg.total_steps(epoch_steps)
         print(f"trains on after step {done}; learning rates are now those of a run of {total} steps", flush=True)
     folder.retire_result()

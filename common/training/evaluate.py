@@ -43,7 +43,7 @@ def score_test_set(
 
     def poll(done: int, total: int) -> None:
         run.screen.show_progress("evaluation", done, total)
-        run.poll_stop()
+        run.stop_if_requested()
 
     batch, dtype = run.cfg.eval_batch, run.dtype
     own = sum_scores(

@@ -144,8 +144,8 @@ def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
 def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> dict[str, float]:
     """Measure the model after the newest step and record the scores, if there are any. All ranks call it.
 
-    `evaluate` calls `Run.poll_stop` between two batches: a stop request saves the state before the evaluation, which is
-    done again after a resume. That after the last step is saved in any case.
+    `evaluate` calls `Run.stop_if_requested` between two batches: a stop request saves the state before the evaluation,
+    which is done again after a resume. That after the last step is saved in any case.
     """
     saver, metrics, last = run.saver, run.metrics, run.step >= run.total
     assert metrics is not None

@@ -149,7 +149,7 @@ def build_pipeline(
 
     Each rank keeps its own stages and moves them to its device. `loss` is a mean over samples.
     """
-    cfg = schedules.choose_file(cfg, run.folder.path / "code")
+    cfg = schedules.use_kept_schedule_file(cfg, run.folder.path / "code")
     kind: type[PipelineEngine] = PipelineEngine
     if cfg.engine == "torch":
         from common.pipeline.torch_engine import TorchPipelineEngine  # a second to import, so only when asked for

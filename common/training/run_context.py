@@ -171,7 +171,7 @@ class RunContext:
         )
         self.saver.metrics = self.metrics
 
-    def poll_stop(self) -> None:
+    def stop_if_requested(self) -> None:
         """Between two batches of an evaluation, write the heartbeat, and stop if any rank has a stop request."""
         self.write_heartbeat(time.perf_counter())
         self.saver.stop_in_evaluation(self.step)

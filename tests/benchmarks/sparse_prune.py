@@ -101,7 +101,7 @@ def mask_sides(world: World) -> dict[str, Side]:
     def ours() -> float:
         def work() -> None:
             with torch.no_grad():
-                masks.assign(pruning_masks.prune_globally([weight.abs() for weight in masks.weights], SHARE))
+                masks.assign(pruning_masks.make_global_masks([weight.abs() for weight in masks.weights], SHARE))
 
         return timed(work)
 
@@ -205,7 +205,7 @@ def linear_sides(world: World) -> dict[str, Side]:
     found = {"fp32": side(lambda: layer(x)), "bf16": side(lambda: half(low))}
     for level in SPARSE:
         thin = copy.deepcopy(layer)
-        thin.weight.mul_(pruning_masks.prune_layers([thin.weight.abs()], [level])[0])
+        thin.weight.mul_(pruning_masks.make_layer_masks([thin.weight.abs()], [level])[0])
         rows = pruning_savings.convert_to_csr(nn.Sequential(thin))
         if not torch.allclose(rows(x), thin(x), atol=1e-4):
             raise AssertionError("CSR gives other outputs")

@@ -49,12 +49,12 @@ def pruned(masks: list[Tensor]) -> int:
 def test_as_many_are_pruned_as_asked_whatever_the_ties(share: float, levels: int) -> None:
     scores = made(*SHAPES, levels=levels)
     total = sum(score.numel() for score in scores)
-    masks = pruning_masks.prune_globally(scores, share)
+    masks = pruning_masks.make_global_masks(scores, share)
     assert pruned(masks) == round(share * total)
     gone = torch.cat([score[~mask] for score, mask in zip(scores, masks, strict=True)])
     left = torch.cat([score[mask] for score, mask in zip(scores, masks, strict=True)])
     assert not len(gone) or not len(left) or gone.max() <= left.min()
-    layers = pruning_masks.prune_layers(scores, [share] * len(scores))
+    layers = pruning_masks.make_layer_masks(scores, [share] * len(scores))
     assert pruned(layers) == round(share * total)
     for score, mask in zip(scores, layers, strict=True):
         assert abs(pruned([mask]) - share * score.numel()) < 1
@@ -84,17 +84,17 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     nothing: Any = None
     with torch.no_grad():
         masks.weights[0].mul_(100)
-    masks.assign(pruning_masks.prune_globally(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.1))
+    masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.1))
     shares = [float(mask.float().mean()) for mask in masks.kept]
     assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
     cfg.criterion = "random"
     before = [mask.clone() for mask in masks.kept]
-    masks.assign(pruning_masks.prune_globally(sparse_prune.score_weights(cfg, nothing, model, masks, 1), 0.8))
+    masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 1), 0.8))
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.total)
     assert not any((now & ~then).any() for now, then in zip(masks.kept, before, strict=True)), "none comes back"
     cfg.criterion, cfg.normalize = "magnitude", "layer"
     masks.assign([torch.ones_like(mask) for mask in masks.kept])
-    masks.assign(pruning_masks.prune_globally(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.5))
+    masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.5))
     assert [float(mask.float().mean()) for mask in masks.kept] == pytest.approx([0.5] * 3, abs=0.04)
 
 
@@ -103,7 +103,7 @@ def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> No
     left, size = Config(pattern=pattern).parse_pattern()
     for levels in (0, 2):
         (score,) = made(shape, levels=levels)
-        (mask,) = pruning_masks.prune_groups([score], 1 - left / size, size)
+        (mask,) = pruning_masks.make_group_masks([score], 1 - left / size, size)
         rows, end = mask.flatten(1), score[0].numel() // size * size
         assert (rows[:, :end].reshape(-1, size).sum(1) == left).all()
         assert rows[:, end:].all(), "what fills no group stays"
@@ -115,13 +115,13 @@ def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> No
 def test_channels_go_as_a_whole_and_the_last_layer_stays() -> None:
     scores = made((8, 4, 3, 3), (20, 30), (10, 20))
     scores[0][2], scores[0][5] = 0.01, 0.02
-    masks = pruning_masks.prune_channels(scores, 0.25)
+    masks = pruning_masks.make_channel_masks(scores, 0.25)
     assert [bool(channel.any()) for channel in masks[0]] == [i not in (2, 5) for i in range(8)]
     assert all(channel.all() or not channel.any() for mask in masks for channel in mask)
     assert pruned(masks[1:2]) == 5 * 30 and masks[2].all()
-    assert [int(mask.flatten(1).any(1).sum()) for mask in pruning_masks.prune_channels(scores, 0.999)] == [1, 1, 10]
+    assert [int(mask.flatten(1).any(1).sum()) for mask in pruning_masks.make_channel_masks(scores, 0.999)] == [1, 1, 10]
     scores[0][1], scores[0][5] = 0.0, pruning_masks.PRUNED_SCORE
-    (mask, *_) = pruning_masks.prune_channels(scores, 1 / 8)
+    (mask, *_) = pruning_masks.make_channel_masks(scores, 1 / 8)
     assert not mask[5].any() and mask[1].all(), "one that is pruned goes before one that is worth nothing"
 
 
@@ -140,7 +140,7 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
     masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
     source = torch.Generator().manual_seed(0)
-    masks.assign(pruning_masks.prune_layers([torch.rand(weight.shape, generator=source)], [0.5]))
+    masks.assign(pruning_masks.make_layer_masks([torch.rand(weight.shape, generator=source)], [0.5]))
     masks.apply()
     weight.grad = torch.randn(weight.shape, generator=source)
     optimizer.step()
@@ -209,7 +209,7 @@ def test_the_sparsity_that_a_refusal_names_is_taken(pattern: str) -> None:
     named = str(caught.value).partition("use ")[2].partition(",")[0]
     cfg = config.load_config(Config, [*words, named], {})
     left, size = cfg.parse_pattern()
-    (mask,) = pruning_masks.prune_groups(made((4, 5 * size)), cfg.sparsity, size)
+    (mask,) = pruning_masks.make_group_masks(made((4, 5 * size)), cfg.sparsity, size)
     assert (mask.view(-1, size).sum(1) == left).all()
 
 
@@ -343,7 +343,7 @@ def a_model(share: float = 0.9) -> nn.Module:
     torch.manual_seed(seeds.derive_seed(0, "init"))
     model = networks.build_network("lenet5", (28, 28), 10)
     masks = Masks(model)
-    masks.assign(pruning_masks.prune_globally([weight.abs() for weight in masks.weights], share))
+    masks.assign(pruning_masks.make_global_masks([weight.abs() for weight in masks.weights], share))
     masks.apply()
     return model
 
@@ -382,7 +382,7 @@ def test_zeros_save_bytes_only_when_compressed_or_in_csr() -> None:
 
 def test_two_of_four_is_known_by_its_groups() -> None:
     (score,) = made((6, 32))
-    (mask,) = pruning_masks.prune_groups([score], 0.5, 4)
+    (mask,) = pruning_masks.make_group_masks([score], 0.5, 4)
     weight = score * mask
     assert pruning_savings.is_two_of_four(weight) and not pruning_savings.is_two_of_four(score)
     weight[3, :3] = 1.0

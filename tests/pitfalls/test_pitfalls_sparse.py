@@ -22,7 +22,7 @@ def pruned(share: float = 0.9) -> tuple[nn.Sequential, Masks]:
     torch.manual_seed(0)
     model = SimpleNN()
     masks = Masks(model)
-    masks.assign(pruning_masks.prune_globally([weight.detach().abs() for weight in masks.weights], share))
+    masks.assign(pruning_masks.make_global_masks([weight.detach().abs() for weight in masks.weights], share))
     masks.apply()
     return model, masks
 
@@ -93,7 +93,7 @@ def test_compilers_are_no_sparsity_tools() -> None:
 
     models = [nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10)) for _ in range(2)]
     masks = Masks(models[1])
-    masks.assign(pruning_masks.prune_globally([weight.detach().abs() for weight in masks.weights], 0.9))
+    masks.assign(pruning_masks.make_global_masks([weight.detach().abs() for weight in masks.weights], 0.9))
     masks.apply()
     bare = [pruning_savings.strip_masks(model) for model in models]
     (graph, size), (other_graph, other_size) = (script(model) for model in bare)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from common.core.errors import UserError
 from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import choose_device
+from common.distributed.rendezvous import choose_device_and_backend
 from configs.launch import Launch
 from tests.harness import warm
 from tests.harness.processes import environment, run
@@ -50,9 +50,9 @@ def test_a_gpu_each_where_there_are_enough(
     place, settings = RankInfo(rank=1, size=processes, local_rank=1, local_size=processes), Launch(device=asked)  # type: ignore[arg-type]
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            choose_device(place, settings)
+            choose_device_and_backend(place, settings)
         return
-    device, backend = choose_device(place, settings)
+    device, backend = choose_device_and_backend(place, settings)
     assert (str(device), backend) == expected
     assert taken == ([1] if device.type == "cuda" else [])
     assert isinstance(device, torch.device)
