@@ -19,8 +19,10 @@ class Launch:
     torch.distributed, for CPUs (common/distributed/builtin)."""
     algorithm: str = "ring"
     """How builtin adds up tensors over all ranks: ring, halving_doubling, tree, star, sharded_star, two_level (as few
-    bytes as possible between hosts), or FILE.py:function, whose function(ranks) returns for each rank a list of
-    ('send', 'receive' or 'add', chunk, peer). `python -m common.distributed.transport.algorithms` draws one."""
+    bytes as possible between hosts); several by size, such as tree<65536<ring: from 65,536 bytes on the ring; auto
+    measures the links once and chooses such ones, which then stand in config.yaml; or FILE.py:function, whose
+    function(ranks) returns for each rank a list of ('send', 'receive' or 'add', chunk, peer).
+    `python -m common.distributed.transport.algorithms` draws one."""
     transport: Literal["auto", "network"] = "auto"
     """What builtin sends through between ranks of one host: auto is its memory, network is sockets."""
     nodes: int = at_least(1, 1)

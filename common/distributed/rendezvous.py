@@ -49,6 +49,8 @@ class World(RankInfo):
     """In a subgroup, the rank of each member in the run; empty for all ranks."""
     group: dist.ProcessGroup | None = None
     """Process group of a subgroup; None for all ranks."""
+    transport: Transport | None = None
+    """What process groups made later are connected by, with the backend `builtin`."""
 
     @property
     def is_main(self) -> bool:
@@ -113,8 +115,9 @@ def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
     setup, step = (datetime.timedelta(seconds=limit) for limit in (settings.setup_timeout, settings.step_timeout))
     store, interface = set_up_rendezvous(rank_info, settings, setup)
     hosts = gather_hosts(store, rank_info, setup)
-    if backend == "builtin":
-        register_backend(describe_transport(rank_info, settings, hosts, interface))
+    transport = describe_transport(rank_info, settings, hosts, interface) if backend == "builtin" else None
+    if transport:
+        register_backend(transport)
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step)
     yield World(
         **vars(rank_info),
@@ -125,6 +128,7 @@ def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
         timeout=step,
         rendezvous_seconds=time.perf_counter() - start,
         store=store,
+        transport=transport,
     )
     dist.destroy_process_group()
 
@@ -242,7 +246,7 @@ def describe_transport(rank_info: RankInfo, settings: Launch, hosts: Sequence[st
     return Transport(
         run=rank_info.attempt_id or rank_info.master,
         hosts=hosts,
-        algorithm=settings.algorithm,
+        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # until it has been chosen
         address=network.list_interfaces()[interface],
         host=machine and f"{hosts[rank_info.rank]}-{machine}",
         spin=choose_polling_seconds(rank_info.local_size),

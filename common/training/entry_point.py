@@ -22,7 +22,7 @@ from common.core import config, host_memory, seeds
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
 from common.core.processes import exit_at_once
 from common.core.text import format_count
-from common.distributed import local_launcher, rendezvous
+from common.distributed import algorithm_choice, local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
 from common.distributed.rendezvous import World
 from common.distributed.silent_ranks import name_silent_ranks
@@ -59,7 +59,8 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     path = config.parse_command_line(sys.argv[1:]).resume
     given = Folder(path.absolute()) if path else None
     schedules.check_schedule_of_config(cfg, given.path / "code" if given else None)
-    algorithms.check_algorithm_of_config(cfg, given.path / "code" if given else None)
+    if rank_info is None or rank_info.rank == 0:  # which tells the others
+        algorithms.check_algorithm_of_config(cfg, given.path / "code" if given else None)
     wandb_account.read_requested_mode(cfg)
     if given is None:
         initial_weights.check_weights_of_config(cfg)
@@ -242,6 +243,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     run = Run(cfg, attempt.folder, world, attempt.prepared, stop)
     try:
         stop.all_saved = True
+        algorithm_choice.settle_algorithm(cfg.launch, attempt.folder.path, world)
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() returned without run.report(...): call it on all ranks when training is over")

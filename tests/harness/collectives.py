@@ -11,20 +11,24 @@ import concurrent.futures
 import dataclasses
 import datetime
 import itertools
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed import local_launcher, rendezvous
+from common.core.config import read_config_file
+from common.distributed import algorithm_choice, local_launcher, rendezvous
 from common.distributed.builtin import registration
 from common.distributed.builtin.arguments import ARITHMETIC, COMBINE, COMPLEX, WHOLE, find_types
 from common.distributed.rank_info import RankInfo
-from common.distributed.transport.algorithms import NAMES
+from common.distributed.transport.algorithms import NAMES, build_algorithm, count_bytes
 from configs.launch import Launch
 
 SETTINGS = Launch(backend="builtin", threads=1, setup_timeout=60, step_timeout=60)
@@ -411,6 +415,36 @@ def later(world: rendezvous.World) -> None:
     done.get_future().wait()
 
 
+def algorithms_by_size(world: rendezvous.World) -> None:
+    """What was measured stands in config.yaml, and what stands there is taken by a later attempt, by size."""
+    folder = Path(world.broadcast(tempfile.mkdtemp() if world.is_main else ""))
+
+    def settle(text: str) -> str:
+        if world.is_main:
+            (folder / "config.yaml").write_text(f"launch:\n  algorithm: {text}\nseed: 1\n")
+        launch = Launch(backend="builtin", algorithm="auto")
+        algorithm_choice.settle_algorithm(launch, folder, world)
+        dist.barrier()
+        assert read_config_file(folder / "config.yaml") == {"launch.algorithm": launch.algorithm, "seed": "1"}
+        return launch.algorithm
+
+    def count_sent() -> int:
+        assert dist.group.WORLD is not None
+        backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+        return sum(link.bytes_sent for link in backend.communicator.outgoing.values())
+
+    chosen = settle("auto")
+    assert chosen != "auto" and world.all_gather(chosen) == [chosen] * world.size
+    assert settle("star<1000<ring") == "star<1000<ring"
+    for length, name in ((249, "star"), (250, "ring")):
+        before, value = count_sent(), torch.ones(length)
+        dist.all_reduce(value)
+        played = build_algorithm(name, world.size)
+        assert count_sent() - before == 4 * count_bytes(played, length)[world.rank] and value.eq(world.size).all(), name
+    if world.is_main:
+        shutil.rmtree(folder)
+
+
 def groups(world: rendezvous.World) -> None:
     """Subgroups that only their members make, one of a single rank among them."""
     rank, size = world.rank, world.size
@@ -464,7 +498,7 @@ CASES: dict[str, Callable[[rendezvous.World], None]] = {
     case.__name__: case
     for case in (
         reductions, halves_are_added_in_float32, bits_are_equal, copies, all_to_all, shared_memory_of_arguments,
-        unusual_tensors, messages, time_limits, objects, later, groups, refusals,
+        unusual_tensors, messages, time_limits, objects, later, algorithms_by_size, groups, refusals,
     )
 }  # fmt: skip
 

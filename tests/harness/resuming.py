@@ -91,12 +91,12 @@ def differences(one: Folder, other: Folder) -> list[str]:
     return found + [n for n in sorted(a.keys() | b.keys()) if n not in both or not torch.equal(a[n], b[n])]
 
 
-def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path, real: bool = False) -> None:
+def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path, *words: str, real: bool = False) -> Folder:
     """Cut a run off after one of its saved steps, go on, and compare all of it with the whole run to the bit."""
     (attempt,) = whole.folder.attempts()
     step = open_stream(name).choice(storage.list_checkpoints(attempt)[:-1]).step
     folder = cut_off(whole.folder, step, place)
-    done = resume(entry, folder, real=real)
+    done = resume(entry, folder, *words, real=real)
     assert done.returncode == 0, f"resumed after step {step}: {done.stderr}"
     assert f"goes on after step {step}" in done.stdout, done.stdout
     assert differences(folder, whole.folder) == [], f"resumed after step {step}"
@@ -104,6 +104,7 @@ def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path, rea
     assert times == sorted(times), "the clock of the run goes on, too"
     steps = trained_steps(whole.folder)
     assert trained_steps(folder) == steps == list(range(1, len(steps) + 1)), f"resumed after step {step}"
+    return folder
 
 
 def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path) -> None:

@@ -6,13 +6,19 @@ import os
 import signal
 from pathlib import Path
 
+from common.core import config
+from configs import ddp_multinode
 from tests.harness.long_runs import ENDLESS, check_hanging_rank, only_folder, ranks_of, train_long
-from tests.harness.processes import PATIENCE, processes_of, run
+from tests.harness.processes import PATIENCE, Done, processes_of, run
 from tests.harness.registry import REPLICATED
 from tests.harness.resuming import ALONE, check_that_it_goes_on, resume, trained_steps
 
 CHAIN = """
+from os import getpid
+
 def add_along_a_chain(ranks):
+    with open('CALLS', "a") as file:
+        print(getpid(), file=file)
     inner = range(1, ranks - 1)
     middle = [[("add", 0, r - 1), ("send", 0, r + 1), ("receive", 0, r + 1), ("send", 0, r - 1)] for r in inner]
     return [[("send", 0, 1), ("receive", 0, 1)], *middle, [("add", 0, ranks - 2), ("send", 0, ranks - 2)]]
@@ -20,15 +26,32 @@ def add_along_a_chain(ranks):
 BUILTIN = ("launch.backend=builtin", "launch.algorithm=tree")
 
 
-def test_a_resumed_run_is_equal_to_the_bit(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """Also with an algorithm of one's own, whose file the run has kept."""
-    own = tmp_path / "own.py"
-    own.write_text(CHAIN)
-    words = ("launch.backend=builtin", f"launch.algorithm={own}:add_along_a_chain")
-    whole = run(REPLICATED.name, *quick, *REPLICATED.spread(3), ALONE, "steps=12", *words, runs=tmp_path / "whole")
+def train_whole(tmp_path: Path, quick: tuple[str, ...], *words: str) -> Done:
+    """A run of three ranks that was never cut off."""
+    given = (*quick, *REPLICATED.spread(3), ALONE, "steps=12", "launch.backend=builtin", *words)
+    whole = run(REPLICATED.name, *given, runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
+    return whole
+
+
+def test_a_run_with_an_algorithm_of_ones_own_resumes_to_the_bit(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """The run has kept the file, which one rank reads for all."""
+    own, calls = tmp_path / "own.py", tmp_path / "calls"
+    own.write_text(CHAIN.replace("CALLS", str(calls)))
+    whole = train_whole(tmp_path, quick, f"launch.algorithm={own}:add_along_a_chain")
+    assert len(set(calls.read_text().split())) == 2, "the command, which checks it, and rank 0"
     own.unlink()
     check_that_it_goes_on(REPLICATED, whole, "builtin", tmp_path / "cut")
+
+
+def test_an_algorithm_is_measured_once_and_stands_in_the_configuration(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    whole = train_whole(tmp_path, quick, "launch.algorithm=auto")
+    file = whole.folder.path / "config.yaml"
+    known = config.read_config_file(file)["launch.algorithm"]
+    assert known != "auto" and "launch.algorithm=auto: " in whole.out
+    assert known in config.format_yaml(config.load_config(ddp_multinode.Config, ["--config", str(file)], {}))
+    folder = check_that_it_goes_on(REPLICATED, whole, "auto", tmp_path / "cut", "launch.algorithm=auto")
+    assert (folder.path / "config.yaml").read_text() == file.read_text()
 
 
 def test_a_rank_that_is_killed_ends_the_run_which_then_goes_on(tmp_path: Path, quick: tuple[str, ...]) -> None:

@@ -49,7 +49,7 @@ def test_a_resumed_run_is_equal_to_the_bit(
     whole = whole_run(tmp_path_factory, quick, entry, ranks)
     assert len(trained_steps(whole.folder)) == STEPS
     real = ranks == 3 and entry == STAGED  # the command that a person types
-    check_that_it_goes_on(entry, whole, f"{entry.name}-{ranks}", tmp_path, real)
+    check_that_it_goes_on(entry, whole, f"{entry.name}-{ranks}", tmp_path, real=real)
 
 
 @pytest.mark.parametrize(("entry", "words"), OTHERS, ids=named)

@@ -79,10 +79,16 @@ class Communicator:
     """
 
     def __init__(
-        self, rank: int, size: int, outgoing: dict[int, Outgoing], incoming: dict[int, Incoming], algorithm: Algorithm
+        self,
+        rank: int,
+        size: int,
+        outgoing: dict[int, Outgoing],
+        incoming: dict[int, Incoming],
+        algorithms: Sequence[tuple[int, Algorithm]],
     ) -> None:
+        """`algorithms` are all-reduces, each with the bytes of a vector from which on it is taken, growing from 0."""
         self.rank, self.size = rank, size
-        self.outgoing, self.incoming, self.algorithm = outgoing, incoming, algorithm
+        self.outgoing, self.incoming, self.algorithms = outgoing, incoming, algorithms
         self.tags = itertools.count()
         # at any time each rank sends to another one
         self.targets = [(rank + distance) % size for distance in range(1, size)]
@@ -223,9 +229,10 @@ class Communicator:
         """Make this rank's moves on a vector [n]; what is still being sent is not overwritten."""
         tag, width = next(self.tags), vector.element_size()
         data = vector.view(torch.uint8).numpy()
+        algorithm = next(one for least, one in reversed(self.algorithms) if len(data) >= least)
         sending: list[tuple[int, int, Flying]] = []
-        for kind, chunk, peer, count in self.algorithm.moves[self.rank]:
-            begin, end = find_chunk(len(vector), self.algorithm.chunks, chunk, count)
+        for kind, chunk, peer, count in algorithm.moves[self.rank]:
+            begin, end = find_chunk(len(vector), algorithm.chunks, chunk, count)
             if begin == end:
                 continue
             part = data[begin * width : end * width]

@@ -57,15 +57,34 @@ def build_algorithm(name: str, size: int, hosts: Sequence[Hashable] = ()) -> Alg
     return algorithm
 
 
+def build_by_size(names: str, size: int, hosts: Sequence[Hashable] = ()) -> list[tuple[int, Algorithm]]:
+    """Return algorithms, each with the bytes of a vector from which on it is taken; the first ones are 0.
+
+    `names` is one algorithm, or several with the bytes between them: `tree<65536<ring` is the tree for fewer than
+    65,536 bytes, else the ring. Raises UserError.
+    """
+    first, *others = [names] if ":" in names else names.split("<")
+    bounds, later = others[::2], others[1::2]
+    limits = [int(bound) for bound in bounds if bound.isdecimal()]
+    grow = len(limits) == len(bounds) == len(later) and limits == sorted({0, *limits})[1:]
+    if others and not (grow and {first, *later} <= set(NAMES)):
+        raise UserError(
+            f"launch.algorithm={names}: several algorithms are written with growing numbers of bytes between them, as "
+            f"in tree<65536<ring; there are {', '.join(NAMES)}"
+        )
+    built = [build_algorithm(name, size, hosts) for name in (first, *later)]
+    return list(zip([0, *limits], built, strict=True))
+
+
 def check_algorithm_of_config(settings: Experiment, code: Path | None = None) -> None:
     """Raise UserError for a config whose all-reduce algorithm cannot work.
 
     `code` is the source of the run that has these settings already, for the file that it keeps.
     """
     launch = choose_file(settings.launch, code) if code else settings.launch
-    if launch.backend == "builtin":
+    if launch.backend == "builtin" and launch.algorithm != "auto":
         size = settings.processes
-        build_algorithm(launch.algorithm, size, [rank * launch.nodes // size for rank in range(size)])
+        build_by_size(launch.algorithm, size, [rank * launch.nodes // size for rank in range(size)])
 
 
 def choose_file(launch: Launch, code: Path) -> Launch:

@@ -15,6 +15,9 @@ from common.core.errors import UserError
 from common.distributed.transport.algorithms import build_algorithm
 from common.distributed.transport.moves import Algorithm, Move, Route, simulate_algorithm
 
+SIZES = tuple(4**power for power in range(1, 14))  # bytes for which an algorithm is chosen: 4 bytes to 64 MiB
+WORTH = 0.99  # of the seconds of an algorithm, below which another one is taken instead
+
 
 class Line(NamedTuple):
     """The time of a message: alpha seconds, and beta seconds for each byte."""
@@ -76,8 +79,18 @@ def predict_seconds(algorithm: Algorithm, lines: Lines, nbytes: float, hosts: Se
     return max((event.time for event in simulate_algorithm(algorithm, find_route)), default=0.0)
 
 
-def choose_algorithm(
-    lines: Lines, names: Sequence[str], size: int, nbytes: float, hosts: Sequence[Hashable] = ()
-) -> str:
-    """Return the name of the algorithm that is predicted to take the least time; of equal ones the first."""
-    return min(names, key=lambda name: predict_seconds(build_algorithm(name, size, hosts), lines, nbytes, hosts))
+def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Sequence[Hashable] = ()) -> str:
+    """Return the algorithms of the least time for each of SIZES, as `launch.algorithm` takes them: `tree<65536<ring`.
+
+    One that is less than a hundredth faster than that of the size before is not worth a change; of equal ones the
+    first is taken.
+    """
+    known = {name: build_algorithm(name, size, hosts) for name in names}
+    built = {name: algorithm for name, algorithm in known.items() if not algorithm.note}  # else another one plays
+    chosen: list[str] = []
+    for nbytes in SIZES:
+        seconds = {name: predict_seconds(algorithm, lines, nbytes, hosts) for name, algorithm in built.items()}
+        best = min(built, key=lambda name: WORTH * seconds[name] if name in chosen[-1:] else seconds[name])
+        if best not in chosen[-1:]:
+            chosen += [str(nbytes), best] if chosen else [best]
+    return "<".join(chosen)

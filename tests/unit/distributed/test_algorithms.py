@@ -19,6 +19,7 @@ from common.distributed.transport.algorithms import (
     Algorithm,
     Move,
     build_algorithm,
+    build_by_size,
     check_algorithm,
     count_bytes,
     find_chunk,
@@ -217,6 +218,20 @@ def test_mistakes_are_refused_naming_rank_and_move(tmp_path: Path, plan: Any, me
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"launch\.algorithm=rng: neither one of ring, halving_doubling, tree, star, "):
         build_algorithm("rng", 4)
+
+
+def test_algorithms_by_size_are_read() -> None:
+    (least, tree), (more, ring) = build_by_size("tree<65536<ring", 4)
+    assert (least, more) == (0, 65536) and (tree, ring) == (build_algorithm("tree", 4), build_algorithm("ring", 4))
+    assert build_by_size("star", 3) == [(0, build_algorithm("star", 3))]
+
+
+@pytest.mark.parametrize(
+    "names", ["tree<ring", "tree<64", "tree<9<ring<9<star", "tree<0<ring", "tree<x<ring", "tree<4<oak", "<4<ring"]
+)
+def test_algorithms_by_size_that_cannot_be_read_are_refused(names: str) -> None:
+    with pytest.raises(UserError, match=f"launch.algorithm={names}: .* as in tree<65536<ring; there are ring, "):
+        build_by_size(names, 4)
 
 
 RING = """\

@@ -8,7 +8,7 @@ import pytest
 
 from common.core.errors import UserError
 from common.distributed.transport.algorithms import NAMES, build_algorithm
-from common.distributed.transport.cost import Line, Lines, choose_algorithm, fit_line, predict_seconds
+from common.distributed.transport.cost import Line, Lines, choose_by_size, fit_line, predict_seconds
 
 ALPHA, BETA = 2e-4, 1e-8  # 100 MB/s
 LINES = Lines(Line(ALPHA, BETA), Line(1e-6, 2e-10))
@@ -79,11 +79,16 @@ def test_too_few_times_are_refused(measured: list[tuple[float, float]]) -> None:
 
 def test_the_choice_follows_the_size() -> None:
     names = ("ring", "tree", "star")
-    assert choose_algorithm(LINES, names, 8, 4) == "tree"  # 6 messages in a row instead of 14
-    assert choose_algorithm(LINES, names, 8, 25e6) == "ring"
-    assert choose_algorithm(LINES, names, 2, 4) == "ring"  # all take two messages in a row, the ring's are half
-    assert choose_algorithm(LINES, NAMES, 8, 4) == choose_algorithm(LINES, NAMES, 8, 25e6) == "halving_doubling"
-    assert choose_algorithm(LINES, NAMES, 4, 25e6, "aabb") == "two_level"
-    assert choose_algorithm(LINES, ["star"], 1, 4) == "star"
+    choice = choose_by_size(LINES, names, 8)
+    first, bound, last = choice.split("<")
+    assert (first, last) == ("tree", "ring")  # 6 messages in a row instead of 14; but the ring's are an eighth
+    tree, ring = (build_algorithm(name, 8) for name in (first, last))
+    for nbytes, least in ((int(bound) / 4, tree), (int(bound), ring)):
+        assert predict_seconds(least, LINES, nbytes) == min(predict_seconds(one, LINES, nbytes) for one in (tree, ring))
+    assert choose_by_size(LINES, names, 2) == "ring"  # all take two messages in a row, the ring's are half
+    assert choose_by_size(LINES, NAMES, 8) == "halving_doubling"
+    assert choose_by_size(LINES, ("halving_doubling", "tree"), 3) == "tree", "three ranks cannot halve"
+    assert choose_by_size(LINES, NAMES, 4, "aabb").endswith("<two_level")
+    assert choose_by_size(LINES, ["star"], 1) == "star"
     for size in range(2, 9):
-        assert choose_algorithm(LINES, ("sharded_star", "ring"), size, 12345) == "sharded_star"  # equal: the first
+        assert choose_by_size(LINES, ("sharded_star", "ring"), size) == "sharded_star"  # equal: the first
