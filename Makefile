@@ -66,10 +66,10 @@ cluster-shell:  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=
 	@$(PY) -m slurm --make --check
 
 test: .settings  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k 'a or b'"]
-	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 2 --dist worksteal
+	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 3 --dist worksteal
 
 test-all: .settings  ## these, and every combination: parity, recovery, compiler, export, browser, W&B host
-	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 2 --dist worksteal
+	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 3 --dist worksteal
 
 test-slurm: .settings  ## the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal

@@ -15,9 +15,15 @@ from common.data.prepare import prepare_digits
 from configs.shared import Data
 from tests.harness.processes import script
 from tests.harness.shared import Make, make_once, run_once
-from tests.harness.warm import ROOT
+from tests.harness.warm import ROOT, Server
 
-torch.set_num_threads(1)  # tests run two at a time, and threads that wait for each other burn the other's core
+torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have one warm server for all workers; it makes its imports while they collect the tests."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        Server.start()
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +48,7 @@ def digits(cache: Path) -> tuple[str, ...]:
         "epochs=1",
         "steps=30",
         "log.progress=lines",
-        "launch.threads=1",  # tests run two at a time
+        "launch.threads=1",  # tests run three at a time
     )
 
 

@@ -69,7 +69,7 @@ def values_of(folder: Folder) -> dict[str, Any]:
 
 def environment(**extra: str) -> dict[str, str]:
     """The caller's environment without what would change a run: no W&B, no cluster that happens to be up."""
-    foreign = ("WANDB_", "SLURM_", "TORCHELASTIC_", "DATA_ROOT", "MAKE", "MFLAGS")
+    foreign = ("WANDB_", "WARM_", "SLURM_", "TORCHELASTIC_", "DATA_ROOT", "MAKE", "MFLAGS")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     return kept | {"WANDB_MODE": "disabled", "CLUSTER_DIR": "/no/cluster"} | extra
 

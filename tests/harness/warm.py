@@ -26,33 +26,43 @@ EARLY = (
     *("OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_"),
     *("PYTHON", "TORCH", "COVERAGE_", "FAKETIME"),
 )
+SHARED = "WARM_SERVER"  # the variable with the socket of the server that pytest has started for its workers
 OWN = "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in the process that imports it, such as this one
 
 
 class Server:
-    """The one server of this test process, started when it is first needed."""
+    """The one server of pytest and its workers: started by pytest before them, or here when it is first needed."""
 
+    _path = os.environ.get(SHARED, "")
     _process: subprocess.Popen[bytes] | None = None
-    _path = ""
     _early: dict[str, str] | None = None
 
     @classmethod
+    def start(cls) -> None:
+        """Start a server; the processes that this one starts find it, too."""
+        os.environ[SHARED] = cls._path = str(Path(tempfile.mkdtemp(prefix="warm-")) / "socket")
+        argv = [sys.executable, "-m", "tests.harness.warm_server", cls._path]
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+        cls._process = subprocess.Popen(argv, cwd=ROOT, env=environ, stdin=subprocess.PIPE, start_new_session=True)
+        atexit.register(cls._end)
+
+    @classmethod
     def connect(cls) -> socket.socket:
-        if cls._process is None:
-            cls._path = str(Path(tempfile.mkdtemp(prefix="warm-")) / "socket")
-            argv = [sys.executable, "-m", "tests.harness.warm_server", cls._path]
-            environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-            started = subprocess.Popen(
-                argv, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            assert started.stdout
-            if started.stdout.readline() != b"ready\n":
-                raise RuntimeError(f"the warm server did not start: exit status {started.wait(20)}")
-            cls._process, cls._early = started, early_variables(environ)
-            atexit.register(cls._end)
-        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        client.connect(cls._path)
-        return client
+        """Connect to the server as soon as it has made its imports."""
+        if not cls._path:
+            cls.start()
+        if cls._early is None:
+            cls._early = early_variables(os.environ)
+        while True:
+            client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                client.connect(cls._path)
+                return client
+            except (ConnectionRefusedError, FileNotFoundError):
+                client.close()
+                if cls._process is not None and cls._process.poll() is not None:
+                    raise RuntimeError(f"the warm server ended: exit status {cls._process.returncode}") from None
+                time.sleep(0.02)
 
     @classmethod
     def early(cls) -> dict[str, str]:

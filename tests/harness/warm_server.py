@@ -190,7 +190,6 @@ def main() -> None:
         listener.bind(sys.argv[1])
         preload()
         listener.listen(64)
-        print("ready", flush=True)
         request = serve(listener)
     if request is None:
         leave(0)

@@ -108,7 +108,7 @@ def test_pieces_of_a_batch_are_concatenated_not_summed() -> None:
 
 def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}", "data.test_limit=50")
-    words = (*data, "width=8", "batch=16", "steps=8", "launch.threads=1")  # tests run two at a time
+    words = (*data, "width=8", "batch=16", "steps=8", "launch.threads=1")  # tests run three at a time
 
     def shares(mode: str) -> list[float]:
         done = run("resnet_modelparallel", *words, f"mode={mode}", "plot=false", runs=tmp_path / mode)

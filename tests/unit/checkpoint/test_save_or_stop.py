@@ -14,6 +14,7 @@ from common.checkpoint.save_or_stop import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
+from tests.harness.processes import wait_until
 
 
 @pytest.fixture
@@ -67,8 +68,7 @@ def test_no_stacks_are_written_once_the_watch_has_ended(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w+") as log:
         request = StopRequest(60, log)
         request.dump_stacks_after(0.05)
-        time.sleep(0.2)
-        assert "Timeout" in (tmp_path / "log").read_text()
+        wait_until(lambda: "Timeout" in (tmp_path / "log").read_text(), "the stacks are written")
         request.dump_stacks_after(0.05)
         request.dump_stacks_after(None)
         log.truncate(0)
