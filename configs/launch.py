@@ -25,6 +25,9 @@ class Launch:
     `python -m common.distributed.transport.algorithms` draws one."""
     transport: Literal["auto", "network"] = "auto"
     """What builtin sends through between ranks of one host: auto is its memory, network is sockets."""
+    tls: bool = False
+    """Whether what builtin sends through sockets is encrypted: TLS 1.3 between ranks that show the certificate of this
+    attempt, which the openssl program makes. The hosts must share the run folder, through which ranks then meet."""
     nodes: int = at_least(1, 1)
     """Number of hosts. On one machine its ranks are divided among as many simulated ones."""
     threads: int = between(0, 1024, 0)
@@ -45,7 +48,8 @@ class Launch:
         """Raise ValueError for settings of one backend that are given with another one."""
         if self.backend == "builtin" and self.device == "cuda":
             raise ValueError("launch.backend=builtin is for CPUs; leave launch.device=cuda out, or use nccl by auto")
-        own = {"algorithm": "ring", "transport": "auto"}
-        given = [f"launch.{name}={getattr(self, name)}" for name, usual in own.items() if getattr(self, name) != usual]
+        own = {"algorithm": "ring", "transport": "auto", "tls": False}
+        given = [name for name, usual in own.items() if getattr(self, name) != usual]
         if self.backend != "builtin" and given:
-            raise ValueError(f"{given[0]} is for launch.backend=builtin; add that, or leave it out")
+            value = str(getattr(self, given[0])).replace("True", "true")
+            raise ValueError(f"launch.{given[0]}={value} is for launch.backend=builtin; add that, or leave it out")

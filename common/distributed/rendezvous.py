@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ import torch.distributed as dist
 from common.core import network
 from common.core.errors import Unreachable, UserError, summarize_error
 from common.core.text import format_count
-from common.distributed import objects
+from common.distributed import objects, private_folder
 from common.distributed.builtin.registration import Transport, register_backend
 from common.distributed.rank_info import RankInfo
+from common.distributed.transport.certificates import Identity
 from common.distributed.transport.memory_links import choose_polling_seconds
 from configs.launch import Launch
 
@@ -102,23 +104,31 @@ class World(RankInfo):
 
 
 @contextlib.contextmanager
-def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
+def joined_world(rank_info: RankInfo, settings: Launch, private: Path | None = None) -> Iterator[World]:
     """Join the other ranks for the block, and destroy the process group at its end.
 
     Not when the block fails: the other ranks would fail in turn, and could be found dead before this one has reported
-    why. Raises UserError naming the ranks that did not join in time.
+    why. `private` is a folder for the key of this attempt, which does not exist yet, for `launch.tls=true`.
+    Raises UserError naming the ranks that did not join in time.
     """
     start = time.perf_counter()
     threads = settings.threads or count_own_cores(rank_info)
     torch.set_num_threads(threads)
     device, backend = choose_device_and_backend(rank_info, settings)
     setup, step = (datetime.timedelta(seconds=limit) for limit in (settings.setup_timeout, settings.step_timeout))
-    store, interface = set_up_rendezvous(rank_info, settings, setup)
+    identity = None
+    if settings.tls:
+        assert private is not None
+        identity = private_folder.open_identity(private, rank_info, settings.setup_timeout)
+    store, interface = set_up_rendezvous(rank_info, settings, setup, private if identity else None)
     hosts = gather_hosts(store, rank_info, setup)
-    transport = describe_transport(rank_info, settings, hosts, interface) if backend == "builtin" else None
-    if transport:
+    transport = None
+    if backend == "builtin":
+        transport = describe_transport(rank_info, settings, hosts, interface, identity)
         register_backend(transport)
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step)
+    if private and identity and rank_info.rank == 0:
+        private_folder.delete_key(private)
     yield World(
         **vars(rank_info),
         hosts=hosts,
@@ -131,16 +141,27 @@ def joined_world(rank_info: RankInfo, settings: Launch) -> Iterator[World]:
         transport=transport,
     )
     dist.destroy_process_group()
+    if private and identity and rank_info.rank == 0:
+        private_folder.delete_folder(private)
 
 
-def set_up_rendezvous(rank_info: RankInfo, settings: Launch, setup: datetime.timedelta) -> tuple[dist.Store, str]:
-    """Open the rendezvous store and set the network interface of gloo and NCCL; return both."""
+def set_up_rendezvous(
+    rank_info: RankInfo, settings: Launch, setup: datetime.timedelta, private: Path | None
+) -> tuple[dist.Store, str]:
+    """Open the rendezvous store and set the network interface of gloo and NCCL; return both.
+
+    With a private folder the store is a file there: a TCPStore asks nobody who it is.
+    """
     if rank_info.launcher == "local":
         set_interface("lo")
         return dist.FileStore(rank_info.master, rank_info.size), "lo"
     chosen = network.check_interface(settings.interface) if settings.interface else ""
-    open_server = open_torchrun_store if rank_info.launcher == "torchrun" else open_slurm_store
-    store = open_server(rank_info, setup)
+    if private is not None:
+        if rank_info.rank == 0:
+            check_rank0_name(rank_info)
+        store: dist.Store = dist.FileStore(str(private / "store"), rank_info.size)
+    else:
+        store = (open_torchrun_store if rank_info.launcher == "torchrun" else open_slurm_store)(rank_info, setup)
     address = network.resolve_ipv4(rank_info.master.partition(":")[0])
     chosen = chosen or ("lo" if rank_info.nodes == 1 else network.find_interface(address))
     set_interface(chosen)
@@ -238,7 +259,9 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
     )
 
 
-def describe_transport(rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str) -> Transport:
+def describe_transport(
+    rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str, identity: Identity | None = None
+) -> Transport:
     """Return what the backend `builtin` needs to know of this run."""
     if rank_info.launcher == "local":  # ranks that are laid out as several hosts
         hosts = [str(rank * rank_info.nodes // rank_info.size) for rank in range(rank_info.size)]
@@ -251,6 +274,7 @@ def describe_transport(rank_info: RankInfo, settings: Launch, hosts: Sequence[st
         host=machine and f"{hosts[rank_info.rank]}-{machine}",
         spin=choose_polling_seconds(rank_info.local_size),
         setup_timeout=settings.setup_timeout,
+        identity=identity,
     )
 
 

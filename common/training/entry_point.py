@@ -22,7 +22,7 @@ from common.core import config, host_memory, seeds
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
 from common.core.processes import exit_at_once
 from common.core.text import format_count
-from common.distributed import algorithm_choice, local_launcher, rendezvous
+from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info
 from common.distributed.rendezvous import World
 from common.distributed.silent_ranks import name_silent_ranks
@@ -61,6 +61,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     schedules.check_schedule_of_config(cfg, given.path / "code" if given else None)
     if rank_info is None or rank_info.rank == 0:  # which tells the others
         algorithms.check_algorithm_of_config(cfg, given.path / "code" if given else None)
+    private_folder.check_tls(cfg.launch, rank_info)
     wandb_account.read_requested_mode(cfg)
     if given is None:
         initial_weights.check_weights_of_config(cfg)
@@ -151,7 +152,7 @@ class ForkedRanks:
             stop = listen_for_stop(cfg, open(folder.log_file(rank_info.rank), "a"))  # noqa: SIM115 (until the rank ends)
             local_launcher.redirect_output(folder.log_file(rank_info.rank), keep_stdout=rank_info.rank == 0)
             launch = algorithms.choose_file(cfg.launch, folder.path / "code")
-            with rendezvous.joined_world(rank_info, launch) as world:
+            with rendezvous.joined_world(rank_info, launch, folder.attempt / ".private") as world:
                 train_rank(main, cfg, world, attempt, stop)
 
         def document() -> None:
@@ -185,7 +186,8 @@ class LaunchedRank:
         """Join the other ranks; without a `given` run a restart gets the run of the attempt before it."""
         check_memory(cfg)
         launch = algorithms.choose_file(cfg.launch, given.path / "code") if given else cfg.launch
-        with rendezvous.joined_world(self.rank_info, launch) as self.world:
+        private = private_folder.name_folder(given.path if given else Path(cfg.runs), self.rank_info)
+        with rendezvous.joined_world(self.rank_info, launch, private) as self.world:
             if given is None and self.rank_info.is_restart:
                 name = config.get_experiment_name(type(cfg))
                 mine = provenance.find_earlier_run(Path(cfg.runs), name, sys.argv) if self.is_main else None

@@ -260,6 +260,7 @@ def describe_world(world: World) -> dict[str, Any]:
         "hosts": list(world.hosts),
         "launched_by": world.launcher,
         "backend": world.backend,
+        "tls": world.transport is not None and world.transport.identity is not None,
         "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
         "threads": world.threads,

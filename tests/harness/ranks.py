@@ -12,18 +12,19 @@ import math
 import os
 import pickle
 import signal
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from common.core.errors import UserError
-from common.distributed import local_launcher, objects, rendezvous
+from common.distributed import local_launcher, objects, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo
 from configs.launch import Launch
 
@@ -200,9 +201,30 @@ def one_ignores_being_asked(place: RankInfo, folder: Path) -> None:
     sys.exit(3)
 
 
+def meet_in_private(place: RankInfo, folder: Path) -> None:
+    """As ranks of a job: through a file that is nobody else's, over connections that are all TLS, subgroups' too."""
+    info = dataclasses.replace(place, launcher="slurm", master="localhost", attempt_id="7.0.0")
+    private = private_folder.name_folder(folder, info)
+    settings = dataclasses.replace(SETTINGS, tls=True, transport="network")
+    with rendezvous.joined_world(info, settings, private) as world:
+        assert isinstance(world.store, dist.FileStore)
+        groups = [dist.group.WORLD, *([world.make_subgroup([0, 1]).group] if world.rank < 2 else [])]
+        for group in groups:
+            assert group is not None
+            dist.barrier(group)
+            communicator = cast(Any, group._get_backend(torch.device("cpu"))).communicator
+            links = [*communicator.outgoing.values(), *communicator.incoming.values()]
+            sockets = [link.stream.socket for link in links]
+            assert all(isinstance(one, ssl.SSLSocket) and one.version() == "TLSv1.3" for one in sockets) and sockets
+        if world.is_main:
+            names = [file.name for file in private.iterdir()]
+            (folder / "seen").write_text(f"{oct(private.stat().st_mode & 0o777)} {names}")
+        dist.barrier()
+
+
 ALL = (
     *(meet_by_name, add_up, send_values, one_sends_pickles, one_raises, user_error, one_is_killed, one_takes_too_much),
-    *(one_does_not_arrive, one_hangs, one_aborts, one_ignores_being_asked),
+    *(meet_in_private, one_does_not_arrive, one_hangs, one_aborts, one_ignores_being_asked),
 )
 CASES: dict[str, Callable[[RankInfo, Path], None]] = {case.__name__: case for case in ALL}
 

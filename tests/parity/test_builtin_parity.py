@@ -55,6 +55,19 @@ def test_ddp_and_fsdp_equal_one_process(transport: str, tmp_path: Path, cache: P
     assert not {case: differing for case, differing in found.items() if differing}
 
 
+def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """Also those of simulated hosts, between which memory is not used; no key is left."""
+    words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}")
+    tls = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=two_level", "launch.nodes=2")
+    four = run("ddp_multinode", *words, *tls, "processes_per_node=2", runs=tmp_path / "four")
+    one = run("ddp_multinode", *words, "processes_per_node=1", runs=tmp_path / "one")
+    assert four.status == one.status == 0, four.err + one.err
+    assert four.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(four.losses) == STEPS
+    attempt = four.folder.attempts()[0].attempt
+    assert read_json(attempt / "world.json")["tls"] is True
+    assert not [file for file in four.folder.path.rglob("*") if file.suffix == ".pem" or ".private" in file.name]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ddp_and_its_hooks_equal_one_process(ranks: int) -> None:
     argv = [sys.executable, "-m", "tests.harness.collectives", str(ranks), "auto", "ddp"]

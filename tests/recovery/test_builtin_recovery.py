@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from common.core import config
+from common.runs.folder import read_json
 from configs import ddp_multinode
 from tests.harness.long_runs import ENDLESS, check_hanging_rank, only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, Done, processes_of, run
@@ -52,6 +53,13 @@ def test_an_algorithm_is_measured_once_and_stands_in_the_configuration(tmp_path:
     assert known in config.format_yaml(config.load_config(ddp_multinode.Config, ["--config", str(file)], {}))
     folder = check_that_it_goes_on(REPLICATED, whole, "auto", tmp_path / "cut", "launch.algorithm=auto")
     assert (folder.path / "config.yaml").read_text() == file.read_text()
+
+
+def test_an_encrypted_run_resumes_to_the_bit_with_a_new_key(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    whole = train_whole(tmp_path, quick, "launch.tls=true", "launch.transport=network")
+    folder = check_that_it_goes_on(REPLICATED, whole, "tls", tmp_path / "cut")
+    worlds = [read_json(attempt.attempt / "world.json")["tls"] for attempt in folder.attempts()]
+    assert worlds == [True, True]
 
 
 def test_a_rank_that_is_killed_ends_the_run_which_then_goes_on(tmp_path: Path, quick: tuple[str, ...]) -> None:

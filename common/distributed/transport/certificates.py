@@ -90,18 +90,23 @@ def make_identity(folder: Path, seconds: float, start: float | None = None) -> N
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def check_openssl() -> None:
+    """Raise UserError where the openssl program is missing."""
+    if shutil.which("openssl") is None:
+        raise UserError(
+            f"launch.tls=true needs the openssl program, which {socket.gethostname()} does not have; install it, or "
+            "use launch.tls=false on a trusted network"
+        )
+
+
 def run_openssl(folder: Path, *words: str) -> None:
     """Run the openssl program in a folder. Raises UserError."""
+    check_openssl()
     try:
         done = subprocess.run(
             ["openssl", *words], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
             check=False,
         )  # fmt: skip
-    except FileNotFoundError:
-        raise UserError(
-            f"launch.tls=true needs the openssl program, which {socket.gethostname()} does not have; install it, or "
-            "use launch.tls=false on a trusted network"
-        ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"openssl {words[0]} has not ended after 60 s; try `openssl version` by hand") from None
     if done.returncode:

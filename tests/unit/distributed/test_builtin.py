@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness import warm
 from tests.harness.collectives import CASES
 from tests.harness.processes import PATIENCE, environment, processes_of, run
+
+MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
 def fork_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -56,11 +59,37 @@ def test_a_group_that_is_aborted_by_another_thread_ends_all_that_waits(tmp_path:
     assert said["2-0"] == said["2-1"] == "DistNetworkError: all_reduce: rank 1 has closed its connection; see its log"
 
 
+def test_ranks_of_a_job_meet_in_a_private_folder_and_encrypt_everything(tmp_path: Path) -> None:
+    """The key is gone once all are connected, and the folder at the end."""
+    done = fork_ranks("meet_in_private", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["seen"]
+    assert (tmp_path / "seen").read_text() == "0o700 ['store']"
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"PATH": "/nowhere"}, "launch.tls=true needs the openssl program, which "),
+        ({"RANK": "0", "WORLD_SIZE": "2"} | MASTER, "launch.tls=true: ranks of torchrun meet"),
+    ],
+    ids=["openssl", "torchrun"],
+)
+def test_encryption_that_cannot_be_is_refused(
+    environ: dict[str, Any], told: str, tmp_path: Path, digits: tuple[str, ...]
+) -> None:
+    words = ("launch.backend=builtin", "launch.tls=true")
+    done = run("ddp_multinode", *digits, *words, runs=tmp_path / "runs", **environ)
+    assert done.status == 2 and done.err.startswith(f"error: {told}") and done.err.count("\n") == 1, done.err
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (("launch.backend=builtin", "launch.device=cuda"), "launch.backend=builtin is for CPUs; leave launch.device"),
         (("launch.algorithm=tree",), "launch.algorithm=tree is for launch.backend=builtin; add that"),
+        (("launch.tls=true",), "launch.tls=true is for launch.backend=builtin; add that"),
         (("launch.backend=builtin", "launch.algorithm=oak"), "launch.algorithm=oak: neither one of ring, "),
         (("launch.backend=builtin", "launch.algorithm={own}:wait"), "own.py:1: deadlock: rank 0, move 0"),
         (("launch.backend=builtin", "launch.algorithm={own}:forget"), "ends without the values of rank"),
