@@ -138,32 +138,14 @@ def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
     assert history(records(folder)) == folder.metrics()
 
 
-def test_an_attempt_is_tracked_with_its_own_settings(offline: Offline, tmp_path: Path) -> None:
+def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and_media(
+    offline: Offline, tmp_path: Path
+) -> None:
     source = copy_with_two_starts(offline.done.folder, tmp_path / "source")
     second = source.attempts()[1]
     changed = {"wandb.tags": [["mine"], ["mine", "longer"]], "wandb.group": ["", "pair"], "optim.lr": ["0.02", "0.01"]}
     changed |= {"data.name": ["digits", f"/far/away/{'x' * 80}.py:load"]}
     write_json(second.attempt / "changed.json", changed | {"wandb.model": ["true", "false"]})
-    folder, _ = track(source, tmp_path / "place", number=2)
-    rows = records(folder)
-    (started,) = of_type(rows, "run")
-    assert started["run_group"] == "pair" and {"mine", "longer"} <= set(started["tags"])
-    assert "data:" + "x" * 59 in started["tags"], "W&B takes 64 characters"
-    assert '"lr":0.01' in json.dumps(started).replace("\\", "").replace(" ", "")
-    assert "model.safetensors" not in json.dumps(rows)
-    assert not config.read_changes_of_attempts(source.path).keys() - {"optim.lr", "data.name"}, (
-        "tracking does not change the training"
-    )
-
-
-def test_a_run_that_left_no_result_ends_as_failed(tmp_path: Path) -> None:
-    folder, _ = track(Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "source"), tmp_path / "place")
-    assert exit_code(records(folder)) == 1
-
-
-def test_steps_that_were_done_again_are_logged_once_and_media_too(offline: Offline, tmp_path: Path) -> None:
-    source = copy_with_two_starts(offline.done.folder, tmp_path / "source")
-    second = source.attempts()[1]
     media.write_image(second, 27, "digit", torch.zeros(4, 4))
     media.write_histogram(second, 29, "weights", torch.arange(5.0))
     with open(second.attempt / media.LIST, "a") as file:
@@ -171,11 +153,25 @@ def test_steps_that_were_done_again_are_logged_once_and_media_too(offline: Offli
     redone = list(source.attempts()[1].read_own_rows())
     assert [row["global_step"] for row in redone[:2]] == [21, 22], "the first start had got to step 25"
     folder, _ = track(source, tmp_path / "place", number=2)
-    rows = history(records(folder))
-    assert [row["global_step"] for row in rows if "loss" in row] == list(range(26, 31))
+    found = records(folder)
+    (started,) = of_type(found, "run")
+    assert started["run_group"] == "pair" and {"mine", "longer"} <= set(started["tags"])
+    assert "data:" + "x" * 59 in started["tags"], "W&B takes 64 characters"
+    assert '"lr":0.01' in json.dumps(started).replace("\\", "").replace(" ", "")
+    assert "model.safetensors" not in json.dumps(found)
+    assert not config.read_changes_of_attempts(source.path).keys() - {"optim.lr", "data.name"}, (
+        "tracking does not change the training"
+    )
+    rows = history(found)
+    assert [row["global_step"] for row in rows if "loss" in row] == list(range(26, 31)), "each step once"
     assert [row["global_step"] for row in rows if "test_loss" in row] == [30]
     kinds = {name: row["global_step"] for row in rows for name in row if name.endswith("._type")}
     assert kinds == {"digit._type": 27, "weights._type": 29}
+
+
+def test_a_run_that_left_no_result_ends_as_failed(tmp_path: Path) -> None:
+    folder, _ = track(Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "source"), tmp_path / "place")
+    assert exit_code(records(folder)) == 1
 
 
 def test_only_rows_that_were_passed_on_are_known(offline: Offline, tmp_path: Path) -> None:

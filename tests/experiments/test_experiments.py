@@ -117,8 +117,8 @@ def test_another_seed_gives_another_run_and_a_log_level_quietens_only_the_screen
 
 
 def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
-    words = command(STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=600", runs=tmp_path)
-    words += ["steps=300", "log.seconds=0.05", "eval_batch=1", *STAGED.smallest]
+    words = command(STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path)
+    words += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED.smallest]
     typed = " ".join(f"'{word}'" for word in words)
     done = subprocess.run(
         ["script", "-qec", typed, "/dev/null"],
@@ -130,8 +130,8 @@ def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert "300/300" in done.stdout and "━" in done.stdout
-    assert re.search("evaluation .*/600", done.stdout)
+    assert "100/100" in done.stdout and "━" in done.stdout
+    assert re.search("evaluation .*/300", done.stdout)
 
 
 def test_the_script_answers_questions_without_training(tmp_path: Path) -> None:

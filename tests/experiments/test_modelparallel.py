@@ -32,7 +32,7 @@ from experiments import resnet_modelparallel
 from tests.harness.processes import Done, run
 
 NAME = "resnet_modelparallel"
-SMALL = ("width=4", "batch=16", "steps=4", "data.image_size=16", "data.samples=160", "launch.threads=1")
+SMALL = ("width=4", "batch=16", "steps=4", "plot=false", "data.image_size=16", "data.samples=160", "launch.threads=1")
 
 
 def settings(*words: str) -> Config:
@@ -293,7 +293,7 @@ def test_every_action_of_one_process_is_stamped_once_and_in_order(mode: str) -> 
 
 
 def test_the_report_tells_of_time_idleness_and_memory_and_draws_a_step(tmp_path: Path) -> None:
-    done = train(tmp_path, "split_size=4")
+    done = train(tmp_path, "split_size=4", "plot=true")
     result, plot = done.result, done.folder.path / "timeline.png"
     assert result["ideal_bubble"] == pytest.approx(1 / 5), "(p - 1) / (m + p - 1) with p = 2, m = 4"
     assert len(result["idle_share"]) == 2 and all(0 < share < 1 for share in result["idle_share"])
@@ -301,7 +301,7 @@ def test_the_report_tells_of_time_idleness_and_memory_and_draws_a_step(tmp_path:
     assert re.search(rf"^  timeline +{plot.as_uri()}$", done.out, re.MULTILINE), done.out
     title = "one step of resnet18, pipelined, batch 16, 2 ranks: gpipe (built-in engine), 2 stages, 4 microbatches"
     assert Image.open(plot).info["Title"] == title
-    single = train(tmp_path / "single", "mode=single", "plot=false")
+    single = train(tmp_path / "single", "mode=single")
     assert single.result["ideal_bubble"] == 0 and not (single.folder.path / "timeline.png").exists()
 
 
@@ -313,7 +313,7 @@ def test_a_timeline_of_every_kind_of_work_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
-    words = ("sweep=true", "repeats=1", "split_sizes=[4,8]", "plot=false")
+    words = ("sweep=true", "repeats=1", "split_sizes=[4,8]")
     done = run(NAME, *SMALL, f"data.cache={tmp_path / 'cache'}", *words, runs=tmp_path / "runs", timeout=240)
     assert done.status == 0, done.err
     (folder,) = (tmp_path / "runs" / "sweeps").iterdir()

@@ -30,7 +30,7 @@ from tests.harness.dataparallel_parity import train_run
 from tests.harness.processes import run
 from tests.harness.reference import differences
 
-FEW = ("model=convnet", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
+FEW = ("model=mlp", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
 
 
 def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:

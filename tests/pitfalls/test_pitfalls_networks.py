@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import nn
 
 from common.core.errors import UserError
@@ -82,6 +81,8 @@ def test_a_model_without_weights_is_not_pretrained(finished: Make, cache: Path) 
 
     def score(model: nn.Module) -> float:
         return measure_accuracy(model.eval(), test, cpu, batch=100, dtype=torch.float32)
+
+    import torchvision  # takes 2 s, which other tests need not wait for
 
     def draw(seed: int, **options: Any) -> Any:
         torch.manual_seed(seed)

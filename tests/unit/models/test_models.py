@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
 from safetensors.torch import load_file
 from torch import nn
 
@@ -27,6 +26,8 @@ def load(model: nn.Module, file: Path | str) -> None:
 
 @pytest.mark.parametrize(("name", "side"), [("resnet18", 65), ("resnet50", 64)])
 def test_the_same_outputs_as_torchvision_with_the_same_weights(name: str, side: int, tmp_path: Path) -> None:
+    import torchvision  # takes 2 s, which other tests need not wait for
+
     theirs = getattr(torchvision.models, name)(num_classes=7).double()
     theirs(torch.randn(4, 3, side, side).double())  # running statistics of its own
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
@@ -39,6 +40,8 @@ def test_the_same_outputs_as_torchvision_with_the_same_weights(name: str, side: 
 
 @pytest.mark.parametrize("name", list(networks.RESNETS))
 def test_the_same_names_and_shapes_as_torchvision(name: str) -> None:
+    import torchvision
+
     with torch.device("meta"):
         theirs, ours = getattr(torchvision.models, name)(num_classes=7), networks.ResNet(name, (3, 64, 64), 7)
     states = networks.convert_parameter_names(theirs.state_dict()), ours.state_dict()
@@ -71,6 +74,8 @@ def test_weights_of_ddp_have_a_prefix_that_is_taken_off(tmp_path: Path) -> None:
 
 
 def test_old_files_that_do_not_count_batches_are_read(tmp_path: Path) -> None:
+    import torchvision
+
     theirs = torchvision.models.resnet18(num_classes=3)
     theirs.bn1.running_mean.fill_(5)
     old = {name: value for name, value in theirs.state_dict().items() if not name.endswith("num_batches_tracked")}
