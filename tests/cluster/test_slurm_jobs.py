@@ -46,12 +46,17 @@ def test_a_job_on_two_hosts_has_the_numbers_of_a_local_run(site: Site, entry: En
 
 
 def test_replicas_go_across_the_hosts_and_stages_do_not(site: Site, tmp_path: Path) -> None:
-    words = ("width=8", "batch=16", "split_size=4", "replicas=2", "plot=false", "steps=20")
+    """Encrypted, and with algorithms that were measured between these hosts."""
+    own = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=auto")
+    words = ("width=8", "batch=16", "split_size=4", "replicas=2", "plot=false", "steps=20", *own)
     done = site.submit("resnet_modelparallel", "replicas", *words, options=("--nodes=2", "--follow=1"))
     assert done.returncode == 0, done.stdout + done.stderr
     folder = site.run_of("replicas")
-    hosts = json.loads((folder.path / "meta.json").read_text())["world"]["hosts"]
-    assert hosts == ["node1", "node1", "node2", "node2"]
+    world = json.loads((folder.path / "meta.json").read_text())["world"]
+    assert world["hosts"] == ["node1", "node1", "node2", "node2"] and world["tls"] is True
+    assert "launch.algorithm=auto: " in done.stdout
+    assert "algorithm: auto" not in (folder.path / "config.yaml").read_text()
+    assert not [path for path in folder.path.iterdir() if path.name.startswith(".private")]
     local = run("resnet_modelparallel", "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path)
     assert local.status == 0, local.err
     assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses

@@ -1,0 +1,30 @@
+"""The private folder of an attempt: how long its certificate is valid, and ranks that do not see it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from common.core.errors import Unreachable
+from common.distributed import private_folder
+from common.distributed.rank_info import RankInfo
+
+
+def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = int(time.time())
+    for end, least, most in (
+        (str(now + 5000), 4000, 5000),
+        (str(now - 5), 0, 0),
+        ("4294967294", private_folder.LONGEST, private_folder.LONGEST),  # no limit
+        ("", private_folder.LIFE, private_folder.LIFE),
+    ):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", end)
+        assert least <= private_folder.find_life() <= most, end
+
+
+def test_a_host_without_the_run_folder_is_told(tmp_path: Path) -> None:
+    folder = private_folder.name_folder(tmp_path, RankInfo(1, 2, attempt_id="7.0.0"))
+    with pytest.raises(Unreachable, match=r"rank 1 does not see .*private-7.0.0, .* a folder that all hosts share"):
+        private_folder.open_identity(folder, RankInfo(1, 2), 0.1)
