@@ -13,7 +13,8 @@ from tests.harness.processes import environment
 @pytest.mark.parametrize(
     ("ranks", "transport", "cases"),
     [
-        *((1, "auto", ()), (2, "auto", ()), (4, "auto", ()), (5, "network", ()), (8, "network", ())),
+        *((1, "auto", ()), (2, "auto", ()), (4, "auto", ()), (5, "network", ())),
+        (8, "network", ("copies", "bits_are_equal")),
         *((ranks, "auto", ("bits_are_equal",)) for ranks in (6, 7)),
     ],
 )

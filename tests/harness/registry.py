@@ -142,11 +142,10 @@ EXPERIMENTS = [
                 "int8=false",
             ),
             (
-                "model=resnet18",
+                "model=lenet5",
                 "scope=structured",
                 "l1=0.01",
                 "criterion=random",
-                *FEW_STEPS,
                 "export=false",
                 "int8=false",
             ),

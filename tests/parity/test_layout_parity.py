@@ -11,7 +11,15 @@ from tests.harness.processes import run
 
 def test_channels_last_changes_nothing_but_rounding(tmp_path: Path, cache: Path) -> None:
     images = ("data.name=generated", "data.samples=20", "data.image_size=12", f"data.cache={cache}")
-    quick = ("batch=4", "accumulate=1", "precision=fp32", "dtype=float64", "steps=2", "processes_per_node=1")
+    quick = (
+        "batch=4",
+        "accumulate=1",
+        "precision=fp32",
+        "dtype=float64",
+        "steps=2",
+        "data.test_limit=4",
+        "processes_per_node=1",
+    )
     done = [
         run("amp_accum", *images, *quick, "model=resnet18", f"channels_last={word}", runs=tmp_path / word)
         for word in ("false", "true")
