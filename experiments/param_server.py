@@ -1,6 +1,6 @@
 """Parameter server: workers pull parameters and push gradients, servers keep the parameters and take the steps.
 
-    python experiments/param_server.py                                         two workers, one server beside them
+    python experiments/param_server.py                                         two workers, the first also serves
     python experiments/param_server.py processes_per_node=4 servers=2 mode=async
     python experiments/param_server.py processes_per_node=4 mode=bounded staleness=5
     make exp NAME=param_server NODES=4                                         on a cluster

@@ -245,14 +245,14 @@ def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
     return checkpoint.path.rename(checkpoint.path.with_name(f".{checkpoint.name}.old"))
 
 
-def retire_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
+def rename_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
     """Rename old checkpoints to tombstones; return the folders to delete. Raises OSError.
 
     The newest `keep` complete ones of the run stay, at least 2, and what is newer than these; so does that of step
     `best`, or the best one of an earlier attempt until this has a better. Once a newer attempt exists all stay: it may
     have resumed from any of these.
     """
-    if attempt.is_superseded or attempt.resumed_from is None:  # without a record nobody resumes this one
+    if attempt.is_superseded or attempt.parent_record is None:  # without a record nobody resumes this one
         return []
     attempts = [one for one in attempt.attempts() if one.number <= attempt.number]
     left = [path for one in attempts[:-1] for path in checkpoints_dir(one).glob(".step-*")]  # half-written

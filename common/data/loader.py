@@ -200,7 +200,7 @@ class Loader:
             batch_size=None,
             sampler=indices,  # numpy: tensors would be passed on by a thread, which forks badly
             num_workers=self.workers,
-            worker_init_fn=init_worker,
+            worker_init_fn=tie_worker_to_rank,
             generator=torch.Generator(),  # else a resumed epoch draws once more from the stream that dropout uses
         )
         return ((self._move_to_device(x), self._move_to_device(y), count, own) for x, y, count, own in ahead)
@@ -281,7 +281,7 @@ class BlockDataset(torch.utils.data.Dataset[Any]):
         return self.loader._load_block(indices, torch.device("cpu"))
 
 
-def init_worker(worker: int) -> None:
+def tie_worker_to_rank(worker: int) -> None:
     """Let a worker ignore stop signals, which are for its rank, and end with that rank."""
     ignore_stop_signals()
     die_with_parent()

@@ -35,7 +35,7 @@ def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list
 
 
 class Messages:
-    """One rank's messages of a step: `begin`, then `take` and `give` in the order of the schedule, then `end`.
+    """One rank's messages of a step: `post_receives`, `receive` and `send` as the schedule says, `wait_until_sent`.
 
     All receives from the network are posted at the beginning, and sends are waited for at the end only: messages
     overlap computation.

@@ -205,7 +205,7 @@ class Folder:
 
         An attempt counts up to the step at which the next one resumed it; an older one that none resumed, not at all.
         """
-        begun = [attempt for attempt in self.attempts() if attempt.resumed_from is not None]
+        begun = [attempt for attempt in self.attempts() if attempt.parent_record is not None]
         if not begun:  # nothing was recorded: the newest attempt that trained counts alone
             begun = [attempt for attempt in self.attempts() if attempt.metrics_file.exists()]
         link: tuple[Folder, int | None] | None = (begun[-1], None) if begun else None
@@ -213,14 +213,14 @@ class Folder:
         while link is not None:
             found.append(link)
             attempt, bound = link
-            parent, step = attempt.resumed_from or (None, 0)
+            parent, step = attempt.parent_record or (None, 0)
             older = parent is not None and parent < attempt.number  # a damaged file must not lead in a circle
             link = (Folder(self.path, parent), step if bound is None else min(step, bound)) if older else None  # type: ignore[arg-type]
         return found
 
     @property
-    def resumed_from(self) -> tuple[int | None, int] | None:
-        """Parent and step that `write_parent` recorded; None where it was not called."""
+    def parent_record(self) -> tuple[int | None, int] | None:
+        """Parent and step that `write_parent` recorded, (None, 0) for a fresh start; None before training began."""
         note = read_json(self.attempt / "attempt.json")
         parent, step = note.get("parent", ""), note.get("step")
         return (parent, step) if isinstance(parent, int | None) and isinstance(step, int) else None

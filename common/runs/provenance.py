@@ -215,7 +215,7 @@ def record_attempt_end(folder: Folder, state: str) -> None:
         write_json(folder.path / "meta.json", meta)
 
 
-def format_restart_command(folder: Folder) -> str:
+def advise_new_run(folder: Folder) -> str:
     """Return the command to type where a run's own source, which a resumed run uses, has an error."""
     new = f'make exp NAME={folder.experiment} ARGS="..."'
     return f"{new}, a new run, once the error is mended: RESUME would run {folder.path}/code as it was"

@@ -196,7 +196,7 @@ def lock_run(folder: Folder) -> IO[str]:
 def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:
     """Return the command that resumes a run, changed where it would fail again for the same reason."""
     if re.search(SOURCE_ERROR, reason):
-        return provenance.format_restart_command(folder)
+        return provenance.advise_new_run(folder)
     again = f"make exp RESUME={shlex.quote(str(folder.path))}"
     if re.search(DIVERGENCE, reason):
         return f'{again} ARGS="optim.lr={cfg.optim.lr / 2:g}"'

@@ -175,7 +175,7 @@ def collect_data_checksums(cache: Path) -> dict[str, Any]:
     return {"data": sets, "data_damaged": damaged}
 
 
-def collect_all_facts(world: World, runs: Path, cache: Path) -> dict[str, Any]:
+def collect_thorough_facts(world: World, runs: Path, cache: Path) -> dict[str, Any]:
     """Collect all facts, for a long job. All ranks call it; the first of each host looks at its disks."""
     found = (
         collect_basic_facts(world, runs) | check_all_reduce(world) | check_matrix_product(world) | sample_clock(world)

@@ -128,7 +128,7 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
         profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points
     )
     made = sbatch.make_executor(folder, scheduler, asked)
-    sbatch.renew_submission(folder, text)
+    sbatch.write_settings_and_retire_result(folder, text)
     job = sbatch.submit_job(made)
     provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job

@@ -250,7 +250,7 @@ def find_next_command(folder: Folder, cause: str) -> str:
     """Return the command to continue with; another one where this source or these settings failed."""
     again = f"make exp RESUME={folder.reference}"
     if re.search(SOURCE_ERROR, cause):
-        return provenance.format_restart_command(folder)
+        return provenance.advise_new_run(folder)
     if NO_VALID_CHECKPOINT in cause:
         return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
     rate = parse_float(read_settings(folder).get("optim.lr", ""))

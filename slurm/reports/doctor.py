@@ -63,7 +63,7 @@ def examine_this_host(nodes: int, runs: Path, cache: Path) -> int:
 
     def examine_rank(rank_info: RankInfo) -> None:
         with rendezvous.joined_world(rank_info, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:
-            facts = world.gather(host_checks.collect_all_facts(world, runs, cache))
+            facts = world.gather(host_checks.collect_thorough_facts(world, runs, cache))
             if world.is_main:
                 wrong = host_checks.find_problems(facts, len(set(world.hosts)))
                 asked = wandb_account.read_requested_mode(Experiment())

@@ -97,7 +97,7 @@ def read_status(folder: Folder) -> Status:
     signs = heartbeats.read_heartbeats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
     age = max(0.0, time.time() - beat) if beat else None
-    begun = [attempt.resumed_from[1] for attempt in counted if attempt.resumed_from]  # steps of earlier attempts
+    begun = [attempt.parent_record[1] for attempt in counted if attempt.parent_record]  # steps of earlier attempts
     step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":

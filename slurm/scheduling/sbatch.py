@@ -161,7 +161,7 @@ def prepare_array_executor(
     `sweep` is the folder of the sweep.
     """
     for folder in folders:
-        renew_submission(folder, (folder.path / "config.yaml").read_text())
+        write_settings_and_retire_result(folder, (folder.path / "config.yaml").read_text())
     name = folders[0].experiment
     made = make_executor(Folder(sweep), scheduler, {})
     tasks = made.folder / f"tasks-{secrets.token_hex(4)}.txt"
@@ -171,7 +171,7 @@ def prepare_array_executor(
     return made
 
 
-def renew_submission(folder: Folder, text: str) -> None:
+def write_settings_and_retire_result(folder: Folder, text: str) -> None:
     """Write the settings that a job reads, as YAML, and retire the result of an earlier attempt. Raises UserError."""
     with disk_errors(folder.path):
         (folder.path / "submit").mkdir(exist_ok=True)

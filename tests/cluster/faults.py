@@ -115,12 +115,12 @@ def watch(running: Running, fault: Fault, row: Row, chance: random.Random) -> No
 def resumed(running: Running, old: Folder, starts: int) -> bool:
     """Whether so many starts were made from the struck one on, and the newest knows where it goes on."""
     newest = running.newest()
-    return newest.number >= old.number + starts - 1 and newest.resumed_from is not None
+    return newest.number >= old.number + starts - 1 and newest.parent_record is not None
 
 
 def redone(running: Running, old: Folder) -> int:
     """Steps that were trained again, from the struck start on."""
-    places = [(attempt, attempt.resumed_from[1]) for attempt in running.folder.attempts() if attempt.resumed_from]
+    places = [(attempt, attempt.parent_record[1]) for attempt in running.folder.attempts() if attempt.parent_record]
     counted = [(attempt, step) for attempt, step in places if attempt.number >= old.number]
     return sum(max(last_step(one), step) - after for (one, step), (_, after) in pairwise(counted))
 

@@ -141,7 +141,7 @@ def test_a_script_of_ones_own_that_is_queued_again_goes_on_in_the_same_folder(si
     site.inside("scontrol", "requeue", job)
     until("the end", lambda: site.run_of("own-script").result.get("state") == "finished", 120)
     folder = site.run_of("own-script")
-    assert len(folder.attempts()) == 2 and folder.attempts()[1].resumed_from[1] >= 20  # type: ignore[index]
+    assert len(folder.attempts()) == 2 and folder.attempts()[1].parent_record[1] >= 20  # type: ignore[index]
     assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 201))
 
 

@@ -42,7 +42,7 @@ def cut_off(folder: Folder, step: int, place: Path) -> Folder:
     copy = Folder(place / folder.path.name)
     (copy.path / "result.json").unlink()
     attempt = copy.attempts()[-1]
-    begun = attempt.resumed_from[1] if attempt.resumed_from else 0
+    begun = attempt.parent_record[1] if attempt.parent_record else 0
     for checkpoint in storage.list_checkpoints(attempt):
         if checkpoint.step > step:
             shutil.rmtree(checkpoint.path)

@@ -14,10 +14,12 @@ from tests.harness.processes import environment, run
 from tests.harness.reference import TOLERANCE, differences
 from tests.harness.registry import EXPERIMENTS, Entry
 from tests.harness.resuming import ALONE
+from tests.harness.shared import run_once
 
 STEPS = 5
 BUILTIN = ("launch.backend=builtin", "launch.transport=network")
 WIRE = ",".join((*BUILTIN, "transport=network"))
+QUIET = ("every=2", "export=false", "int8=false")
 
 
 @pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
@@ -32,6 +34,42 @@ def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...
         one = run(entry.name, *words, *entry.spread(1), runs=tmp_path / "one")
         assert one.status == 0, one.err
         assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(two.losses) == STEPS
+
+
+OVER = {
+    "memory": ("launch.backend=builtin",),
+    "two_level": ("launch.backend=builtin", "launch.nodes=2", "launch.algorithm=two_level"),
+    "tls": (*BUILTIN, "launch.tls=true"),
+}
+METHODS = {
+    "pipeline": ("mnist_pipeline", ("stages=2", "microbatches=2"), ("stages=1", "microbatches=2")),
+    "fsdp": ("ddp_multinode", ("strategy=fsdp", "model=mlp"), ("strategy=fsdp", "model=mlp", "processes_per_node=1")),
+    "amp": ("amp_accum", ("model=mlp", "precision=fp32"), ("model=mlp", "precision=fp32", "processes_per_node=1")),
+    "sparse": ("sparse_prune", ("processes_per_node=2", *QUIET), ("processes_per_node=1", *QUIET)),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "over"),
+    [
+        *(("pipeline", "tls"), ("pipeline", "two_level"), ("fsdp", "tls"), ("fsdp", "two_level")),
+        *(("amp", "memory"), ("amp", "two_level"), ("amp", "tls"), ("sparse", "memory"), ("sparse", "tls")),
+    ],
+)
+def test_a_method_over_a_transport_equals_one_process(
+    method: str, over: str, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Pairs that other tests of this file leave out; DDP is in all of them."""
+    name, spread, alone = METHODS[method]
+    words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}")
+    if over == "two_level":  # of hosts with one rank each
+        spread = tuple(word.replace("processes_per_node=2", "processes_per_node=1") for word in spread)
+    one = run_once(tmp_path_factory, f"alone-{method}", name, *words, *alone)
+    found = run(name, *words, *spread, *OVER[over], runs=tmp_path)
+    assert found.status == one.status == 0, found.err + one.err
+    world = read_json(found.folder.attempts()[0].attempt / "world.json")
+    assert world["backend"] == "builtin" and world["tls"] == (over == "tls")
+    assert found.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(found.losses) == STEPS
 
 
 def test_messages_of_pipelines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:

@@ -248,7 +248,7 @@ class BuiltinBackend(Backend):
         return TimeoutError(text) if isinstance(error, LinkTimeout) else dist.DistNetworkError(text)
 
     def _name_group(self) -> str:
-        """Return which ranks a number in a message is counted among, where they are not those of the run."""
+        """Return a note for errors of a subgroup, which numbers its ranks itself; empty for the whole world."""
         members = list(self.members)
         return "" if members == list(range(len(members))) else f" (counted among the ranks {members} of the run)"
 

@@ -86,7 +86,7 @@ class Communicator:
         incoming: dict[int, Incoming],
         algorithms: Sequence[tuple[int, Algorithm]],
     ) -> None:
-        """`algorithms` are all-reduces, each with the bytes of a vector from which on it is taken, growing from 0."""
+        """`algorithms` are pairs (smallest vector in bytes, all-reduce), in ascending order; the first size is 0."""
         self.rank, self.size = rank, size
         self.outgoing, self.incoming, self.algorithms = outgoing, incoming, algorithms
         self.tags = itertools.count()
@@ -208,7 +208,7 @@ class Communicator:
         return self._send(target, MESSAGE | tag, Block(tensor).bytes)
 
     def expect(self, tensor: Tensor, source: int, tag: int) -> tuple[Block, Expected]:
-        """Begin to receive the next message of a tag: wait for it at the link, then store the block."""
+        """Give memory for the next message of a tag, without waiting: `Incoming.wait_for`, then `Block.store`."""
         block = Block(tensor)
         return block, self.incoming[source].expect(MESSAGE | tag, block.bytes.data)
 

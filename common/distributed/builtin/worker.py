@@ -96,7 +96,10 @@ class Worker:
         self.closed: BaseException | None = None
 
     def run_here(self, run: Callable[[], object]) -> bool:
-        """Execute `run` in this thread, after which nothing waits any more; False if something else is before it."""
+        """Execute `run` in this thread and return True; do nothing and return False if another job is before it.
+
+        The same where the worker is closed.
+        """
         with self.changed:
             if self.busy or self.jobs or self.closed:
                 return False

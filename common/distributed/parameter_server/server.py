@@ -68,8 +68,8 @@ class Policy:
     def choose_pushes(self, held: Collection[int], pulled: Mapping[int, int], version: int) -> list[int]:
         """Return the workers whose pushes are applied now, together; none if all must wait.
 
-        `held` are the workers whose pushes wait, in the order of arrival; `pulled` is the version that each worker has
-        pulled whose push has not been applied.
+        `held` are the workers whose pushes wait, in the order of arrival; `pulled` has, for each worker
+        whose push is not applied yet, the version that it pulled.
         """
         if self.mode == "sync":
             return sorted(held) if len(held) == self.workers else []

@@ -98,9 +98,9 @@ def connect_ranks(
             if target.host != host:
                 target = target._replace(local="")
             connection = connect_to_rank(Direction(group, rank, peer), target, deadline, identity, tell)
-            links.outgoing[peer] = Outgoing(make_stream(connection, timeout, spin), peer)
+            links.outgoing[peer] = Outgoing(choose_stream(connection, timeout, spin), peer)
         for peer, connection in reception.wait_for_ranks(deadline).items():
-            links.incoming[peer] = Incoming(make_stream(connection, timeout, spin), peer)
+            links.incoming[peer] = Incoming(choose_stream(connection, timeout, spin), peer)
     except BaseException:
         links.close()
         raise
@@ -109,7 +109,7 @@ def connect_ranks(
     return links
 
 
-def make_stream(connection: socket.socket, timeout: float, spin: float) -> SocketStream:
+def choose_stream(connection: socket.socket, timeout: float, spin: float) -> SocketStream:
     """Return how messages go over a connection."""
     is_local = connection.family == socket.AF_UNIX
     return MemoryStream(connection, timeout, spin) if is_local else SocketStream(connection, timeout)
@@ -190,7 +190,10 @@ def exchange_welcome(
 
 
 def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
-    """Connect to a rank of this host; None if that is another host of the same name, or the other side another user."""
+    """Connect to a rank of this host; None if none listens here or it is another user's.
+
+    Another host may have the same name.
+    """
     connection = socket.socket(socket.AF_UNIX)
     # with a time limit of Python's own it would not wait where others wait, too
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_seconds(seconds))

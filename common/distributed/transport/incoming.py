@@ -61,7 +61,8 @@ class Incoming(Link):
     def wait_for(self, expected: Expected, *, patient: bool = False, seconds: float | None = None) -> None:
         """Wait for a message, reading the connection if nobody else does.
 
-        With `seconds` leave that to others, and wait so long at most. Raises LinkError, LinkTimeout.
+        With `seconds` it does not read, but waits at most so long for another thread to do it.
+        Raises LinkError, LinkTimeout.
         """
         end = time.monotonic() + (seconds or 0.0)
         with self._lock:

@@ -1,7 +1,8 @@
 """Accepting the connections of the other ranks, and theirs only. Imports no torch.
 
 One thread waits for all at once. Whoever does not prove within two seconds that it is a rank of this group is closed
-and named; of more than 64 at a time the oldest goes. So strangers can neither delay a rank by more nor end it.
+and named; of more than 64 at a time the oldest goes. So strangers cannot delay a rank by more than these two seconds,
+nor end it.
 """
 
 from __future__ import annotations
