@@ -1,15 +1,16 @@
 """Collectives: what an all-reduce costs by size and algorithm, and the straight line behind it.
 
     python experiments/collectives.py                                          two ranks on this machine
-    python experiments/collectives.py processes_per_node=4 sizes=[4,1M] rounds=30
+    python experiments/collectives.py processes_per_node=4 algorithms=[ring,tree,star] sizes=[4,1M]
     python experiments/collectives.py ops=[all_reduce] dtypes=[float32,bfloat16,int64]
+    python experiments/collectives.py transports=[network,tls] launch.backend=builtin launch.tls=true
     make exp NAME=collectives NODES=4                                          on a cluster, with the bytes on its links
 
 Takes about a minute on 2 CPU cores. Nothing is trained: a step is one round of one point (operation, type, size), in
 which all sides take their turn, another one first in each round. A side is the library (gloo on CPUs, nccl on GPUs),
-or the ring below, which only sends and receives. All ranks put in whole numbers, wait for each other, call the
-operation, and compare what they get with the exact result. The time of a call is that of its slowest rank, and the
-time of a point the median over the rounds; a run that is resumed keeps the rounds it has.
+the ring below, which only sends and receives, or the built-in backend with an algorithm and a transport. All ranks put
+in whole numbers, wait for each other, call the operation, and compare what they get with the exact result. The time of
+a call is that of its slowest rank, and the time of a point the median over the rounds; a resumed run keeps its rounds.
 
 A link takes alpha + beta n seconds for n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks a ring
 sends 2 (p - 1) messages of n / p bytes: an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n, and no algorithm
@@ -21,34 +22,32 @@ nccl-tests (doc/PERFORMANCE.md) multiplies n / t by 2 (p - 1) / p: it can be com
 from __future__ import annotations
 
 from common.api import Run, TrainState, start
-from common.core.network import read_sent_bytes
 from common.data.rounds import Rounds
+from common.distributed import collectives
 from common.distributed.collective_report import CollectiveReport
-from common.distributed.collectives import Call, Point, Vectors, list_points
+from common.distributed.collectives import Call, Point, Side, Vectors
 from common.distributed.rendezvous import World
+from common.distributed.transport.algorithms import build_by_size
 from common.measure import plots
-from common.measure.timing import synchronize_device
+from common.measure.timing import time_calls
 from configs.collectives import Config
 
-import os
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Sides = Mapping[str, Mapping[str, Call]]
 
-
-def shift_in_ring(sent: Tensor, received: Tensor, world: World) -> None:
+def shift_in_ring(sent: Tensor, received: Tensor, world: World, group: dist.ProcessGroup | None = None) -> None:
     """Send to the next rank of the ring and receive from the one before, both at once.
 
     Were all ranks to send first and wait until that is taken, nobody would ever receive.
     """
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     moves = [(dist.isend, sent, after), (dist.irecv, received, before)]
-    todo = [dist.P2POp(*move) for move in moves if move[1].numel()]  # a vector may be shorter than the ring
+    todo = [dist.P2POp(*move, group) for move in moves if move[1].numel()]  # a vector may be shorter than the ring
     for work in dist.batch_isend_irecv(todo) if todo else []:
         work.wait()
 
@@ -89,47 +88,53 @@ def make_ring_operations(world: World) -> dict[str, Call]:
     return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 
 
-def make_library_operations(world: World) -> dict[str, Call]:
-    """Make the operations as the library has them."""
+def make_library_operations(world: World, group: dist.ProcessGroup | None = None) -> dict[str, Call]:
+    """Make the operations of a process group as torch.distributed has them."""
     return {
-        "sendrecv": lambda x, out: shift_in_ring(x, out, world),
-        "broadcast": lambda x, out: dist.broadcast(x, 0),
-        "all_reduce": lambda x, out: dist.all_reduce(x),
-        "reduce_scatter": lambda x, out: dist.reduce_scatter_tensor(out, x),
-        "all_gather": lambda x, out: dist.all_gather_into_tensor(out, x),
+        "sendrecv": lambda x, out: shift_in_ring(x, out, world, group),
+        "broadcast": lambda x, out: dist.broadcast(x, 0, group),
+        "all_reduce": lambda x, out: dist.all_reduce(x, group=group),
+        "reduce_scatter": lambda x, out: dist.reduce_scatter_tensor(out, x, group=group),
+        "all_gather": lambda x, out: dist.all_gather_into_tensor(out, x, group=group),
     }
 
 
-def count_sent(world: World) -> float:
-    """Return the bytes that this rank has sent so far; on one host the mean of its ranks, which share an interface."""
-    sent = read_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])
-    return sent / world.size if world.nodes == 1 else sent if world.local_size == 1 else 0.0
-
-
-def measure_call(call: Call, x: Tensor, out: Tensor, world: World) -> list[float]:
-    """Return the seconds of a call, from a barrier on, and the bytes that this rank has sent for it."""
-    dist.barrier()
-    before = count_sent(world)
-    synchronize_device(world.device)
-    began = time.perf_counter()
-    call(x, out)
-    synchronize_device(world.device)
-    seconds = time.perf_counter() - began
-    dist.barrier()  # what others have still to send counts, too
-    return [seconds, count_sent(world) - before]
+def open_sides(cfg: Config, run: Run) -> dict[str, Side]:
+    """Open the sides: the library, the ring above, and the built-in backend by transport and algorithm."""
+    world, passed = run.world, partial(collectives.count_interface_bytes, run.world)
+    sides = {world.backend: Side(make_library_operations(world), count_interface=passed)}
+    if world.backend == "builtin":
+        sides["builtin"] = collectives.describe_builtin(sides["builtin"], None)._replace(link="builtin")
+        gloo = make_library_operations(world, collectives.open_group(world, "gloo"))
+        sides["gloo"] = Side(gloo, count_interface=passed)
+    ring, count = build_by_size("ring", world.size), sides[world.backend].count_sent
+    sides["isend ring"] = Side(make_ring_operations(world), count, passed, ring, world.backend)
+    for transport in cfg.transports if world.device.type == "cpu" and cfg.algorithms else []:
+        make = partial(make_library_operations, world)
+        sides |= collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make)
+    for note in {algorithm.note for side in sides.values() for _, algorithm in side.algorithms if algorithm.note}:
+        run.log_message(note)
+    return sides
 
 
 def measure_sides(
-    sides: Sides, first: int, point: Point, vectors: Vectors, world: World
+    sides: Mapping[str, Side], first: int, point: Point, vectors: Vectors, world: World
 ) -> dict[str, list[list[float]]]:
-    """Return the seconds and bytes [ranks, 2] of each side that has the operation, on rank 0, and check all results."""
-    found, names = {}, [*list(sides)[first:], *list(sides)[:first]]
-    for name in names:
-        if point.op in sides[name]:
+    """Measure each side that has the operation, and check all results.
+
+    Return for each rank, on rank 0: seconds, bytes sent, and bytes that left the network interface.
+    """
+    found: dict[str, list[list[float]]] = {}
+    for name in [*list(sides)[first:], *list(sides)[:first]]:
+        side = sides[name]
+        if point.op in side.calls:
             x, out = vectors.fill(point)
-            own = measure_call(sides[name][point.op], x, out, world)
+            sent, passed, call = side.count_sent(), side.count_interface(), partial(side.calls[point.op], x, out)
+            (seconds,) = time_calls(call, world.device, 1, warm_up=0, prepare=dist.barrier)
+            dist.barrier()  # what others have still to send counts, too
+            sent, passed = side.count_sent() - sent, side.count_interface() - passed
             vectors.check(point, x, out, name)
-            found[name] = world.gather(own)
+            found[name] = world.gather([seconds, sent, passed])
     return found
 
 
@@ -141,14 +146,15 @@ def draw_times(report: CollectiveReport, run: Run) -> None:
 
 
 def main(cfg: Config, run: Run) -> None:
-    world, device = run.world, run.device
-    sides = {world.backend: make_library_operations(world), "isend ring": make_ring_operations(world)}
-    points = list_points(cfg.ops, cfg.dtypes, cfg.list_bytes(), world.size)
-    vectors = Vectors(cfg.seed, world, device)
-    table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 2, dtype=torch.float64)
+    world = run.world
+    sides = open_sides(cfg, run)
+    points = collectives.list_points(cfg.ops, cfg.dtypes, cfg.list_bytes(), world.size)
+    vectors = Vectors(cfg.seed, world, run.device)
+    table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
-    for point in list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):  # connections are made at the first message
-        measure_sides(sides, 0, point, vectors, world)
+    for point in collectives.list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
+        measure_sides(sides, 0, point, vectors, world)  # connections are made at the first message
+    links = collectives.fit_links(world)
 
     for step in run.steps(state, loss=0):
         point, index = step.batch, (step.number - 1) % len(points)
@@ -157,9 +163,9 @@ def main(cfg: Config, run: Run) -> None:
             for number, name in enumerate(sides):
                 if world.is_main and name in found:
                     table[step.epoch, index, number] = torch.tensor(found[name], dtype=torch.float64)
-                    step.log(**{f"{point.name} {name}": max(seconds for seconds, _ in found[name])})
+                    step.log(**{f"{point.name} {name}": max(seconds for seconds, *_ in found[name])})
             step.log(bytes=float(point.nbytes))
-    report = CollectiveReport(points, list(sides), table, world.backend)
+    report = CollectiveReport(points, sides, table, links)
     if cfg.plot and world.is_main:
         draw_times(report, run)
     run.report(report)

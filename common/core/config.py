@@ -45,7 +45,7 @@ FIXED = (
     "batch",
     "accumulate",
     "dtype",
-    *("ops", "dtypes", "sizes"),
+    *("ops", "dtypes", "sizes", "algorithms", "transports"),
     "optim.name",
     *(f"data.{n}" for n in ("name", "train_limit", "image_size", "samples")),
     *("wandb.project", "wandb.entity"),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from torch import Tensor
 
-from common.distributed.collectives import Point, compute_bus_factor, compute_least_bytes
-from common.distributed.transport.algorithms import build_algorithm
+from common.distributed.collectives import Point, Side, compute_bus_factor, compute_sent_bytes
 from common.distributed.transport.cost import Line, Lines, fit_line, predict_seconds
 from common.runs.result import Facts
 
-HEAD = f"{'bytes':>13}  {'side':<16}{'us':>10}  {'[lowest..highest]':<21}{'GB/s':>7}{'bus GB/s':>10}{'line, us':>11}"
+HEAD = f"{'us':>10}  {'[lowest..highest]':<21}{'GB/s':>7}{'bus GB/s':>10}{'line, us':>11}"
 STOPS = 60  # of a drawn line, which is curved where both axes are logarithmic
 Curve = list[tuple[float, float, float]]
 
@@ -28,7 +27,9 @@ class Cell:
     seconds: tuple[float, ...]
     """Of each round: those of the slowest rank."""
     sent: tuple[float, ...]
-    """Bytes that left each rank's interface, its median over the rounds; 0 where that is not known."""
+    """Bytes that each rank sent, headers left out, the median over the rounds; 0 where that is not known."""
+    passed: tuple[float, ...]
+    """Bytes that left each rank's network interface, likewise."""
 
     @property
     def time(self) -> float:
@@ -45,15 +46,15 @@ class Cell:
 class CollectiveReport:
     """The report of a measurement.
 
-    `table` float64 [rounds, points, sides, ranks, 2] has seconds and bytes sent, and seconds 0 where nothing was
-    measured.
+    `table` float64 [rounds, points, sides, ranks, 3] has seconds, bytes sent, and bytes that left the interface.
+    Seconds are 0 where nothing was measured.
     """
 
     points: Sequence[Point]
-    sides: Sequence[str]
+    sides: Mapping[str, Side]
     table: Tensor
-    link: str = ""
-    """The side whose messages from rank to rank are the links: what a ring costs is predicted from their line."""
+    links: Mapping[str, Line] = field(default_factory=dict)
+    """The line of the link between two ranks, by name, measured while no other one was used."""
 
     @property
     def ranks(self) -> int:
@@ -68,8 +69,8 @@ class CollectiveReport:
                 rounds = self.table[:, i, j]
                 done = rounds[(rounds[..., 0] > 0).all(1)]
                 if len(done):
-                    seconds, sent = done[..., 0].amax(1), done[..., 1].quantile(0.5, dim=0)
-                    found.append(Cell(point, side, tuple(seconds.tolist()), tuple(sent.tolist())))
+                    seconds, sent, passed = done[..., 0].amax(1), *done[..., 1:].quantile(0.5, dim=0).T
+                    found.append(Cell(point, side, *(tuple(one.tolist()) for one in (seconds, sent, passed))))
         return found
 
     def group_cells(self) -> dict[str, list[Cell]]:
@@ -86,12 +87,13 @@ class CollectiveReport:
             times.setdefault((cell.point.name, cell.side), {})[cell.point.nbytes] = cell.time
         return {key: fit_line(list(found.items())) for key, found in times.items() if len(found) > 1}
 
-    def predict_ring(self, point: Point, lines: dict[tuple[str, str], Line]) -> float | None:
-        """Return the seconds of an all-reduce in a ring, predicted from the line of the links; None without one."""
-        line = lines.get((f"sendrecv {point.dtype}", self.link))
-        if line is None or point.op != "all_reduce":
+    def predict_seconds(self, cell: Cell, lines: Mapping[tuple[str, str], Line]) -> float | None:
+        """Return the seconds of an all-reduce, predicted from its algorithm and the line of the links under it."""
+        side = self.sides[cell.side]
+        line, algorithm = lines.get((f"sendrecv {cell.point.dtype}", side.link)), side.choose_algorithm(cell.point)
+        if line is None or algorithm is None:
             return None
-        return predict_seconds(build_algorithm("ring", self.ranks), Lines(line), point.nbytes)
+        return predict_seconds(algorithm, Lines(line), side.compute_vector_bytes(cell.point))
 
     def list_curves(self) -> dict[str, tuple[dict[str, Curve], dict[str, Curve]]]:
         """Return, for each operation and type, the medians of each side and its fitted line: (bytes, us, 0)."""
@@ -112,26 +114,31 @@ class CollectiveReport:
     def rows(self) -> dict[str, str]:
         """Return the rows of the final table."""
         lines, rows = self.fit_lines(), {}
+        width = max(map(len, self.sides))
         for name, cells in self.group_cells().items():
-            told = [HEAD] + [format_cell(cell, self.ranks, lines.get((name, cell.side))) for cell in cells]
-            for side in dict.fromkeys(cell.side for cell in cells):
-                told += [f"{side}: {format_line(lines[name, side])}"] if (name, side) in lines else []
-            last = max(cells, key=lambda cell: cell.point.nbytes)
-            ring = self.predict_ring(last.point, lines)
-            told += [f"a ring of links as {self.link} has them: {ring * 1e6:,.1f} us for the last size"] if ring else []
+            told = [f"{'bytes':>13}  {'side':<{width}}{HEAD}"]
+            told += [format_cell(cell, width, self.ranks, lines.get((name, cell.side))) for cell in cells]
+            for cell in {cell.side: cell for cell in cells}.values():  # the largest of each side
+                fitted, predicted = lines.get((name, cell.side)), self.predict_seconds(cell, lines)
+                words = [format_line(fitted)] if fitted else []
+                words += [f"{predicted * 1e6:,.1f} us for the last size by the line of its links"] if predicted else []
+                told += [f"{cell.side}: {'; '.join(words)}"] if words else []
             rows[name] = "\n".join(told)
-        return rows | {"bytes sent": self._format_bytes()}
+        links = [f"ranks {link}: {format_line(line)}" for link, line in self.links.items()]
+        return rows | ({"links": "\n".join(links)} if links else {}) | {"bytes sent": self._format_bytes()}
 
     def _format_bytes(self) -> str:
+        """Say what ranks sent of the largest size of each operation, and what they must send."""
         told = []
-        for cells in self.group_cells().values():
-            most = max(cell.point.nbytes for cell in cells)
-            for cell in (cell for cell in cells if cell.point.nbytes == most and max(cell.sent) > 0):
-                sent = ", ".join(f"{count / 1e6:,.2f}" for count in cell.sent)
-                told.append(
-                    f"{cell.point.name}, {most:,} bytes, {cell.side}: MB by rank {sent}; the least is "
-                    f"{compute_least_bytes(cell.point, self.ranks) / 1e6:,.2f}"
-                )
+        for name, cells in self.group_cells().items():
+            for cell in {cell.side: cell for cell in cells}.values():
+                must = compute_sent_bytes(cell.point, self.sides[cell.side], self.ranks)
+                words = [f"sent {join_megabytes(cell.sent)}"] if any(cell.sent) else []
+                if sum(cell.passed) > 0.5 * sum(must):  # else they went through memory
+                    words += [f"through the interface {join_megabytes(cell.passed)}"]
+                if words:
+                    words = [f"MB {words[0]}", *words[1:], f"computed {join_megabytes(must)}"]
+                    told.append(f"{name}, {cell.point.nbytes:,} bytes, {cell.side}: {'; '.join(words)}")
         return "\n".join(told) or "not known"
 
     def result(self) -> Facts:
@@ -141,6 +148,7 @@ class CollectiveReport:
         measured: dict[str, Any] = {
             "points": [convert_cell_to_json(cell, self.ranks) for cell in cells],
             "lines": {f"{name} {side}": line._asdict() for (name, side), line in lines.items()},
+            "links": {link: line._asdict() for link, line in self.links.items()},
         }
         for side, cell in largest.items():
             bus = compute_bus_factor(cell.point.op, self.ranks) * cell.bandwidth
@@ -148,13 +156,19 @@ class CollectiveReport:
         return Facts(outcome={"exact_results": sum(len(cell.seconds) for cell in cells)}, measured=measured)
 
 
-def format_cell(cell: Cell, ranks: int, line: Line | None) -> str:
+def join_megabytes(counts: Sequence[float]) -> str:
+    """Return bytes of each rank in MB (1e6 bytes): one number where all are equal."""
+    words = [f"{count / 1e6:,.2f}" for count in counts]
+    return ", ".join(words) if len(set(words)) > 1 else f"{words[0]} by each rank"
+
+
+def format_cell(cell: Cell, width: int, ranks: int, line: Line | None) -> str:
     """Return a line of the table."""
     times = [1e6 * one for one in (cell.time, min(cell.seconds), max(cell.seconds))]
     spread, bus = f"[{times[1]:,.1f}..{times[2]:,.1f}]", compute_bus_factor(cell.point.op, ranks) * cell.bandwidth
     fitted = f"{1e6 * line.predict_seconds(cell.point.nbytes):,.1f}" if line else ""
     return (
-        f"{cell.point.nbytes:>13,}  {cell.side:<16}{times[0]:>10,.1f}  {spread:<21}"
+        f"{cell.point.nbytes:>13,}  {cell.side:<{width}}{times[0]:>10,.1f}  {spread:<21}"
         f"{cell.bandwidth / 1e9:>7.3f}{bus / 1e9:>10.3f}{fitted:>11}"
     )
 
@@ -169,5 +183,6 @@ def convert_cell_to_json(cell: Cell, ranks: int) -> dict[str, Any]:
     """Convert a cell to what result.json holds of it."""
     found = {"op": cell.point.op, "dtype": cell.point.dtype, "bytes": cell.point.nbytes, "side": cell.side}
     bus = compute_bus_factor(cell.point.op, ranks) * cell.bandwidth
-    rates = {"bytes_per_second": cell.bandwidth, "bus_bytes_per_second": bus, "bytes_sent": list(cell.sent)}
-    return found | {"seconds": cell.time, "least": min(cell.seconds), "most": max(cell.seconds)} | rates
+    rates = {"bytes_per_second": cell.bandwidth, "bus_bytes_per_second": bus}
+    times = {"seconds": cell.time, "least": min(cell.seconds), "most": max(cell.seconds)}
+    return found | times | rates | {"bytes_sent": list(cell.sent), "interface_bytes": list(cell.passed)}

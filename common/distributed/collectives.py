@@ -1,4 +1,4 @@
-"""Collectives on vectors of whole numbers: what each rank puts in, what must come out, bandwidths and bytes.
+"""Collectives on vectors of whole numbers: what each rank puts in and must get, bandwidths, bytes, and ways to do them.
 
 Every operation takes an input and has an output, as in nccl-tests (github.com/NVIDIA/nccl-tests), whose sizes and
 bandwidths these are: doc/PERFORMANCE.md there. Of n elements and p ranks, shapes are
@@ -14,13 +14,27 @@ bandwidths these are: doc/PERFORMANCE.md there. Of n elements and p ranks, shape
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from common.core import network
+from common.distributed.algorithm_choice import measure_links
+from common.distributed.builtin.backend import BuiltinBackend
+from common.distributed.builtin.communicator import Communicator
+from common.distributed.builtin.registration import register_backend
 from common.distributed.rank_info import RankInfo
+from common.distributed.rendezvous import World, describe_transport
+from common.distributed.transport.algorithms import Algorithm, build_by_size, count_bytes
+from common.distributed.transport.cost import Line, fit_line
+from configs.collectives import TRANSPORTS
+from configs.launch import Launch
 
 Call = Callable[[Tensor, Tensor], object]
 """An operation on the input and the output of this rank."""
@@ -65,13 +79,121 @@ def compute_bus_factor(op: str, ranks: int) -> float:
     return (ranks - 1) / ranks if op in SHARDED else 1.0
 
 
-def compute_least_bytes(point: Point, ranks: int) -> float:
-    """Return the bytes that a rank must send on average; in a ring every rank sends as many.
+class Side(NamedTuple):
+    """A way to do operations, by name, and what is known of the bytes that this rank sends for them."""
 
-    The least that is possible: Patarasuk and Yuan 2009 (doi:10.1016/j.jpdc.2008.09.002).
+    calls: Mapping[str, Call]
+    count_sent: Callable[[], float] = float
+    """Count the bytes of all messages so far, headers left out; 0 where that is not known."""
+    count_interface: Callable[[], float] = float
+    """Count the bytes that have left the network interface so far; 0 where that is not known."""
+    algorithms: Sequence[tuple[int, Algorithm]] = ()
+    """How it does an all-reduce, where that is known: each with the bytes of a vector from which on it is taken."""
+    link: str = ""
+    """The side that measures the links under these algorithms by `sendrecv`."""
+    widens: bool = False
+    """True where float16 and bfloat16 travel as float32 in an all-reduce."""
+
+    def compute_vector_bytes(self, point: Point) -> int:
+        """Return the bytes of a point's vector as it travels in an all-reduce."""
+        return point.nbytes * (2 if self.widens and point.dtype in ("float16", "bfloat16") else 1)
+
+    def choose_algorithm(self, point: Point) -> Algorithm | None:
+        """Return how it does a point's all-reduce, where that is known; None for other operations."""
+        nbytes = self.compute_vector_bytes(point)
+        fits = [algorithm for least, algorithm in self.algorithms if least <= nbytes]
+        return fits[-1] if fits and point.op == "all_reduce" else None
+
+
+def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
+    """Return what carries the messages of a group of the backend `builtin`; None is the group of all ranks."""
+    chosen = dist.group.WORLD if group is None else group
+    backend = chosen._get_backend(torch.device("cpu")) if chosen is not None else None
+    assert isinstance(backend, BuiltinBackend)
+    return backend.communicator
+
+
+def count_sent_bytes(group: dist.ProcessGroup | None) -> float:
+    """Return the bytes that this rank has sent in a group of the backend `builtin`, headers of messages left out."""
+    return float(sum(link.bytes_sent for link in get_communicator(group).outgoing.values()))
+
+
+def count_interface_bytes(world: World) -> float:
+    """Return the bytes that have left this rank's network interface.
+
+    On one host the ranks share an interface, and it is their mean; 0 for several ranks on each of several hosts.
     """
+    sent, hosts = network.read_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"]), len(set(world.hosts))
+    return sent / world.size if hosts == 1 else sent if hosts == world.size else 0.0
+
+
+def open_group(world: World, backend: str) -> dist.ProcessGroup:
+    """Open another group of all ranks. All of them call it."""
+    group = dist.new_group(backend=backend, timeout=world.timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def describe_builtin(side: Side, group: dist.ProcessGroup | None) -> Side:
+    """Return the side of a group of the backend `builtin` with what is known of its algorithms and bytes."""
+    algorithms = get_communicator(group).algorithms
+    return side._replace(count_sent=partial(count_sent_bytes, group), algorithms=algorithms, widens=True)
+
+
+def open_builtin_sides(
+    world: World, settings: Launch, transport: str, names: Sequence[str], make: Callable[..., dict[str, Call]]
+) -> dict[str, Side]:
+    """Open a group of all ranks with the backend `builtin`, whatever the run's own is, and a side for each algorithm.
+
+    The first one has all operations of the group, as `make` makes them; nothing but the all-reduce depends on the
+    algorithm. All ranks call it.
+    """
+    chosen = replace(settings, algorithm="ring", transport=TRANSPORTS[transport])
+    identity = world.transport.identity if world.transport and transport == "tls" else None
+    described = describe_transport(world, chosen, world.hosts, os.environ["GLOO_SOCKET_IFNAME"], identity)
+    register_backend(described)
+    group = open_group(world, "builtin")
+    if world.transport:  # groups made later are the run's own
+        register_backend(world.transport)
+    found, calls = {}, make(group)
+    interface = partial(count_interface_bytes, world)
+    for name in names:
+        algorithms = build_by_size(name, world.size, described.hosts)
+        calls["all_reduce"] = partial(all_reduce_by, algorithms, group)
+        side = describe_builtin(Side(calls, count_interface=interface, link=f"{names[0]}, {transport}"), group)
+        found[f"{name}, {transport}"] = side._replace(algorithms=algorithms)
+        calls = {}
+    return found
+
+
+def all_reduce_by(
+    algorithms: Sequence[tuple[int, Algorithm]], group: dist.ProcessGroup, x: Tensor, out: Tensor
+) -> None:
+    """All-reduce in a group of the backend `builtin`, by other algorithms than before."""
+    get_communicator(group).algorithms = algorithms
+    dist.all_reduce(x, group=group)
+
+
+def fit_links(world: World) -> dict[str, Line]:
+    """Fit a line to messages between each rank and the next one, one link at a time; return all on rank 0.
+
+    Empty where ranks are on GPUs. All ranks call it.
+    """
+    found = world.gather(measure_links(world)) if world.device.type == "cpu" else []
+    measured = {f"{rank} - {(rank + 1) % world.size}": one for rank, one in enumerate(found) if one}
+    return {link: fit_line([(nbytes, seconds) for nbytes, seconds in one]) for link, one in measured.items()}
+
+
+def compute_sent_bytes(point: Point, side: Side, ranks: int) -> list[float]:
+    """Return the bytes that each rank sends by the side's algorithm, and where that is not known the least, on average.
+
+    In a ring every rank sends that least: Patarasuk and Yuan 2009 (doi:10.1016/j.jpdc.2008.09.002).
+    """
+    if algorithm := side.choose_algorithm(point):
+        width = side.compute_vector_bytes(point) // point.length
+        return [float(width * count) for count in count_bytes(algorithm, point.length)]
     factor = (ranks - 1) / ranks if point.op == "broadcast" else compute_bus_factor(point.op, ranks)
-    return factor * point.nbytes
+    return [factor * point.nbytes] * ranks
 
 
 class Vectors:

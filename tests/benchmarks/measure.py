@@ -111,6 +111,11 @@ class Samples:
         values = [factor * a / b for a, b in zip(self.kept(over, name), self.kept(under, name), strict=True)]
         return Number(median(values), min(values), max(values))
 
+    def ratio_of(self, side: str, over: str, under: str) -> Number:
+        """One number of a side / another of it, round by round."""
+        values = [a / b for a, b in zip(self.kept(side, over), self.kept(side, under), strict=True)]
+        return Number(median(values), min(values), max(values))
+
     def difference(self, side: str, other: str, name: str, factor: float = 1.0) -> Number:
         """`factor` * (one side - another), round by round."""
         values = [factor * (a - b) for a, b in zip(self.kept(side, name), self.kept(other, name), strict=True)]

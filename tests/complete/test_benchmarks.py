@@ -77,16 +77,23 @@ def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: 
 
 
 @pytest.mark.usefixtures("forked")
-def test_times_of_collectives_become_a_table_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_collectives_become_tables_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "SIZES", ("sizes=[4,1K]", "rounds=2"))
-    (part,), taken = collectives.PARTS, list[Samples]()
-    interleave(part.sides(tmp_path), Pace(1, 0, 60), taken.append)
-    rows = {row.what: row.cells for row in part.table(taken[-1]).rows}
+    monkeypatch.setattr(collectives, "GOALS", {"ring, memory": {1024: 1.8}})
+    sizes, gains = collectives.PARTS
+    by_size, compared = (interleave(part.sides(tmp_path), Pace(1, 0, 60), lambda _: None) for part in (sizes, gains))
+    rows = {row.what: row.cells for row in sizes.table(by_size).rows}
     assert list(rows) == [f"{op}, {size} bytes" for op in ("sendrecv", "all_reduce") for size in ("4", "1,024")]
-    gloo, ring, ratio = (cell.value for cell in rows["all_reduce, 4 bytes"] if isinstance(cell, Number))
-    assert ratio == pytest.approx(gloo / ring, rel=1e-5) and rows["sendrecv, 4 bytes"][1:] == ["", ""]
-    figures.draw_collectives(tmp_path / "times.svg", {"samples": taken[-1].values})
-    assert "isend ring, fitted" in (tmp_path / "times.svg").read_text()
+    assert all(isinstance(cell, Number) for cell in rows["all_reduce, 4 bytes"])
+    assert [isinstance(cell, Number) for cell in rows["sendrecv, 4 bytes"]] == [True, False, True, True, False, False]
+    few, many = gains.table(compared).rows
+    assert (few.what, few.bound, few.at_least) == ("ring, memory / gloo, all_reduce, 4 bytes", 1.3, False)
+    assert (many.what, many.bound, many.at_least) == ("gloo / ring, memory, all_reduce, 1,024 bytes", 1.8, True)
+    found = compared.values["run"]
+    gloo, ring = (found[f"all_reduce, 1,024 bytes: {side}"][0] for side in ("gloo", "ring, memory"))
+    assert isinstance(many.cells[0], Number) and many.cells[0].value == pytest.approx(gloo / ring, rel=1e-5)
+    figures.draw_collectives(tmp_path / "times.svg", {"samples": by_size.values})
+    assert "star, memory, fitted" in (tmp_path / "times.svg").read_text()
 
 
 @pytest.mark.usefixtures("forked")

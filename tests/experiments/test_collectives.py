@@ -13,9 +13,11 @@ import torch.distributed as dist
 from common.core import config
 from common.core.errors import UserError
 from common.distributed.collective_report import CollectiveReport
-from common.distributed.collectives import Point, Vectors, compute_bus_factor, compute_least_bytes, list_points
+from common.distributed.collectives import Point, Side, Vectors, compute_bus_factor, compute_sent_bytes, list_points
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World
+from common.distributed.transport.algorithms import build_by_size
+from common.distributed.transport.cost import Line
 from common.runs.folder import Folder, write_json
 from configs.collectives import OPS, Config
 from experiments import collectives as script
@@ -26,6 +28,8 @@ from tests.harness.registry import BY_NAME
 from tests.harness.resuming import cut_off, resume, trained_steps
 
 COLLECTIVES = BY_NAME["collectives"]
+OTHER = Side({})
+GLOO = {"gloo": OTHER, "isend ring": Side({}, algorithms=build_by_size("ring", 2), link="gloo")}
 
 
 # ---- formulas
@@ -43,7 +47,15 @@ COLLECTIVES = BY_NAME["collectives"]
 )
 def test_factors_of_four_ranks_are_those_of_nccl_tests(op: str, bus: float, least: float) -> None:
     assert compute_bus_factor(op, 4) == bus
-    assert compute_least_bytes(Point(op, "float32", 2, 8), 4) == least
+    assert compute_sent_bytes(Point(op, "float32", 2, 8), OTHER, 4) == [least] * 4
+
+
+def test_bytes_of_an_algorithm_are_those_of_its_moves() -> None:
+    star = Side({}, algorithms=build_by_size("star<1000<ring", 3), widens=True)
+    assert compute_sent_bytes(Point("all_reduce", "float32", 100, 400), star, 3) == [800, 400, 400]
+    assert compute_sent_bytes(Point("all_reduce", "bfloat16", 200, 400), star, 3) == [1600, 800, 800]
+    assert compute_sent_bytes(Point("all_reduce", "bfloat16", 300, 600), star, 3) == [1600] * 3, "1,200 bytes travel"
+    assert compute_sent_bytes(Point("broadcast", "bfloat16", 150, 300), star, 3) == [200] * 3
 
 
 def test_sizes_are_rounded_up_to_equal_shards_where_there_are_shards() -> None:
@@ -63,17 +75,18 @@ def test_sizes_are_rounded_up_to_equal_shards_where_there_are_shards() -> None:
 def test_the_table_of_known_times() -> None:
     """Links of 100 us and 1 GB/s, an all-reduce of twice that; the second rank is the slower one."""
     points = list_points(["sendrecv", "all_reduce"], ["float32"], [4000, 4_000_000], 2)
-    table = torch.zeros(3, len(points), 2, 2, 2, dtype=torch.float64)
+    table = torch.zeros(3, len(points), 2, 2, 3, dtype=torch.float64)
     for i, point in enumerate(points):
         seconds = 1e-4 + 1e-9 * point.nbytes
         for number, factor in enumerate((1.0, 0.5, 5.0)):  # the median round comes first
             times = (2 if point.op == "all_reduce" else 1) * factor * seconds
-            table[number, i, 0] = torch.tensor([[0.9 * times, point.nbytes], [times, point.nbytes]])
+            table[number, i, 0] = torch.tensor([[0.9 * times, 0, point.nbytes], [times, 0, point.nbytes]])
     table[2, 3] = 0  # the run ended before
-    report = CollectiveReport(points, ["gloo", "isend ring"], table, "gloo")
+    table[0, 2:, 1] = torch.tensor([5e-3, 6e6, 100])
+    report = CollectiveReport(points, GLOO, table, {"0 - 1": Line(2e-5, 0)})
     found = report.result()
-    assert found.outcome == {"exact_results": 11} and len(found.measured["points"]) == 4
-    small, large = found.measured["points"][2:]
+    assert found.outcome == {"exact_results": 13} and len(found.measured["points"]) == 6
+    small, large = found.measured["points"][2::2]
     assert small["side"] == "gloo" and (small["bytes"], small["seconds"]) == (4000, pytest.approx(2 * 1.04e-4))
     assert [small[key] / small["seconds"] for key in ("least", "most")] == pytest.approx([0.5, 5])
     assert large["seconds"] == pytest.approx(0.75 * 2 * 4.1e-3), "of two rounds the mean"
@@ -81,16 +94,20 @@ def test_the_table_of_known_times() -> None:
     line = found.measured["lines"]["sendrecv float32 gloo"]
     assert (line["alpha"], line["beta"]) == (pytest.approx(1e-4), pytest.approx(1e-9))
     shown = report.rows()
-    assert "gloo: 100.0 us + bytes / 1 GB/s" in shown["sendrecv float32"]
-    assert "a ring of links as gloo has them: 4,200.0 us for the last size" in shown["all_reduce float32"]
-    assert "all_reduce float32, 4,000,000 bytes, gloo: MB by rank 4.00, 4.00; the least is 4.00" in shown["bytes sent"]
+    assert "gloo: 100.0 us + bytes / 1 GB/s\n" in shown["sendrecv float32"] + "\n"
+    assert "4,200.0 us for the last size by the line of its links" in shown["all_reduce float32"]
+    assert shown["links"] == "ranks 0 - 1: 20.0 us + nothing a byte"
+    assert shown["bytes sent"].splitlines()[-2:] == [
+        f"all_reduce float32, 4,000,000 bytes, {side}: MB {counted} by each rank; computed 4.00 by each rank"
+        for side, counted in (("gloo", "through the interface 4.00"), ("isend ring", "sent 6.00"))
+    ]
 
 
 def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
     points = list_points(["all_reduce"], ["float32"], [4, 8], 2)
-    table = torch.zeros(1, 2, 1, 2, 2, dtype=torch.float64)
+    table = torch.zeros(1, 2, 1, 2, 3, dtype=torch.float64)
     table[0, 0, 0, :, 0] = 1e-3
-    report = CollectiveReport(points, ["gloo"], table, "gloo")
+    report = CollectiveReport(points, {"gloo": OTHER}, table)
     assert report.fit_lines() == {} and len(report.cells) == 1
     assert report.rows()["bytes sent"] == "not known"
 
@@ -118,29 +135,36 @@ def test_a_side_that_is_wrong_ends_the_measurement(monkeypatch: pytest.MonkeyPat
     (point,), vectors = list_points(["all_reduce"], ["int64"], [64], 1), Vectors(0, world, world.device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        sides = {"right": {"all_reduce": lambda x, out: x}, "other": {"broadcast": lambda x, out: x}}
+        sides = {"right": Side({"all_reduce": lambda x, out: x}), "other": Side({"broadcast": print})}
         assert list(script.measure_sides(sides, 1, point, vectors, world)) == ["right"]
         with pytest.raises(RuntimeError, match="wrong is wrong: all_reduce of 8 int64 gives rank 0 "):
-            script.measure_sides({"wrong": {"all_reduce": lambda x, out: x.add_(1)}}, 0, point, vectors, world)
+            script.measure_sides({"wrong": Side({"all_reduce": lambda x, out: x.add_(1)})}, 0, point, vectors, world)
     finally:
         dist.destroy_process_group()
 
 
 def test_three_ranks_add_up_exactly_in_every_type_also_where_a_vector_is_shorter_than_the_ring(tmp_path: Path) -> None:
-    types = "dtypes=[float32,bfloat16,int64]"
-    words = ("processes_per_node=3", f"ops=[{','.join(OPS)}]", types, "sizes=[8,1K]", "rounds=1", "plot=false")
-    done = run("collectives", *words, "launch.threads=1", "log.progress=none", runs=tmp_path)
+    types = "dtypes=[bfloat16,int64]"
+    words = ("processes_per_node=3", f"ops=[{','.join(OPS)}]", types, "sizes=[16]", "rounds=1", "plot=false")
+    built_in = ("algorithms=[halving_doubling,star]", "transports=[memory]")
+    done = run("collectives", *words, *built_in, "launch.threads=1", "log.progress=none", runs=tmp_path)
     assert done.status == 0, done.err
-    assert done.result["exact_results"] == 2 * 3 * (5 + 3)
     sides = {(point["op"], point["side"]) for point in done.result["points"]}
-    assert sides == {(op, "gloo") for op in OPS} | {(op, "isend ring") for op in OPS[2:]}
+    assert sides == {(op, side) for op in OPS for side in ("gloo", "halving_doubling, memory")} | {
+        *((op, "isend ring") for op in OPS[2:]),
+        ("all_reduce", "star, memory"),
+    }
+    assert done.result["exact_results"] == 2 * len(sides)
+    assert "halving_doubling needs a power of two ranks, not 3: the ring is taken instead" in done.out
+    sent = {p["side"]: p["bytes_sent"] for p in done.result["points"] if p["op"] == "all_reduce"}
+    assert sent["star, memory"] == [32, 16, 16], "int64, the last type"
     assert "hold nothing" not in done.out and "bytes sent" in done.out
 
 
 def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run("collectives", "sizes=[4,64K]", "rounds=2", "launch.threads=1", runs=tmp_path / "runs")
+    done = run("collectives", "sizes=[4,64K]", "rounds=2", "algorithms=[]", "launch.threads=1", runs=tmp_path / "runs")
     assert done.status == 0, done.err
     assert sorted(path.name for path in done.folder.path.glob("*.png")) == [
         "all_reduce_float32.png",
@@ -162,14 +186,14 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(
 
 def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     saving = ("checkpoint.every_steps=7", "checkpoint.every_seconds=0", "checkpoint.keep=9")
-    words = (*saving, "launch.threads=1", "log.progress=none")
+    words = (*saving, "algorithms=[]", "launch.threads=1", "log.progress=none")
     whole = run("collectives", *COLLECTIVES.smallest, *words, runs=tmp_path / "whole").folder
     folder = cut_off(whole, 21, tmp_path)  # within a round
     before = folder.metrics()[:21]
     for wrong, part in (
         ("sizes=[4,2K]", "sizes cannot change when a run goes on"),
-        ("processes_per_node=3", "has shape (10, 4, 2, 2, 2), here (10, 4, 2, 3, 2)"),
-        ("rounds=11", "has shape (10, 4, 2, 2, 2), here (11, 4, 2, 2, 2)"),
+        ("processes_per_node=3", "has shape (10, 4, 2, 2, 3), here (10, 4, 2, 3, 3)"),
+        ("rounds=11", "has shape (10, 4, 2, 2, 3), here (11, 4, 2, 2, 3)"),
     ):
         copy = Folder(shutil.copytree(folder.path, tmp_path / wrong / folder.path.name))
         done = resume(COLLECTIVES, copy, wrong)
@@ -200,6 +224,9 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
         ("ops=[allreduce]", ["ops=[allreduce]: use some of sendrecv, broadcast, all_reduce"]),
         ("ops=[all_reduce,all_reduce]", ["ops=[all_reduce]", "each once"]),
         ("ops=[]", ["ops=[]: use some of"]),
+        ("algorithms=[rign]", ["algorithms=[rign]: use some of ring, halving_doubling, tree"]),
+        ("transports=[tls]", ["transports=[tls] encrypts", "add launch.backend=builtin launch.tls=true"]),
+        ("transports=[]", ["transports=[]: use some of network, memory"]),
         ("rounds=0", ["rounds=0: out of range"]),
         ("processes_per_node=1", ["one rank has nobody to send to; use processes_per_node=2"]),
     ],

@@ -13,6 +13,7 @@ from slurm.launch.tour import SMALLEST
 
 MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as a larger model has them
 FEW_STEPS = ("steps=4", "batch=6", "checkpoint.every_steps=2", "data.test_limit=20", "eval_batch=4")
+ONE_SIDE = ("algorithms=[ring]", "transports=[memory]")  # of the built-in backend
 SCORES = ("test_accuracy", "test_loss", "test_samples", "samples_per_second")
 
 
@@ -153,10 +154,10 @@ EXPERIMENTS = [
     ),
     Entry(
         name="collectives",
-        smallest=SMALLEST["collectives"],
+        smallest=(*SMALLEST["collectives"], *ONE_SIDE),
         processes=2,
         produces=("points", "lines", "exact_results"),
-        spread=lambda count: (*SMALLEST["collectives"], f"processes_per_node={count}", "rounds=2000"),
+        spread=lambda count: (*SMALLEST["collectives"], *ONE_SIDE, f"processes_per_node={count}", "rounds=2000"),
     ),
 ]
 
