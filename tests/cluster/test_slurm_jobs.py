@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import run
-from tests.harness.registry import EXPERIMENTS, Entry
-from tests.harness.site import Site, until
+from tests.harness.processes import run, values_of
+from tests.harness.registry import BY_NAME, EXPERIMENTS, Entry
+from tests.harness.site import FIRST, Site, until, up
 
 pytestmark = pytest.mark.timeout(300)
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
@@ -60,6 +61,26 @@ def test_replicas_go_across_the_hosts_and_stages_do_not(site: Site, tmp_path: Pa
     local = run("resnet_modelparallel", "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path)
     assert local.status == 0, local.err
     assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
+
+
+@pytest.fixture
+def four(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
+    """A cluster of four hosts, and a checkout on it."""
+    with up(Site(tmp_path_factory.mktemp("four"), cache, FIRST), "--nodes=4") as found:
+        yield found
+
+
+def test_servers_and_collectives_go_across_four_hosts(four: Site) -> None:
+    """Each host has a worker, and the first a server, too; the bytes on each link are known."""
+    for name in ("param_server", "collectives"):
+        entry = BY_NAME[name]
+        done = four.submit(name, name, *entry.smallest, "steps=12", options=("--nodes=4", "--follow=1"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        world = json.loads((four.run_of(name).path / "meta.json").read_text())["world"]
+        assert world["hosts"] == [f"node{number}" for number in range(1, 5)] and LAST[entry.trains] in done.stdout
+    assert values_of(four.run_of("param_server"))["pushes"] == [4 * 12]
+    sent = [point["bytes_sent"] for point in values_of(four.run_of("collectives"))["points"]]
+    assert all(min(each) > 0 for each in sent)
 
 
 def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:

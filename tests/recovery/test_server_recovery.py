@@ -1,0 +1,35 @@
+"""A server that is killed ends its run, which goes on from a checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from common.checkpoint.storage import list_resumable_checkpoints
+from tests.harness.long_runs import ENDLESS, only_folder, ranks_of, train_long
+from tests.harness.processes import PATIENCE, processes_of, run, wait_until
+from tests.harness.registry import BY_NAME
+from tests.harness.resuming import ALONE, differences, resume, trained_steps
+
+SERVED = BY_NAME["param_server"]
+
+
+def test_a_dead_server_is_named_and_goes_on_from_its_checkpoint(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """The second of two servers, which has a shard of the parameters and of the optimizer's state."""
+    words = (*quick, *SERVED.spread(2), ALONE, *ENDLESS, "checkpoint.every_steps=3", "optim.decay=constant")
+    with train_long(SERVED.name, *words, "launch.step_timeout=600", runs=tmp_path / "killed") as process:
+        wait_until(lambda: list_resumable_checkpoints(only_folder(tmp_path / "killed")), "a checkpoint")
+        os.kill(ranks_of(process)[1], signal.SIGKILL)
+        _, err = process.communicate(PATIENCE)
+        assert process.returncode == 128 + signal.SIGKILL
+        assert "error: rank 1 (pid" in err and "killed by SIGKILL" in err and "Traceback" not in err, err
+    assert not processes_of(str(tmp_path))
+    folder = only_folder(tmp_path / "killed")
+    steps = max(trained_steps(folder)) + 5
+    done = resume(SERVED, folder, f"steps={steps}")
+    assert done.returncode == 0 and "goes on after step" in done.stdout, done.stderr
+    whole = run(SERVED.name, *words, f"steps={steps}", runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    assert trained_steps(folder) == list(range(1, steps + 1))
+    assert differences(folder, whole.folder) == []
