@@ -15,12 +15,17 @@ SIDES = ("gloo", "isend ring", "ring, network", "ring, memory", "star, memory")
 RATIO = "gloo / isend ring"
 SETTINGS = ("processes_per_node=2", "launch.threads=1", "plot=false")
 SIZES = ("sizes=[4,64K,1M,4M,25M]", "rounds=20")
+ENCRYPTING = (
+    *("launch.backend=builtin", "launch.tls=true", "launch.transport=network"),
+    *("ops=[all_reduce]", "algorithms=[ring]", "transports=[network,tls]"),
+)
 GOALS = {
     "ring, network": {64 << 10: 0.85, 1 << 20: 0.85, 4 << 20: 1.2, 25 << 20: 1.2},
     "ring, memory": {4 << 20: 1.8, 25 << 20: 1.8},
 }
 FEW = 4  # bytes
 SLOWER = 1.3  # times gloo's time that few bytes may take
+ENCRYPTED = {4 << 20: 2.3, 25 << 20: 2.3}  # times the seconds in the clear that encrypting may take
 
 
 def name_point(op: str, size: int) -> str:
@@ -33,10 +38,9 @@ def measure_sizes(scratch: Path, *words: str) -> Task:
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, RUN, NAME, *SETTINGS, f"seed={number}", *words)
         result = parse_result(folder.result)
-        found: dict[str, float] = {}
-        for one in result.measured["points"]:
-            point = name_point(one["op"], one["bytes"])
-            found[f"{point}: {one['side']}"] = one["seconds"]
+        points = [(name_point(one["op"], one["bytes"]), one) for one in result.measured["points"]]
+        found = {f"{point}: {one['side']}": float(one["seconds"]) for point, one in points}
+        for point, one in points:
             found[f"gloo / {one['side']}, {point}"] = found[f"{point}: {SIDES[0]}"] / one["seconds"]
         for name, line in result.measured["lines"].items():
             found |= {f"{name}: {part}": value for part, value in line.items()}
@@ -71,6 +75,16 @@ def gain_table(taken: Samples) -> Table:
     return Table(("measured", "value"), rows)
 
 
+def tls_table(taken: Samples) -> Table:
+    """What encrypting costs on the loopback interface."""
+    rows = []
+    for size, bound in ENCRYPTED.items():
+        point = name_point("all_reduce", size)
+        slower = taken.ratio_of(RUN, f"{point}: ring, tls", f"{point}: ring, network")
+        rows.append(at_most(f"ring, tls / ring, network, {point}", slower, bound))
+    return Table(("measured", "value"), rows)
+
+
 PARTS = [
     Part(
         f"{NAME}/sizes",
@@ -84,6 +98,13 @@ PARTS = [
         "the built-in ring against gloo",
         lambda scratch: [measure_sizes(scratch, "ops=[all_reduce]", "algorithms=[ring]", *SIZES)],
         gain_table,
+        facts={"threads": "1 in each of 2 processes"},
+    ),
+    Part(
+        f"{NAME}/tls",
+        "the built-in ring through encrypted sockets against plain ones",
+        lambda scratch: [measure_sizes(scratch, *ENCRYPTING, *SIZES)],
+        tls_table,
         facts={"threads": "1 in each of 2 processes"},
     ),
 ]

@@ -80,8 +80,13 @@ def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: 
 def test_times_of_collectives_become_tables_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "SIZES", ("sizes=[4,1K]", "rounds=2"))
     monkeypatch.setattr(collectives, "GOALS", {"ring, memory": {1024: 1.8}})
-    sizes, gains = collectives.PARTS
-    by_size, compared = (interleave(part.sides(tmp_path), Pace(1, 0, 60), lambda _: None) for part in (sizes, gains))
+    monkeypatch.setattr(collectives, "ENCRYPTED", {1024: 2.3})
+    sizes, gains, tls = collectives.PARTS
+    by_size, compared, encrypted = (
+        interleave(part.sides(tmp_path), Pace(1, 0, 60), lambda _: None) for part in collectives.PARTS
+    )
+    (row,) = tls.table(encrypted).rows
+    assert (row.what, row.bound) == ("ring, tls / ring, network, all_reduce, 1,024 bytes", 2.3)
     rows = {row.what: row.cells for row in sizes.table(by_size).rows}
     assert list(rows) == [f"{op}, {size} bytes" for op in ("sendrecv", "all_reduce") for size in ("4", "1,024")]
     assert all(isinstance(cell, Number) for cell in rows["all_reduce, 4 bytes"])

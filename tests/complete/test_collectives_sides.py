@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from common.distributed import collectives, local_launcher
+from common.distributed.collectives import Call
+from common.distributed.rank_info import RankInfo
+from common.distributed.rendezvous import joined_world
 from configs.collectives import ALGORITHMS, TRANSPORTS
-from tests.harness.processes import run
+from configs.launch import Launch
+from tests.harness import warm
+from tests.harness.processes import environment, run
 
 
 def test_every_algorithm_through_every_transport_sends_what_its_moves_say(tmp_path: Path) -> None:
@@ -30,3 +39,42 @@ def test_every_algorithm_through_every_transport_sends_what_its_moves_say(tmp_pa
     assert points["gloo", "float32"]["bytes_sent"] == [0.0] * 4
     assert "builtin: MB sent 0.20 by each rank" in done.out, "the ring for the many bytes of bfloat16 as it travels"
     assert list(done.result["links"]) == ["0 - 1", "1 - 2", "2 - 3", "3 - 0"]
+
+
+def look_at_streams(place: RankInfo, folder: Path) -> None:
+    """What carries the messages of each transport, and of a group that is made after them."""
+    launch = Launch(backend="builtin", tls=True, transport="network")
+    found: dict[str, dist.ProcessGroup] = {}
+    with joined_world(place, launch, folder / "private") as world:
+        for transport in reversed(TRANSPORTS):
+
+            def keep(group: dist.ProcessGroup, transport: str = transport) -> dict[str, Call]:
+                found[transport] = group
+                return {}
+
+            collectives.open_builtin_sides(world, launch, transport, ["ring"], keep)
+        found["later"] = collectives.open_group(world, "builtin")
+        told = []
+        for name, group in found.items():
+            (link,) = collectives.get_communicator(group).outgoing.values()
+            stream: Any = link.stream
+            told.append(f"{name} {type(stream).__name__} {type(stream.socket).__name__}")
+        if world.is_main:
+            (folder / "told").write_text("\n".join(told))
+
+
+def test_messages_go_through_what_the_transport_says(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tests.complete.test_collectives_sides", str(tmp_path)]
+    done = warm.execute(argv, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "told").read_text().splitlines() == [
+        "tls SocketStream SSLSocket",
+        "memory MemoryStream socket",
+        "network SocketStream socket",
+        "later SocketStream SSLSocket",
+    ]
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1])
+    sys.exit(local_launcher.run_ranks(lambda place: look_at_streams(place, given), 2, 1, lambda: None))
