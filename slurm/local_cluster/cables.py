@@ -32,6 +32,11 @@ class Shape(NamedTuple):
     delay: float = 0.0
     """Seconds that each packet is held back."""
 
+    @property
+    def bucket(self) -> int:
+        """Bytes that pass at once after a pause."""
+        return max(SMALLEST_BUCKET, int(self.rate / 8 * BUCKET))
+
     def describe(self) -> str:
         """Return the rate and the delay as people write them; `-` where there is none."""
         rate = format_unit(self.rate, RATES) if self.rate else ""
@@ -90,8 +95,7 @@ def list_tc_commands(device: str, shape: Shape) -> list[list[str]]:
         commands.append([*parent, "netem", "delay", f"{shape.delay * 1e6:.0f}us", "limit", PACKETS])
         parent = ["parent", "1:1", "handle", "10:"]
     if shape.rate:
-        burst = max(SMALLEST_BUCKET, int(shape.rate / 8 * BUCKET))
-        rate = ["rate", f"{shape.rate:.0f}bit", "burst", f"{burst}b", "latency", QUEUE]
+        rate = ["rate", f"{shape.rate:.0f}bit", "burst", f"{shape.bucket}b", "latency", QUEUE]
         commands.append([*parent, "tbf", *rate])
     return [["tc", "qdisc", "replace", "dev", device, *command] for command in commands]
 

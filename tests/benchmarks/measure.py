@@ -49,7 +49,8 @@ class Team:
 class Task:
     """A side that this process runs itself.
 
-    `run(number)` gets the number of the round and returns what was measured, by name; `seconds` is what ratios use.
+    `run(number)` gets the number of the round and returns what was measured, by name; `seconds` is what ratios use, and
+    `others` counts instead of what is found out about other programs.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Samples:
         wall, own = now.time - before.time, now.own - before.own
         others = max(0.0, now.machine - before.machine - own - SLACK) / (wall * (os.cpu_count() or 1))
         table = self.values.setdefault(side, {})
-        for name, value in {**found, "cores": round(own / wall, 3), "others": round(others, 3)}.items():
+        for name, value in {"cores": round(own / wall, 3), "others": round(others, 3), **found}.items():
             if self.counted:
                 table.setdefault(name, []).append(float(f"{value:.7g}"))
 

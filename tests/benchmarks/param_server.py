@@ -1,12 +1,20 @@
-"""What asynchrony gains and loses: four workers with the small ConvNet on one host, and DDP beside them."""
+"""What asynchrony gains and loses: four workers on one host, or on four of which one has a slow cable, beside DDP."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import Literal
 
-from tests.benchmarks.measure import Samples, Task
+from common.distributed.parameter_server.server import Policy
+from slurm.local_cluster.cables import Shape, parse_shape
+from tests.benchmarks import hosts
+from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, run_of
-from tests.benchmarks.records import Row, Table
+from tests.benchmarks.records import Cell, Row, Table
+from tests.benchmarks.server_bound import compute_bound
 
 NAME = "param_server"
 BRIEF = ("processes_per_node=4", "launch.threads=1", "steps=300", "data.test_limit=0")
@@ -18,6 +26,17 @@ MODES = {
     "async, damped": ("mode=async", "damp=true"),
     **{f"bounded, {bound}": ("mode=bounded", f"staleness={bound}") for bound in (0, 1, 3, 9)},
 }
+RATE, FREE, DDP = "100mbit", "async, no slow cable", "DDP"
+ON_HOSTS = ("model=mlp", "launch.threads=1", "steps=200", "data.test_limit=0")
+BATCH = 64
+POLICIES: dict[str, tuple[Literal["sync", "async", "bounded"], int]] = {
+    "sync": ("sync", 0),
+    "async": ("async", 0),
+    **{f"bounded, {bound}": ("bounded", bound) for bound in (0, 2, 8)},
+}
+
+
+# ---- one host
 
 
 def sides(scratch: Path) -> list[Task]:
@@ -34,6 +53,52 @@ def table(taken: Samples) -> Table:
     return Table(("mode", "ms a step", "test accuracy, %", "mean staleness"), rows)
 
 
+# ---- four hosts, of which one has a slow cable
+
+
+def sides_on_hosts(scratch: Path) -> list[Task]:
+    words, slow = (*ON_HOSTS, f"batch={BATCH}"), parse_shape(RATE, "")
+    keep = (*KEEP, "pushes", "bytes_received")
+
+    def serve(side: str, mode: str, staleness: int, cable: Shape) -> Task:
+        more = (f"mode={mode}", f"staleness={staleness}", "plot=false")
+        return hosts.run_on_hosts(scratch, side, NAME, *words, *more, last=cable, keep=keep)
+
+    ddp = hosts.run_on_hosts(scratch, DDP, "ddp_multinode", *words, last=slow, keep=("test_accuracy",))
+    ours = [serve(side, *policy, slow) for side, policy in POLICIES.items()]
+    return [serve(FREE, "async", 0, Shape()), ddp, *ours]
+
+
+def compute_bounds(taken: Samples, side: str) -> list[float]:
+    """Samples/s at most, round by round."""
+    mode, staleness = POLICIES[side]
+    policy, shard = Policy(mode, staleness, hosts.HOSTS), BATCH / hosts.HOSTS
+    size = taken.kept(side, "bytes_received_0")[0] / taken.kept(side, "pushes_0")[0]
+    cable = parse_shape(RATE, "")
+    carrying = 2 * 8 * max(0, size - cable.bucket) / cable.rate  # there and back
+    processors = len(os.sched_getaffinity(0))
+    free = taken.kept(FREE, "samples_per_second")
+    return [shard * compute_bound(policy, each / shard, carrying, processors) for each in free]
+
+
+def summarise(values: Sequence[float]) -> Number:
+    return Number(median(values), min(values), max(values))
+
+
+def table_on_hosts(taken: Samples) -> Table:
+    rows = []
+    for side in taken.values:
+        rates, cells = taken.kept(side, "samples_per_second"), list[Cell](["", ""])
+        if side in POLICIES:
+            bounds = compute_bounds(taken, side)
+            cells = [summarise([a / b for a, b in zip(rates, bounds, strict=True)]), summarise(bounds)]
+        stale = "" if side == DDP else taken.number(side, "staleness_mean")
+        cells = [cells[0], summarise(rates), cells[1], taken.number(side, "test_accuracy", factor=100), stale]
+        rows.append(Row(side, cells, 0.8 if side in POLICIES else None))
+    columns = ("mode", "samples/s / bound", "samples/s", "bound", "test accuracy, %", "mean staleness")
+    return Table(columns, rows)
+
+
 PARTS = [
     Part(
         f"{NAME}/modes",
@@ -41,5 +106,13 @@ PARTS = [
         sides,
         table,
         facts={"threads": "1 in each of 4 processes", "batch": 64},
-    )
+    ),
+    Part(
+        f"{NAME}/slow_cable",
+        f"four workers on four hosts, the cable of one of them at {RATE}",
+        sides_on_hosts,
+        table_on_hosts,
+        facts={"threads": "1 in each of 4 processes", "batch": BATCH, "cable": RATE, "other programs": "not known"},
+        missing=lambda: hosts.find_obstacle(parse_shape(RATE, "")),
+    ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -72,13 +73,21 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
     return Task(label, run)
 
 
-def finish(scratch: Path, label: str, experiment: str, *settings: str) -> Folder:
-    """The folder of a run that was started by its command and has ended. Raises RuntimeError if it failed."""
+def finish(
+    scratch: Path, label: str, experiment: str, *settings: str, nodes: int = 0, env: Mapping[str, str] | None = None
+) -> Folder:
+    """The folder of a run that was started by its command and has ended. Raises RuntimeError if it failed.
+
+    With `nodes` it is submitted to the cluster that `env` leads to.
+    """
     runs = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-    command = [sys.executable, f"experiments/{experiment}.py", *QUIET, *BRIEF, *settings, f"runs={runs}"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=RUN_SECONDS, check=False
-    )
+    words = [*QUIET, *BRIEF, *settings, f"runs={runs}"]
+    command = [sys.executable, f"experiments/{experiment}.py", *words]
+    if nodes:
+        options = [f"--nodes={nodes}", "--follow=1", f"--args={shlex.join(words)}"]
+        command = [sys.executable, "-m", "slurm", "exp", *options, "--", experiment]
+    env = dict(env or environment())
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
     if done.returncode:
         raise RuntimeError(f"{label}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
     (path,) = (path for path in runs.iterdir() if path.is_dir())

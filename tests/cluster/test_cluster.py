@@ -16,6 +16,8 @@ import pytest
 
 from common.core.processes import Process
 from slurm.local_cluster import cluster
+from slurm.local_cluster.cables import Shape
+from tests.benchmarks import hosts
 from tests.harness.site import folder, until
 from tests.harness.warm import ROOT
 
@@ -204,6 +206,14 @@ def test_cables_carry_the_rate_that_was_asked_for() -> None:
                 assert "5ms" in tool.out("status", "--name", "far")
         finally:
             tool("down", "--name", "far")
+
+
+def test_a_benchmark_slows_both_ends_of_one_hosts_cable() -> None:
+    with folder() as base, hosts.local_cluster(base, Shape(rate=10e6)):
+        tool = Tool(base)
+        assert [line.split()[3] for line in tool.out("status").splitlines()[2:]] == ["-", "-", "-", "10mbit"]
+        assert "rate 10Mbit" in tool.out("node", "4", "tc", "qdisc", "show", "dev", "eth0")
+        assert "tbf" not in tool.out("node", "3", "tc", "qdisc", "show", "dev", "eth0")
 
 
 NAMES = """

@@ -87,7 +87,8 @@ class Policy:
 class Server:
     """Server of one shard. A worker calls `pull` and `push` in turn; workers may call them at the same time.
 
-    Both wait as long as the policy demands, and raise TimeoutError after `timeout` seconds, RuntimeError after `fail`.
+    Pulls are answered in the order in which they come, so that none waits for ever. Both wait as long as the policy
+    demands, and raise TimeoutError after `timeout` seconds, RuntimeError after `fail`.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Server:
         """
         self.shard, self.policy, self.timeout, self.damp, self.record = shard, policy, timeout, damp, record
         self.changed = threading.Condition()
+        self.asking: deque[int] = deque()
         self.pulled: dict[int, int] = {}
         self.tickets: dict[int, tuple[int, float]] = {}
         self.held: dict[int, Tensor] = {}
@@ -116,7 +118,12 @@ class Server:
     def pull(self, worker: int, ticket: int, rate: float) -> Tensor:
         """Return the shard's values [n] for the work of a ticket, whose push is to be applied at a learning rate."""
         with self.changed:
-            self._wait(lambda: self.policy.admits_pull(self.pulled.values(), self.shard.version))
+            self.asking.append(worker)
+            self._wait(
+                lambda: self.asking[0] == worker and self.policy.admits_pull(self.pulled.values(), self.shard.version)
+            )
+            self.asking.popleft()
+            self.changed.notify_all()
             self.pulled[worker], self.tickets[worker] = self.shard.version, (ticket, rate)
             self.pulls += 1
             self._record_event({"pull": ticket})

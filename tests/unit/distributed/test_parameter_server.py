@@ -16,6 +16,7 @@ from common.distributed.parameter_server.report import Served, ServerReport
 from common.distributed.parameter_server.server import Policy, Server, Shard, replay, split_vector
 from common.training.optimizers import SGD
 from configs.param_server import Config
+from tests.benchmarks.server_bound import compute_bound, play_turns
 from tests.harness.chance import open_stream
 from tests.harness.processes import wait_until
 
@@ -124,6 +125,27 @@ def test_waiting_ends_when_a_worker_is_lost_or_takes_too_long() -> None:
         server.push(0, torch.ones(2))
 
 
+def test_pulls_that_wait_are_answered_in_the_order_in_which_they_came() -> None:
+    """Whoever is quickest to ask again, such as the worker on the server's own rank, comes last."""
+    for _ in range(20):
+        server = serve(Policy("bounded", 0, 3))
+        server.pull(0, 0, 1.0)
+        threads = [threading.Thread(target=take_turn, args=(server, worker)) for worker in (2, 1)]
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda server=server, number=number: len(server.asking) > number, "it asks", pause=0.001)  # type: ignore[misc]
+        server.push(0, torch.ones(2))
+        server.pull(0, 3, 1.0)
+        for thread in threads:
+            thread.join()
+        assert [event["pull"] for event in server.events if "pull" in event] == [0, 2, 1, 3]
+
+
+def take_turn(server: Server, worker: int) -> None:
+    server.pull(worker, worker, 1.0)
+    server.push(worker, torch.ones(2))
+
+
 def test_a_log_is_replayed_with_the_versions_that_were_pulled_and_a_gap_is_noticed() -> None:
     first: list[dict[str, Any]] = [{"pull": 0}, {"pull": 1}, {"push": [1], "rate": 1.0}, {"push": [0], "rate": 0.5}]
     second: list[dict[str, Any]] = [{"pull": 0}, {"push": [0], "rate": 0.5}, {"pull": 1}, {"push": [1], "rate": 1.0}]
@@ -149,3 +171,33 @@ def test_the_report_counts_the_pushes_of_all_servers() -> None:
     assert rows["mode"] == "bounded with staleness of at most 5, 3 workers, 2 servers"
     assert rows["staleness"] == "mean 1.88, most 5  (0: 12%  1: 62%  5: 25%)"
     assert report.result().measured["staleness_counts"] == {"0": 1, "1": 5, "5": 2}
+
+
+# ---- how many pushes that are at most
+
+
+@pytest.mark.parametrize("turns", [(1.0, 1.0, 1.0, 10.0), (3.0, 1.0), (0.5, 0.7, 2.0), (2.0,)])
+def test_turns_that_are_played_in_theory_take_what_the_formulas_say(turns: tuple[float, ...]) -> None:
+    workers, alone = len(turns), sum(1 / turn for turn in turns)
+    for policy, rate in (
+        (Policy("sync", 0, workers), workers / max(turns)),
+        (Policy("async", 0, workers), alone),
+        (Policy("bounded", 0, workers), workers / sum(turns)),
+        (Policy("bounded", 1000, workers), alone),
+    ):
+        assert play_turns(policy, turns) == pytest.approx(rate, rel=0.02)
+
+
+@pytest.mark.parametrize(("staleness", "pushes"), [(3, 7), (5, 9), (8, 12), (12, 16)])
+def test_between_two_pushes_of_a_slow_worker_its_bound_and_what_waits_for_it_are_applied(
+    staleness: int, pushes: int
+) -> None:
+    assert play_turns(Policy("bounded", staleness, 4), (0.1, 0.1, 0.1, 10)) == pytest.approx(pushes / 10, rel=0.02)
+
+
+def test_no_mode_makes_more_pushes_than_without_a_slow_cable() -> None:
+    assert compute_bound(Policy("async", 0, 4), free=100, carrying=0.1, processors=4) == pytest.approx(
+        75 + 1 / 0.14, rel=0.02
+    )
+    assert compute_bound(Policy("async", 0, 4), free=100, carrying=0.1, processors=2) == 100
+    assert compute_bound(Policy("sync", 0, 4), free=100, carrying=0.18, processors=2) == pytest.approx(20)

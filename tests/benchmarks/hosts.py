@@ -1,0 +1,99 @@
+"""Runs on the hosts of a local cluster, the last of which may have a slow cable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from common.core.config import ROOT
+from common.core.errors import UserError
+from common.core.processes import Process
+from common.runs.result import parse_result
+from slurm.local_cluster import cables, daemons, namespaces, slurm_conf
+from slurm.local_cluster.cables import Shape
+from slurm.local_cluster.cluster import Cluster, find_cluster_folder
+from slurm.local_cluster.slurm_conf import Plan
+from tests.benchmarks.measure import Task
+from tests.benchmarks.parts import environment, finish, flatten
+
+HOSTS = 4
+WARM_UP = 10  # steps
+
+
+def find_obstacle(shape: Shape) -> str:
+    """Why this machine can have no such cluster; empty where it can."""
+    os.environ["PATH"] = slurm_conf.make_search_path()  # tc is an administrators' program
+    try:
+        slurm_conf.check_programs(slurm_conf.choose_auth(), database=False)
+        cables.check_shaping_support(shape)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def local_cluster(folder: Path, last: Shape) -> Iterator[Mapping[str, str]]:
+    """A cluster of one's own, with the cable of its last host in that shape; the environment of what uses it."""
+    env = {key: value for key, value in environment().items() if key != "GLOO_SOCKET_IFNAME"}
+    env |= {"CLUSTER_DIR": str(folder)}
+
+    def call(*words: str) -> None:
+        command = [sys.executable, "-m", "slurm", "cluster", *words]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stderr}")
+
+    call("up", f"--nodes={HOSTS}")
+    try:
+        state = find_cluster_folder("local", env)
+        process = Process.load(state / "holder")
+        if process is None:
+            raise RuntimeError("the cluster is gone")
+        if any(last):
+            shape_cable(Cluster(Plan.load(state), process), HOSTS, last)
+        yield env
+    finally:
+        call("down")
+
+
+def shape_cable(cluster: Cluster, number: int, shape: Shape) -> None:
+    """Shape both ends of a host's cable: that at the switch, and that in the host."""
+
+    def shape_ends() -> None:
+        os.environ["PATH"] = slurm_conf.make_search_path()
+        cables.shape_device(slurm_conf.format_host_name(number), shape)
+        host = daemons.require_host(cluster.plan, number)
+        status = namespaces.run_in_namespaces(host, lambda: cables.shape_device("eth0", shape))
+        if status:
+            sys.exit(status)  # it has said why
+
+    cluster.run_as_root(shape_ends)
+
+
+def run_on_hosts(
+    scratch: Path, label: str, experiment: str, *settings: str, last: Shape, keep: Sequence[str] = ()
+) -> Task:
+    """A run with a rank on each host of a cluster; `keep` as in `run_of`.
+
+    Its `samples_per_second` are by the clock of the whole training, the meetings of all ranks included. The cluster's
+    processes belong to nobody, so its turns do not tell how much of the machine other programs used.
+    """
+
+    def run(number: int) -> dict[str, float]:
+        with local_cluster(scratch, last) as env:
+            folder = finish(scratch, label, experiment, *settings, nodes=HOSTS, env=env)
+        result = parse_result(folder.result).flatten_values()
+        rows = [row for row in folder.metrics() if "test_loss" not in row]
+        seconds, samples = (rows[-1][name] - rows[WARM_UP][name] for name in ("time", "samples"))
+        found = {"seconds": seconds / (len(rows) - WARM_UP - 1), "samples_per_second": samples / seconds, "others": 0.0}
+        for name in keep:
+            found |= flatten(name, result[name])
+        shutil.rmtree(folder.path.parent)
+        return found
+
+    return Task(label, run)
