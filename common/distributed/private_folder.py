@@ -50,7 +50,7 @@ def open_identity(folder: Path, rank_info: RankInfo, seconds: float) -> Identity
         folder.parent.mkdir(parents=True, exist_ok=True)
         certificates.make_identity(folder, find_life())
     deadline = time.monotonic() + seconds
-    while folder not in folder.parent.iterdir():  # listing asks a network disk anew
+    while not is_listed(folder):
         if time.monotonic() > deadline:
             raise Unreachable(
                 f"rank {rank_info.rank} does not see {folder}, which rank 0 makes for launch.tls=true; see its log, "
@@ -58,6 +58,14 @@ def open_identity(folder: Path, rank_info: RankInfo, seconds: float) -> Identity
             )
         time.sleep(PAUSE)
     return certificates.load_identity(folder)
+
+
+def is_listed(folder: Path) -> bool:
+    """Return whether a folder is there. Listing the one above asks a network disk anew; rank 0 may make that, too."""
+    try:
+        return folder in folder.parent.iterdir()
+    except FileNotFoundError:
+        return False
 
 
 def find_life() -> float:

@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from common.core.processes import Process
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import namespaces
-from slurm.local_cluster.cluster import Cluster, find_cluster_folder
-from slurm.local_cluster.slurm_conf import Plan, make_search_path
+from slurm.local_cluster.cluster import Cluster
+from slurm.local_cluster.slurm_conf import make_search_path
 from tests.harness.processes import environment, processes_of
 from tests.harness.shared import locked
-from tests.harness.site import until
+from tests.harness.site import find_cluster, until
 from tests.harness.warm import ROOT
 
 STEPS, EVERY = 240, 20  # of a run; between two checkpoints
@@ -86,10 +85,7 @@ class Lab:
 
     @property
     def cluster(self) -> Cluster:
-        folder = find_cluster_folder("local", self.env)
-        process = Process.load(folder / "holder")
-        assert process, "the cluster is gone"
-        return Cluster(Plan.load(folder), process)
+        return find_cluster(self.env)
 
     def limit_cables(self, rate: str) -> None:
         """Let every cable at the switch carry so many bits a second to its host."""

@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.core.processes import Process
 from common.runs import provenance
 from common.runs.folder import Folder
+from slurm.local_cluster.cluster import Cluster, find_cluster_folder
+from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.processes import environment, processes_of, wait_until
 from tests.harness.warm import ROOT
 
@@ -118,6 +121,14 @@ def own_mounts(script: str) -> Iterator[tuple[str, ...]]:
         assert holder.stdin and holder.stdout and holder.stdout.readline() == "ready\n"
         yield "nsenter", f"--mount=/proc/{holder.pid}/ns/mnt", "--"
         holder.stdin.close()
+
+
+def find_cluster(environ: Mapping[str, str]) -> Cluster:
+    """The cluster that commands in such an environment find."""
+    folder = find_cluster_folder("local", environ)
+    process = Process.load(folder / "holder")
+    assert process, "the cluster is gone"
+    return Cluster(Plan.load(folder), process)
 
 
 def until(what: str, true: Callable[[], Any], seconds: float = 60, pause: float = 0.1) -> Any:
