@@ -28,6 +28,8 @@ class Config(Replicated):
     """Apply a push at the learning rate divided by its staleness (arXiv 1511.05950); with sync nothing is stale."""
     record: bool = False
     """At the end, write what each server has served, in its order, to served-<rank>.json in the attempt's folder."""
+    compare: bool = False
+    """After training, time the same steps with DDP on the same ranks, to compare the samples/s."""
     plot: bool = True
     """At the end, draw how often each staleness occurred."""
 

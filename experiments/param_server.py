@@ -2,7 +2,7 @@
 
     python experiments/param_server.py                                         two workers, the first also serves
     python experiments/param_server.py processes_per_node=4 servers=2 mode=async
-    python experiments/param_server.py processes_per_node=4 mode=bounded staleness=5
+    python experiments/param_server.py processes_per_node=4 mode=bounded staleness=5 compare=true
     make exp NAME=param_server NODES=4                                         on a cluster
 
 Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on the built-in
@@ -31,17 +31,20 @@ each other; where all ranks meet, all pushes are applied, and that is the state 
 
 from __future__ import annotations
 
-from common.api import Run, build_optimizer, networks, score_replicated, start
+from common.api import Facts, Run, build_optimizer, ddp, networks, score_replicated, start
 from common.checkpoint.served_state import ServedState
 from common.distributed.parameter_server.report import ServerReport, gather_served
 from common.distributed.parameter_server.server import Policy
 from common.distributed.parameter_server.worker import Worker
 from common.measure import plots
 from common.runs.folder import write_json
+from common.training.single_process_baseline import make_step_function, time_steps
 from configs.param_server import Config
 
 import torch
 import torch.nn.functional as F
+
+STEPS_OF_DDP = 20
 
 
 def report_servers(cfg: Config, run: Run, worker: Worker) -> ServerReport:
@@ -55,6 +58,14 @@ def report_servers(cfg: Config, run: Run, worker: Worker) -> ServerReport:
         heights = {str(age): (100 * share, 0.0) for age, share in report.compute_shares().items()}
         plots.draw_bars(run.folder.path / "staleness.png", heights, "% of the pushes, by staleness", title=cfg.mode)
     return report
+
+
+def time_ddp(cfg: Config, run: Run) -> Facts:
+    """Time steps of DDP with a new model and the same batches. All ranks call it after training."""
+    network = networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
+    step = make_step_function(run, ddp.wrap_ddp(network, run.device), network, run.shard)
+    rate = cfg.batch / time_steps(step, run.device, STEPS_OF_DDP)
+    return Facts({"with DDP": f"{rate:,.0f} samples/s"}, measured={"ddp_samples_per_second": rate})
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -89,7 +100,8 @@ def main(cfg: Config, run: Run) -> None:
             if losses:  # a slow worker may find that others have done all of a step
                 step.log(loss=torch.stack(losses).mean(), staleness=sum(staleness) / len(staleness))
     worker.close()
-    run.report(report_servers(cfg, run, worker))
+    compared = [time_ddp(cfg, run)] if cfg.compare else []
+    run.report(report_servers(cfg, run, worker), *compared)
 
 
 if __name__ == "__main__":

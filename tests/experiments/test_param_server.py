@@ -34,7 +34,8 @@ Logs = list[list[dict[str, Any]]]
 @pytest.fixture
 def recorded(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Done:
     """An asynchronous run with a record of what was served."""
-    words = (f"processes_per_node={WORKERS}", f"servers={SERVERS}", "mode=async", "model=mlp", "record=true")
+    spread = (f"processes_per_node={WORKERS}", f"servers={SERVERS}")
+    words = (*spread, "mode=async", "model=mlp", "record=true", "compare=true")
     return run_once(tmp_path_factory, "async", "param_server", *quick, *words)
 
 
@@ -124,3 +125,4 @@ def test_the_report_tells_pushes_bytes_and_staleness(recorded: Done) -> None:
     assert sum(result["staleness_counts"].values()) == sum(result["pushes"]) == SERVERS * WORKERS * STEPS
     assert "3 workers, 2 servers" in recorded.out and "90 gradients" in recorded.out
     assert (recorded.folder.path / "staleness.png").exists()
+    assert f"with DDP       {result['ddp_samples_per_second']:,.0f} samples/s" in recorded.out
