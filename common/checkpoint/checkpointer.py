@@ -165,7 +165,7 @@ class Checkpointer:
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
-            old = storage.rename_old_checkpoints(self.folder, self.settings.keep, self.best)
+            old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.best)
             if old:  # nobody waits while the disk frees their blocks
                 self.sweeper = threading.Thread(target=storage.delete_folders, args=(old,))
                 self.sweeper.start()

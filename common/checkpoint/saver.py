@@ -150,7 +150,7 @@ class Saver:
 
     def close(self) -> None:
         """End the watchdogs, and wait until old checkpoints are deleted."""
-        self.stop.close()
+        self.stop.cancel_watchdog()
         if self.silence is not None:
             self.silence.close()
         self.checkpointer.close()

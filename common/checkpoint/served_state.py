@@ -36,5 +36,5 @@ class ServedState(TrainState):
     def load(self, loaded: LoadedCheckpoint) -> None:
         """Load a checkpoint of any number of servers. Raises UserError if it is of another model."""
         super().load(loaded)
-        self.worker.load_own_shard(self.optimizer)
+        self.worker.load_server_from(self.optimizer)
         self.optimizer.state.clear()

@@ -88,8 +88,8 @@ class StopRequest:
         if self.number:  # received just now
             faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
 
-    def close(self) -> None:
-        """Cancel the dump of stacks."""
+    def cancel_watchdog(self) -> None:
+        """Cancel the dump of stacks, and the exit that was to follow it after `grace`."""
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -245,7 +245,7 @@ def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
     return checkpoint.path.rename(checkpoint.path.with_name(f".{checkpoint.name}.old"))
 
 
-def rename_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
+def retire_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
     """Rename old checkpoints to tombstones; return the folders to delete. Raises OSError.
 
     The newest `keep` complete ones of the run stay, at least 2, and what is newer than these; so does that of step

@@ -205,14 +205,14 @@ class Vectors:
         draw = torch.Generator().manual_seed(seed)
         self.periods = torch.randint(most + 1, (self.ranks, PERIOD), generator=draw).to(device)
 
-    def repeat(self, period: Tensor, point: Point, count: int) -> Tensor:
-        """Return `count` elements of the point's type: the numbers of the period, again and again."""
-        return period.to(getattr(torch, point.dtype)).repeat(-(-count // PERIOD))[:count]
+    def tile_period(self, period: Tensor, point: Point, length: int) -> Tensor:
+        """Return `length` elements of the point's type: the numbers of the period, again and again."""
+        return period.to(getattr(torch, point.dtype)).repeat(-(-length // PERIOD))[:length]
 
     def fill(self, point: Point) -> tuple[Tensor, Tensor]:
         """Return this rank's input, and an output that holds nothing right yet."""
         shard = point.length // self.ranks
-        x = self.repeat(self.periods[self.rank], point, shard if point.op == "all_gather" else point.length)
+        x = self.tile_period(self.periods[self.rank], point, shard if point.op == "all_gather" else point.length)
         length = {"reduce_scatter": shard, "broadcast": 0, "all_reduce": 0}.get(point.op, point.length)
         return x, torch.full((length,), -1, dtype=x.dtype, device=self.device)
 
@@ -221,12 +221,12 @@ class Vectors:
         shard = point.length // self.ranks
         match point.op:
             case "sendrecv":
-                return self.repeat(self.periods[self.rank - 1], point, point.length)
+                return self.tile_period(self.periods[self.rank - 1], point, point.length)
             case "broadcast":
-                return self.repeat(self.periods[0], point, point.length)
+                return self.tile_period(self.periods[0], point, point.length)
             case "all_gather":
-                return torch.cat([self.repeat(period, point, shard) for period in self.periods])
-        total = self.repeat(self.periods.sum(0), point, point.length)
+                return torch.cat([self.tile_period(period, point, shard) for period in self.periods])
+        total = self.tile_period(self.periods.sum(0), point, point.length)
         return total[shard * self.rank : shard * (self.rank + 1)] if point.op == "reduce_scatter" else total
 
     def check(self, point: Point, x: Tensor, out: Tensor, side: str) -> None:

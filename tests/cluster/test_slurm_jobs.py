@@ -79,7 +79,7 @@ def test_servers_and_collectives_go_across_four_hosts(four: Site) -> None:
         world = json.loads((four.run_of(name).path / "meta.json").read_text())["world"]
         assert world["hosts"] == [f"node{number}" for number in range(1, 5)] and LAST[entry.trains] in done.stdout
     assert values_of(four.run_of("param_server"))["pushes"] == [4 * 12]
-    sent = [point["bytes_sent"] for point in values_of(four.run_of("collectives"))["points"]]
+    sent = [point["interface_bytes"] for point in values_of(four.run_of("collectives"))["points"]]
     assert all(min(each) > 0 for each in sent)
 
 

@@ -42,7 +42,7 @@ def test_a_program_that_cannot_be_written_or_run_is_told(tmp_path: Path) -> None
 
 def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path: Path) -> None:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
-    words = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "optim.warmup=0")
+    words = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
     done = run("sparse_prune", *images, *words, "processes_per_node=2", "launch.threads=1", runs=tmp_path)
     assert done.status == 0, done.err
     result = done.result

@@ -104,7 +104,7 @@ EXPERIMENTS = [
         smallest=SMALLEST["resnet_modelparallel"],
         processes=2,
         produces=(*SCORES, "idle_share", "memory"),
-        spread=lambda count: ("width=8", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
+        spread=lambda count: ("width=4", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
         others=(
             ("width=8", "replicas=2", "split_size=6", "plot=false"),
             ("width=8", "devices=[cpu,cpu]", "split_size=8", "plot=false"),

@@ -85,7 +85,7 @@ def take_one(values: Sequence[T]) -> T:
     return values[0]
 
 
-def check_equal(one: Tensor, other: Tensor) -> None:
+def check_same_size_and_type(one: Tensor, other: Tensor) -> None:
     """Raise ValueError unless two tensors hold as many numbers of the same type."""
     check_dense(one)
     check_dense(other)

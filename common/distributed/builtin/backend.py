@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Backend
 from common.distributed.builtin.arguments import (
     check_blocks,
     check_dense,
-    check_equal,
+    check_same_size_and_type,
     cut_equally,
     cut_rows,
     read_op,
@@ -81,7 +81,7 @@ class BuiltinBackend(Backend):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Job | None:
         """Reduce a list of tensors, one for each rank."""
         output, blocks, op = take_one(outputs), self._check_blocks(take_one(inputs)), read_op(opts, outputs)
-        check_equal(output, blocks[self.rank()])
+        check_same_size_and_type(output, blocks[self.rank()])
         return self._run("reduce_scatter", lambda: self.communicator.reduce_scatter(output, blocks, op), outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, value: Tensor, opts: Any) -> Job | None:
@@ -110,7 +110,7 @@ class BuiltinBackend(Backend):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Job | None:
         """Collect a tensor of each rank in a list."""
         blocks, value = self._check_blocks(take_one(outputs)), take_one(inputs)
-        check_equal(blocks[self.rank()], value)
+        check_same_size_and_type(blocks[self.rank()], value)
         return self._run("all_gather", lambda: self.communicator.all_gather(blocks, value), outputs, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Job | None:
@@ -119,7 +119,7 @@ class BuiltinBackend(Backend):
             raise ValueError(f"there are {len(outputs)} lists, needs one for each of {self.size()} ranks")
         for blocks in outputs:
             for block, value in zip(blocks, inputs, strict=True):
-                check_equal(block, value)
+                check_same_size_and_type(block, value)
 
         def run() -> None:
             for *blocks, value in zip(*outputs, inputs, strict=True):
@@ -145,19 +145,19 @@ class BuiltinBackend(Backend):
         """Collect a tensor of each rank in a list on one rank."""
         value, root = take_one(inputs), opts.rootRank
         blocks = self._check_blocks(take_one(outputs)) if self.rank() == root else []
-        check_equal(value, blocks[root] if blocks else value)
+        check_same_size_and_type(value, blocks[root] if blocks else value)
         return self._run("gather", lambda: self.communicator.gather(blocks, value, root), outputs, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Job | None:
         """Give each rank a tensor of a list on one rank."""
         output, root = take_one(outputs), opts.rootRank
         blocks = self._check_blocks(take_one(inputs)) if self.rank() == root else []
-        check_equal(output, blocks[root] if blocks else output)
+        check_same_size_and_type(output, blocks[root] if blocks else output)
         return self._run("scatter", lambda: self.communicator.scatter(output, blocks, root), outputs, opts)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Job | None:
         """Give each rank a tensor of a list on every rank."""
-        check_equal(self._check_blocks(outputs)[self.rank()], self._check_blocks(inputs)[self.rank()])
+        check_same_size_and_type(self._check_blocks(outputs)[self.rank()], self._check_blocks(inputs)[self.rank()])
         return self._run("all_to_all", lambda: self.communicator.all_to_all(outputs, inputs), outputs, opts)
 
     def all_to_all_single(
@@ -193,7 +193,7 @@ class BuiltinBackend(Backend):
         self.attendants[source].add(expected)
         return Arriving(self.communicator.incoming[source], block, expected, self._explain)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Arriving:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> NoReturn:
         """Raise: a message is read from the connection with its sender."""
         raise NotImplementedError("builtin receives from a rank that is named: dist.recv(tensor, src=...)")
 

@@ -129,7 +129,7 @@ class Worker:
             for parameter, piece in zip(self.parameters, pieces, strict=False):
                 optimizer.state[parameter][key] = piece.view_as(parameter) if is_vector else piece.clone()
 
-    def load_own_shard(self, optimizer: Optimizer) -> None:
+    def load_server_from(self, optimizer: Optimizer) -> None:
         """Load this rank's server with its shard of the network's parameters and of an optimizer's state."""
         if self.server is None:
             return

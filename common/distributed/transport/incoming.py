@@ -81,7 +81,7 @@ class Incoming(Link):
                 return
         try:
             while not expected.is_here:
-                self._keep(*self.stream.read_header(patient))
+                self._read_message(*self.stream.read_header(patient))
         except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
             raise self._fail(error) from None
         self._release()
@@ -137,9 +137,9 @@ class Incoming(Link):
             if found == tag:
                 self._check_length(tag, size, length)
                 return
-            self._keep(found, size)
+            self._read_message(found, size)
 
-    def _keep(self, tag: int, size: int) -> None:
+    def _read_message(self, tag: int, size: int) -> None:
         """Read a message to where it is expected, or store it."""
         with self._lock:
             expected = self._take_expected(tag)

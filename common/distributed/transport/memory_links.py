@@ -61,7 +61,7 @@ class MemoryStream(SocketStream):
     def share_memory(self, name: int, size: int) -> mmap.mmap:
         """Allocate memory and hand it to the other side, which has it after the next message. Raises OSError."""
         descriptor = allocate_memory(size)
-        self._finish_steps(self._share_steps(name, size, descriptor))
+        self._finish_steps(self._share_in_steps(name, size, descriptor))
         return self.shared[name]
 
     def begin_message(self, tag: int, data: memoryview) -> Rest | None:
@@ -74,13 +74,13 @@ class MemoryStream(SocketStream):
             except OSError:
                 self._has_no_memory = True
                 return super().begin_message(tag, data)
-            steps = itertools.chain(self._share_steps(RING, SLOTS * PIECE, descriptor), steps)
+            steps = itertools.chain(self._share_in_steps(RING, SLOTS * PIECE, descriptor), steps)
         event = next(steps, None)
         return None if event is None else functools.partial(self._finish_steps, steps, event)
 
     # These write without blocking; wherever the socket is not ready they yield the event to wait for.
 
-    def _share_steps(self, name: int, size: int, descriptor: int) -> Iterator[int]:
+    def _share_in_steps(self, name: int, size: int, descriptor: int) -> Iterator[int]:
         try:
             self.shared[name] = mmap.mmap(descriptor, size)
             while not self._write_now(memoryview(HEADER.pack(name, size | SHARED))):

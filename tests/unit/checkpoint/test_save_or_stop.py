@@ -74,4 +74,4 @@ def test_no_stacks_are_written_once_the_watch_has_ended(tmp_path: Path) -> None:
         log.truncate(0)
         time.sleep(0.2)
         assert not (tmp_path / "log").read_text()
-        request.close()
+        request.cancel_watchdog()
