@@ -73,7 +73,15 @@ def write_folder_as_arrays(
     if broken and unreadable == "refuse":
         raise UserError(f"{summarize_files(broken)} cannot be read; mend or remove them, or set data.unreadable=skip")
     others = [f"{part}/{name}" for part, (_, _, names) in zip(("train", "val"), parts, strict=True) for name in names]
-    notes = [(files, why) for files, why in ((broken, "cannot be read"), (others, "no images by their names")) if files]
+    return record_left_out(beside, {"cannot be read": broken, "no images by their names": others})
+
+
+def record_left_out(beside: Path, reasons: dict[str, list[str]]) -> str:
+    """Return a notice about files left out, by reason; list them in LEFT_OUT where there are more than SHOWN.
+
+    Raises UserError for a full disk.
+    """
+    notes = [(files, why) for why, files in reasons.items() if files]
     if any(len(files) > SHOWN for files, _ in notes):
         lines = [f"{file}: {why}\n" for files, why in notes for file in sorted(files)]
         with disk_errors(beside.parent):

@@ -62,7 +62,7 @@ class CollectiveReport:
 
     @property
     def cells(self) -> list[Cell]:
-        """What was measured, by size within each operation and type."""
+        """The measured points, by size within each operation and type."""
         found = []
         for i, point in enumerate(self.points):
             for j, side in enumerate(self.sides):

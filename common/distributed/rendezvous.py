@@ -52,7 +52,7 @@ class World(RankInfo):
     group: dist.ProcessGroup | None = None
     """Process group of a subgroup; None for all ranks."""
     transport: Transport | None = None
-    """What process groups made later are connected by, with the backend `builtin`."""
+    """Facts by which later process groups connect, with the backend `builtin`."""
 
     @property
     def is_main(self) -> bool:

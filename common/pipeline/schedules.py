@@ -227,8 +227,6 @@ def check_schedule_of_config(settings: object, code: Path | None = None) -> None
 def use_kept_schedule_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
     """Return the settings with the file of a custom schedule that a run keeps in its source, if it keeps one."""
     name = settings.schedule
-    if ":" not in name:
-        return settings
     return replace(settings, schedule=prefer_kept(name, find_kept_file("schedule", name, code)))
 
 

@@ -14,8 +14,7 @@ runs/<name>-<time>-<4 hex>/
     heartbeat-0.json   one file per rank: step, time, and the seconds of its steps until backward begins
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
-    .private/          the key of launch.tls=true, while ranks connect
-  .private-<job>/      the same of a job's attempt
+  .private*/           the key of launch.tls=true while ranks connect; that of local runs lies in the attempt
   wandb/               the W&B directory
   result.json          final numbers and the reason for the end
 """

@@ -27,7 +27,7 @@ OLDEST = [2, 15]  # of torch, whose calls of a backend have the names that backe
 
 @dataclass
 class Transport:
-    """What process groups need to know of a run."""
+    """Facts of a run that its process groups need."""
 
     run: str
     """Name of run and attempt, by which ranks recognise each other."""

@@ -15,7 +15,7 @@ SHOWN = 8  # values of staleness in the table
 
 
 class Served(NamedTuple):
-    """What one server has served."""
+    """Counts of what one server has served."""
 
     pushes: int
     received: int

@@ -112,8 +112,8 @@ class Server:
         self.staleness: Counter[int] = Counter()
         """Applied pushes by their staleness."""
         self.events: list[dict[str, Any]] = []
-        """What was served, in its order: {"pull": ticket, "version": n} with the version that was given, and {"push":
-        [tickets], "rate": x, "version": n} with the version that these pushes made."""
+        """Record of what was served, in its order: {"pull": ticket, "version": n} with the version that was given, and
+        {"push": [tickets], "rate": x, "version": n} with the version that these pushes made."""
 
     def pull(self, worker: int, ticket: int, rate: float) -> Tensor:
         """Return the shard's values [n] for the work of a ticket, whose push is to be applied at a learning rate."""

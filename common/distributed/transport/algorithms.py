@@ -90,8 +90,6 @@ def check_algorithm_of_config(settings: Experiment, code: Path | None = None) ->
 def choose_file(launch: Launch, code: Path) -> Launch:
     """Return the settings with the file of a user's own algorithm that a run keeps in its source, if it keeps one."""
     name = launch.algorithm
-    if ":" not in name:
-        return launch
     return replace(launch, algorithm=prefer_kept(name, find_kept_file("algorithm", name, code)))
 
 
@@ -166,7 +164,7 @@ def check_moves(algorithm: Algorithm) -> None:
 
 
 class Content(NamedTuple):
-    """What a rank holds in a chunk: the sum of which ranks' values, added in which order, and by which move."""
+    """Content of a chunk on a rank: the ranks whose values are added up in it, their order, and the last move."""
 
     ranks: int  # bit r stands for rank r
     order: int  # the same number for sums added up alike; swapped operands round alike

@@ -51,7 +51,7 @@ subjectKeyIdentifier = hash
 
 
 class Identity(NamedTuple):
-    """What a rank needs to connect as a member of its attempt."""
+    """TLS contexts and certificate by which a rank connects as a member of its attempt."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext

@@ -43,7 +43,7 @@ class Links(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What a rank publishes of itself."""
+    """Address, host and token of a rank, as it publishes them."""
 
     address: str
     port: int

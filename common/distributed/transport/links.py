@@ -1,7 +1,7 @@
 """Messages between two ranks, over one connection for each direction. Imports no torch.
 
 A connection has one writer and one reader: a TLS socket on which one thread sends while another receives is a data
-race (cpython issue 143756). A message is a header (tag, length) and its bytes. Sending never blocks: what the kernel
+race (cpython#143756). A message is a header (tag, length) and its bytes. Sending never blocks: what the kernel
 does not take at once is left to the link's thread, so that all ranks may send at the same time. Small messages need no
 thread.
 """
@@ -40,7 +40,7 @@ def view_bytes(data: ReadableBuffer) -> memoryview:
 
 
 class Link:
-    """What both directions have in common: the other rank, the counter of bytes, and how a link ends."""
+    """The common part of both directions: the other rank, the counter of bytes, and the end of a link."""
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
         self.stream, self.peer = stream, peer

@@ -117,7 +117,7 @@ def simulate_algorithm(
 
 
 class _Simulation:
-    """What has happened so far: positions and clocks of the ranks, messages under way, and when cables are free."""
+    """State of a simulation: positions and clocks of the ranks, messages under way, and when cables are free."""
 
     def __init__(self, algorithm: Algorithm, find_route: Callable[[int, int, Move], Route]) -> None:
         self.algorithm, self.find_route = algorithm, find_route

@@ -24,7 +24,7 @@ class Stranger(Exception):
 
 
 class Direction(NamedTuple):
-    """What a welcome is about: a connection of a run, an attempt and a group, from one rank to another."""
+    """Subject of a welcome: a connection of a run, an attempt and a group, from one rank to another."""
 
     group: str
     """Run, attempt and process group."""
