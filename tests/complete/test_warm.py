@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from tests.harness import warm
 from tests.harness.both_ways import everything, execute_both, without_place
 from tests.harness.long_runs import ENDLESS, only_folder, train_long
-from tests.harness.processes import PATIENCE, command, environment, processes_of, wait_until
+from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until
 from tests.harness.warm import ROOT
 
 
@@ -33,6 +34,24 @@ def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick:
     assert left.keys() == wanted.keys() and len([name for name in left if name.endswith(".pt")]) == 8
     assert [name for name in left if left[name] != wanted[name]] == []
     assert len(left["attempts/0001/metrics.jsonl"]) == 13 and left["result.json"]["scores"]["test_samples"] == 100
+
+
+def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """A repetition, which asks the source of a run for its settings and then executes it."""
+    old = run("mnist_pipeline", *quick, "steps=6", runs=tmp_path / "first").folder
+    script = old.path / "code" / "experiments" / "mnist_pipeline.py"
+    script.write_text(script.read_text().replace("\nif __name__", "\nprint('the source of then')\nif __name__"))
+
+    def argv(runs: Path) -> list[str]:
+        shutil.copytree(tmp_path / "first", runs)
+        return [sys.executable, "-m", "slurm", "rerun", "--launch=local", "--", str(runs / old.path.name)]
+
+    fork, real = execute_both(argv, tmp_path)
+    assert fork.returncode == real.returncode == 0, fork.stderr + real.stderr
+    assert fork.stdout.splitlines() == real.stdout.splitlines() and fork.stderr == real.stderr == ""
+    assert "\nthe source of then\n" in fork.stdout and "losses      equal to the bit in 6 steps" in fork.stdout
+    made = [{path.name for path in runs.glob("mnist_pipeline-*")} for runs in (tmp_path / "fork", tmp_path / "real")]
+    assert [len(names) for names in made] == [2, 2] and made[0] & made[1] == {old.path.name}
 
 
 def test_ctrl_c_in_training_ends_both_with_the_same_words(tmp_path: Path, quick: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.runs.folder import Folder
 from common.runs.result import parse_result
-from tests.harness import warm, warm_server
+from tests.harness import warm, warm_command
 from tests.harness.warm import ROOT
 
 PATIENCE = 200.0
@@ -103,6 +103,6 @@ def processes_of(marker: str) -> list[int]:
 def told(entry: Path) -> bytes:
     """The command line and environment of a command that was forked by the warm server, or of its forks."""
     for descriptor in (entry / "fd").iterdir():
-        if f"/memfd:{warm_server.COMMAND} " in f"{descriptor.readlink()} ":
+        if f"/memfd:{warm_command.COMMAND} " in f"{descriptor.readlink()} ":
             return descriptor.read_bytes()
     return b""

@@ -2,7 +2,7 @@
 
 Status, output and run folder are those of a real process (tests/complete/test_warm.py). A command is a real process
 where that is the point: where variables are set that count when an interpreter or a library starts, and outside of the
-project's own folder, where other sources are executed.
+project's own folder, unless PYTHONPATH says which sources are executed there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Server:
     @classmethod
     def early(cls) -> dict[str, str]:
         """The variables that count at a start, as the server has them or would have them."""
-        return early_variables(os.environ) if cls._early is None else cls._early
+        return early_variables(os.environ, find_sources(os.environ)) if cls._early is None else cls._early
 
     @classmethod
     def _end(cls) -> None:
@@ -162,20 +162,26 @@ def read(file: IO[bytes]) -> str:
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
 
 
+def find_sources(env: Mapping[str, str]) -> Path:
+    """The checkout whose sources an interpreter with these variables imports: that of a run, or this one."""
+    return Path(env["PYTHONPATH"]) if env.get("PYTHONSAFEPATH") and env.get("PYTHONPATH") else ROOT
+
+
 def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path, root: Path = ROOT) -> bool:
     """Whether a fork of the server does what a real process would."""
-    if argv[0] != sys.executable or Path(cwd) != root or not (argv[1] == "-m" or argv[1].endswith(".py")):
+    if argv[0] != sys.executable or not (argv[1] == "-m" or argv[1].endswith(".py")):
         return False
-    if early_variables(env, root) != Server.early():
+    if (Path(cwd) != root and env.get("PYTHONPATH") != str(root)) or early_variables(env, root) != Server.early():
         return False
     return argv[1] == "-m" or Path(argv[1]).is_relative_to(root)
 
 
 def early_variables(env: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """The variables that count when an interpreter or a library starts, but for a path that the server has anyway."""
+    """The variables that count when an interpreter or a library starts, but for those of a path that a fork takes."""
     found = {key: value for key, value in env.items() if key.startswith(EARLY) and key != OWN}
     if found.get("PYTHONPATH") == str(root):
         del found["PYTHONPATH"]
+        found.pop("PYTHONSAFEPATH", None)
     return found
 
 

@@ -7,13 +7,10 @@ The answers are the pid, and at the end the wait status. A forked command runs a
 process would: as `__main__`, with its own signals, streams, exit hooks and exit status. The server ends when its stdin
 closes, as it does when pytest is killed, and the commands that still run end with it. It has one thread only, as a fork
 would lose the others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
-
-A forked command that replaces itself by a script of the project, as `slurm exp` does, executes it in the same process.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -21,23 +18,18 @@ import importlib
 import json
 import os
 import pkgutil
-import runpy
 import selectors
 import signal
 import socket
 import sys
-import threading
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.harness import warm
+from tests.harness.warm_command import become, execute, leave
 
-PROJECT = ("common", "configs", "experiments", "slurm", "tests")
 HUGE, MADV_COLLAPSE = 1 << 21, 25  # bytes of a huge page; the number of the advice in Linux's mman.h
 LARGEST = 1 << 18  # bytes of a request
-COMMAND = "warm-command"  # the name of the open file that holds a forked command's line and environment
 # what experiments import inside functions, each 0.2 to 2 s
 LAZY = (
     "matplotlib.pyplot",
@@ -141,50 +133,6 @@ def kill_command(pid: int) -> None:
         (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
 
 
-def become(request: dict[str, Any]) -> None:
-    """Give this forked process the command line, environment, working directory and streams of a request."""
-    if request["session"]:
-        os.setsid()
-    for number, descriptor in enumerate(request["streams"]):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    # anew, so that nothing of the server's buffers or modes is left; they stay open as long as the process lives
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["env"])
-    told = os.memfd_create(COMMAND)  # /proc shows the server's line; processes_of() reads this
-    variables = [f"{key}={value}" for key, value in request["env"].items()]
-    os.write(told, "\0".join([*request["argv"], *variables]).encode())
-    take_command_line(request["argv"])
-    os.execve = exec_here  # type: ignore[assignment]
-    if request["root"] != str(warm.ROOT):
-        for name in [name for name in sys.modules if name.partition(".")[0] in PROJECT]:
-            del sys.modules[name]
-        sys.path.insert(1, request["root"])
-
-
-def take_command_line(words: list[str]) -> None:
-    """Give this process the arguments, the import path and the answer to Ctrl-C that an interpreter begins with."""
-    module = words[0] == "-m"
-    sys.argv = words[1:] if module else words
-    sys.path[0] = str(Path.cwd()) if module else str(Path(words[0]).parent)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def exec_here(program: str, words: list[str], env: Mapping[str, str], instead: Any = os.execve) -> None:
-    """os.execve, but that a script of the project finds its imports made."""
-    if program != words[0] or not warm.can_fork(words, env, Path.cwd()):
-        instead(program, words, env)
-    values = dict(env)
-    os.environ.clear()
-    os.environ.update(values)
-    take_command_line(words[1:])
-    leave(execute(words[1:]))
-
-
 def main() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(sys.argv[1])
@@ -194,44 +142,9 @@ def main() -> None:
     if request is None:
         leave(0)
         return
-    become(request)
-    leave(execute(request["argv"]))
-
-
-def execute(words: list[str]) -> int:
-    """Execute a script or module as `__main__`; returns the exit status that the interpreter would give."""
-    try:
-        if words[0] == "-m":
-            sys.modules.pop(sys.argv[0], None)  # the module is executed anew, as __main__
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        return exit_status(end)
-    except BaseException:
-        try:
-            sys.excepthook(*sys.exc_info())
-        except SystemExit as end:
-            return exit_status(end)
-        return 1
-    return 0
-
-
-def exit_status(end: SystemExit) -> int:
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return 1
-
-
-def leave(status: int) -> None:
-    """End as the interpreter does, but for taking apart what the server has imported."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
+    words, env, cwd, root = request["argv"], request["env"], Path(request["cwd"]), Path(request["root"])
+    become(words, env, cwd, request["streams"], root, session=request["session"])
+    leave(execute(words))
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import Folder
-from tests.harness import inside
+from tests.harness import inside, warm
 from tests.harness.old_runs import VERSIONS, unpack
 from tests.harness.processes import environment, values_of
 from tests.harness.warm import ROOT
 
 
 def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """One of today's commands, in a folder with old runs."""
-    line = [sys.executable, "-m", *words]
-    env = environment(PYTHONPATH=str(ROOT))
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
+    """One of today's commands, in a folder with old runs; what it starts has the old sources."""
+    return warm.execute([sys.executable, "-m", *words], cwd=folder, env=environment(PYTHONPATH=str(ROOT)), timeout=200)
 
 
 def losses(folder: Folder) -> dict[int, float]:
