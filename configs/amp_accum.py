@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configs.batch_plan import BatchPlan
-from configs.dataparallel import Replicated
+from configs.dataparallel import Sharded
 from configs.optional import Sweep
 from configs.shared import at_least, between
 
 
 @dataclass
-class Config(Sweep, Replicated):
+class Config(Sweep, Sharded):
     """Settings of mixed precision and gradient accumulation."""
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
@@ -40,7 +40,7 @@ class Config(Sweep, Replicated):
 
     @property
     def batch_plan(self) -> BatchPlan:
-        return BatchPlan(self.batch, self.processes, self.accumulate)
+        return BatchPlan(self.batch, self.processes, self.accumulate, self.parse_shards())
 
     def check(self) -> None:
         super().check()

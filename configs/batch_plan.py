@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -20,16 +21,31 @@ class BatchPlan:
     """Ranks, or pipelines, that take a shard each."""
     microbatches: int = 1
     """Parts of a shard that are computed one after the other, and whose gradients add up."""
+    weights: tuple[int, ...] = ()
+    """What the shards are in proportion to, one for each replica; empty where they are equal."""
 
     @property
     def shard(self) -> int:
-        """Samples that a replica gets."""
+        """Samples that a replica gets where all get as many."""
         return self.batch // self.replicas
 
     @property
     def microbatch(self) -> int:
         """Samples of a replica's microbatch."""
         return self.shard // self.microbatches
+
+
+def cut_batch(batch: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Return the samples of each rank in proportion to its weight: whole numbers >= 0 that add up to `batch`.
+
+    What rounding down leaves goes to the largest remainders, and of equal ones to the first (Hamilton's method).
+    """
+    total = sum(weights)
+    counts = [batch * weight // total for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda rank: -(batch * weights[rank] % total))
+    for rank in by_remainder[: batch - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)
 
 
 def list_divisors(n: int) -> list[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.batch_plan import format_nearest_multiples, list_divisors
+from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
 from configs.optional import InitialWeights, RanksPerNode
 
 
@@ -16,12 +16,49 @@ class Replicated(RanksPerNode):
     def check(self) -> None:
         super().check()
         ranks, microbatches = self.processes, self.batch_plan.microbatches
-        if self.batch % (ranks * microbatches):
+        if not self.batch_plan.weights and self.batch % (ranks * microbatches):
             counts = [d for d in list_divisors(self.batch) if d % self.launch.nodes == 0 and d <= ranks]
             fewer = f", or processes_per_node={counts[-1] // self.launch.nodes}" if counts else ""
             parts, fewer = (f" in accumulate={microbatches} microbatches", "") if microbatches > 1 else ("", fewer)
             what = f"batch={self.batch} cannot be shared evenly by {ranks} ranks{parts}"
             raise ValueError(f"{what}; use batch={format_nearest_multiples(self.batch, ranks * microbatches)}{fewer}")
+
+
+@dataclass
+class Sharded(Replicated):
+    """Settings of ranks that may be unequally fast."""
+
+    shards: list[str] = field(default_factory=lambda: ["equal"])
+    """How the ranks share each batch: equal, or a whole number for each rank, such as [3,1], to which its samples are
+    in proportion, 0 for a rank without any. The result is that of one process in any case."""
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        return BatchPlan(self.batch, self.processes, weights=self.parse_shards())
+
+    def parse_shards(self) -> tuple[int, ...]:
+        """Return what the shards of the ranks are in proportion to at first; () for equal ones. Raises ValueError."""
+        ranks, given = self.processes, ",".join(self.shards)
+        if given == "equal":
+            return ()
+        if not all(one.isdecimal() and len(one) < 10 for one in self.shards) or not self.shards:
+            raise ValueError(f"shards=[{given}]: write equal, or a whole number >= 0 for each rank, such as [3,1]")
+        if len(self.shards) != ranks:
+            example = ",".join(["3", *["1"] * (ranks - 1)])
+            raise ValueError(
+                f"shards=[{given}]: {len(self.shards)} numbers, {ranks} ranks; write one for each, such as [{example}]"
+            )
+        weights = tuple(map(int, self.shards))
+        if not any(weights):
+            raise ValueError(f"shards=[{given}] leaves every rank without a sample; give at least one a number > 0")
+        return weights
+
+    def check(self) -> None:
+        super().check()
+        microbatches = self.batch_plan.microbatches
+        if self.batch % microbatches:
+            what = f"batch={self.batch} does not divide into accumulate={microbatches} microbatches"
+            raise ValueError(f"{what}; use batch={format_nearest_multiples(self.batch, microbatches)}")
 
 
 @dataclass

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.dataparallel import DataParallel
+from configs.dataparallel import DataParallel, Sharded
 from configs.shared import at_least, between
 
 
 @dataclass
-class Config(DataParallel):
+class Config(Sharded, DataParallel):
     """Settings of DDP and FSDP2."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"

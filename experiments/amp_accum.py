@@ -12,7 +12,8 @@ digits).
 
 `batch` is the global batch of an optimizer step, as everywhere here. accumulate=N splits it into N microbatches:
 backward adds their gradients up, and the optimizer steps once, so only the memory of one microbatch's activations is
-needed. Every microbatch is full, so the mean over the batch is the mean of its microbatches' means. A step's order:
+needed. Every microbatch of M samples is full, so the mean over the batch is the mean of its microbatches' means; each
+of p ranks takes a shard, and sums the losses of its samples up by M / p, whatever `shards` it has. A step's order:
 
     for each microbatch                     inside no_sync for all but the last (Li et al. 2020, arXiv 2006.15704):
         loss / number of microbatches, forward and backward
@@ -93,7 +94,7 @@ def accumulate_gradients(
         # around forward AND backward: DDP decides in the forward whether the backward will all-reduce
         with model.no_sync() if waits and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
             with make_autocast(cfg, x.device):
-                loss = F.cross_entropy(model(apply_channels_last(cfg, x)), y)
+                loss = F.cross_entropy(model(apply_channels_last(cfg, x)), y, reduction="sum") / step.mean_shard
             footprint.record_peak()
             loss = loss / len(microbatches)  # the real number: an epoch's last step may have fewer than cfg.accumulate
             if not reduced:  # so far no rank has waited for the others
@@ -139,8 +140,10 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = make_scaler(cfg, run.device)
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # one item is the list of them for one step
+    if not batches.own_samples:  # with compile=true not for nothing
+        sync_batchnorm.skip_empty_batches(inner)
     with make_autocast(cfg, run.device):
-        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(cfg.batch_plan.microbatch)))
+        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.own_samples)))
     state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 
@@ -150,7 +153,7 @@ def main(cfg: Config, run: Run) -> None:
             return inner.forward(apply_channels_last(cfg, x))  # not compiled: other sizes would be compiled anew
 
     def evaluate() -> dict[str, float]:
-        sync_batchnorm.average_buffers(inner)  # each rank's BatchNorm has seen other samples
+        sync_batchnorm.average_buffers(inner, weight=batches.weight)  # each rank's BatchNorm has seen other samples
         return score_test_set(predict, run, shard=run.shard)
 
     run.resume(state)

@@ -12,8 +12,9 @@
 Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on the
 built-in digits).
 
-`batch` is the global batch: rank r of p takes the r-th of p equal shards of it. The mean of the ranks' mean gradients
-is the gradient of the mean loss over the whole batch, so every rank takes the step that one process would take.
+`batch` is the global batch of N samples: rank r of p takes the r-th of p shards of it, equal ones or, for unequally
+fast ranks, `shards=[3,1]`. Its loss is the sum over its samples divided by N / p: the mean of the ranks' gradients is
+then the gradient of the mean loss over the whole batch, and every rank takes the step that one process would take.
 DistributedDataParallel all-reduces gradients bucket by bucket while backward still runs (Li et al. 2020, arXiv
 2006.15704), optionally in half precision or compressed by PowerSGD (Vogels et al. 2019, arXiv 1905.13727). fully_shard
 keeps 1/p of each parameter, all-gathers a layer before use and reduce-scatters its gradient (Zhao et al. 2023, arXiv
@@ -35,6 +36,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Replicate the model on every rank (DDP), or shard parameters, gradients and optimizer state (FSDP2)."""
     if cfg.sync_batchnorm:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
+    model = sync_batchnorm.skip_empty_batches(model)  # shards may leave a rank without a sample
     if cfg.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # two seconds to import, so only when asked for
@@ -60,14 +62,14 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
-    ddp.warm_up_buckets(model, run.load_example(cfg.batch_plan.shard))
+    ddp.warm_up_buckets(model, run.load_example(batches.own_samples))
     powersgd_state = ddp.get_powersgd_state(model)
     state = TrainState([network], optimizer, batches, run.world, replicated=True, compression=powersgd_state)
 
     for step in run.steps(state, lambda: score_replicated(network, run)):
         with step:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(step.x), step.y)  # the mean over this rank's shard
+            loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard
             step.mark("backward")
             loss.backward()  # at its end: the mean of all ranks' gradients, with FSDP this rank's shard of it
             step.mark("end of backward")

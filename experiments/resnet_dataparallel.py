@@ -58,6 +58,7 @@ def wrap_model(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
             model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
+        model = sync_batchnorm.skip_empty_batches(model)  # a partial batch may leave a rank without a sample
         return ddp.wrap_ddp(model, world.device, gradient_as_bucket_view=True)
     # told to use none of the GPUs that are there, the class fails, where without any it calls the model
     gpus = list_gpus(world)
@@ -70,21 +71,6 @@ def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
     if cfg.strategy == "data_parallel" and cfg.functional and list_gpus(world):
         return partial(nn.parallel.data_parallel, ddp.unwrap_ddp(model), device_ids=list_gpus(world))
     return model
-
-
-def compute_scaled_loss(model: nn.Module, forward: Forward, x: Tensor, y: Tensor, size: int, world: World) -> Tensor:
-    """Return (sum of this rank's losses) x ranks / `size`, a scalar, for a batch of `size` samples over all ranks.
-
-    DDP's mean over ranks is then the batch's mean loss, and likewise for gradients, with unequal shards too. A rank
-    without samples takes part with zeros; its BatchNorm, unless synchronised, is in eval mode meanwhile.
-    """
-    norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d] if not len(y) else []
-    for module in norms:
-        module.eval()
-    loss = F.cross_entropy(forward(x), y, reduction="sum") * (world.size / size)
-    for module in norms:
-        module.train()
-    return loss
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -111,7 +97,8 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps(state, evaluate):
         with step:
             optimizer.zero_grad()
-            loss = compute_scaled_loss(model, forward, step.x, step.y, batches.size, world)
+            # the mean over the ranks is the batch's mean loss, in a partial batch of unequal shards, too
+            loss = F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard
             step.mark("backward")
             loss.backward()
             step.mark("end of backward")

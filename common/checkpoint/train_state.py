@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
-from common.data.loader import AccumulationLoader, Loader
+from common.data.accumulation import AccumulationLoader
+from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.distributed import ddp, sync_batchnorm
 from common.distributed.rendezvous import World
@@ -63,6 +64,11 @@ class TrainState:
         self.held: list[Tensor] | None = None
         self.recipe = get_recipe(parts[0]) if parts else {}
 
+    @property
+    def weight(self) -> float:
+        """Samples of this rank in a step by those of an equal shard."""
+        return 1.0 if isinstance(self.loader, Rounds) else self.loader.weight
+
     @torch.no_grad()
     def snapshot_buffers(self) -> None:
         """Copy the buffers, for `collect_state` to return: an evaluation replaces those of several ranks by means."""
@@ -82,7 +88,7 @@ class TrainState:
         optimizer, parameters = self.optimizer, self.parameters
         if self.peers is not None and self.peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
-            sync_batchnorm.average_tensors(floating, self.peers.group)
+            sync_batchnorm.average_tensors(floating, self.peers.group, self.weight)
         return CheckpointState(
             model=model | means if keep else {},
             optimizer=state_dicts.collect_optimizer_state(optimizer, parameters, keep) if optimizer else {},

@@ -7,7 +7,6 @@ moved to the device and normalised in one vectorised step, and then handed out a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,9 @@ from common.core import seeds
 from common.core.errors import UserError
 from common.core.processes import die_with_parent
 from common.core.signals import ignore_stop_signals
+from common.data.augment import Augment
 from common.data.prepare import Prepared
+from configs.batch_plan import cut_batch
 from configs.shared import Experiment
 
 # mean and standard deviation of the training pixels, scaled to [0, 1]; of each colour, where there are colours
@@ -91,30 +92,6 @@ def draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
     return seeds.make_generator(seed, "order", epoch).permutation(count)
 
 
-class Augment:
-    """torchvision's v2 transforms on uint8 images, the same for a sample on any rank and in any block.
-
-    Each image has its own random stream, derived from the seed, the epoch and its position in it: a resumed run
-    augments the rest of an epoch as an uninterrupted one does. torch's global stream is left as it was.
-    """
-
-    def __init__(self, kind: str, size: Sequence[int], seed: int) -> None:
-        from torchvision.transforms import v2  # a second to import, so only when asked for
-
-        crop = v2.RandomCrop(size, padding=max(1, min(size) // 8))
-        self.change = v2.Compose([crop, v2.RandomHorizontalFlip()] if kind == "crop_flip" else [crop])
-        self.seed = seed
-
-    def __call__(self, images: Tensor, epoch: int, positions: Tensor) -> Tensor:
-        """Augment images uint8 [n, H, W] or [n, 3, H, W] at `positions` int64 [n] of an epoch; the shape stays."""
-        changed = torch.empty_like(images)
-        with torch.random.fork_rng(devices=[]):
-            for number, position in enumerate(positions.tolist()):
-                torch.default_generator.manual_seed(seeds.derive_seed(self.seed, "augment", epoch, position))
-                changed[number] = self.change(images[number, None] if images.dim() == 3 else images[number])
-        return changed
-
-
 @dataclasses.dataclass(eq=False)
 class Loader:
     """Training batches (x, y), epoch after epoch, from any position on: x [n, H, W] or [n, 3, H, W], y int64 [n].
@@ -122,11 +99,12 @@ class Loader:
     With `drop_last` every batch is full, and the last partial batch of an epoch (other samples in each epoch) is left
     out. `epoch` and `position` (samples of this epoch already handed out) are the whole state, and `size` is the
     number of samples in the newest batch, over all ranks. Without `inputs` or `targets`, as in a pipeline's last and
-    first stage, x or y is None. With `shard` = (r, n), rank r of n gets the r-th of n equal slices of every batch:
-    together they see the batches that one rank would see. Slices of a partial batch differ by at most one sample, the
-    longer ones come first, and the last may be empty. `augment` is data.augment (see `Augment`).
+    first stage, x or y is None. With `shard` = (r, n), rank r of n gets the r-th of n slices of every batch: together
+    they see the batches that one rank would see. The slices are in proportion to `weights`, by default equal; those of
+    a partial batch, too, as far as whole samples can be. Some may be empty. `augment` is data.augment (see `Augment`).
 
-    Raises UserError if no batch is full, if the ranks cannot share a batch evenly, or if vectors would be augmented.
+    Raises UserError if no batch is full, if the ranks cannot share a batch evenly and there are no weights, or if
+    vectors would be augmented.
     """
 
     data: Images
@@ -139,6 +117,7 @@ class Loader:
     inputs: bool = True
     targets: bool = True
     shard: tuple[int, int] = (0, 1)
+    weights: tuple[int, ...] = ()
     workers: int = 0
     drop_last: bool = True
     augment: str = "none"
@@ -146,10 +125,12 @@ class Loader:
     def __post_init__(self) -> None:
         if len(self.data) < self.batch and self.drop_last:
             raise UserError(f"{len(self.data)} training samples hold no full batch of {self.batch}; lower batch")
-        if self.batch % self.shard[1]:
-            raise UserError(f"batch={self.batch} cannot be shared evenly by {self.shard[1]} ranks")
+        rank, ranks = self.shard
+        if not self.weights and self.batch % ranks:
+            raise UserError(f"batch={self.batch} cannot be shared evenly by {ranks} ranks")
         self.epoch = self.position = 0
         self.size = self.batch
+        self.set_shards(rank, cut_batch(self.batch, self.weights or (1,) * ranks))
         if self.augment != "none" and len(self.data.shape) < 2:
             raise UserError(f"data.augment={self.augment} changes images, and this set has vectors; leave it out")
         self.transform = Augment(self.augment, self.data.shape[-2:], self.seed) if self.augment != "none" else None
@@ -166,29 +147,66 @@ class Loader:
         """Number of batches in an epoch."""
         return len(self.data) // self.batch if self.drop_last else -(-len(self.data) // self.batch)
 
+    @property
+    def own_samples(self) -> int:
+        """Samples of this rank in a full batch."""
+        return self.counts[self.rank]
+
+    @property
+    def mean_shard(self) -> float:
+        """Samples of the newest batch, over all ranks, by the number of ranks."""
+        return self.size / len(self.counts)
+
+    @property
+    def weight(self) -> float:
+        """Samples of this rank in a full batch by those of an equal shard: 1 where all are equal."""
+        return self.own_samples * len(self.counts) / self.batch
+
+    def set_shards(self, rank: int, counts: Sequence[int]) -> None:
+        """Cut full batches from the next one on by `counts`, samples of each rank; this one is `rank` of them.
+
+        All ranks call it between the same two steps. Batches and their order stay; what was read ahead is read anew.
+        """
+        if sum(counts) != self.batch:
+            raise ValueError(f"shards {counts} do not add up to the batch of {self.batch}")
+        self.rank, self.counts, self.moved = rank, tuple(counts), True
+
+    @property
+    def epoch_samples(self) -> int:
+        """Number of samples in an epoch, over all ranks."""
+        return min(self.steps * self.batch, len(self.data))
+
     def count_samples(self, steps: int) -> int:
         """Return the number of samples in the first `steps` steps, over all ranks."""
         epochs, rest = divmod(steps, self.steps)
-        per_epoch = self.steps * self.batch if self.drop_last else len(self.data)
-        return epochs * per_epoch + min(rest * self.batch, per_epoch)
+        return epochs * self.epoch_samples + min(rest * self.batch, self.epoch_samples)
 
     def state_dict(self) -> dict[str, int]:
         """Return epoch and position."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position."""
-        self.epoch, self.position = state["epoch"], state["position"]
+        """Go to a position, also between two batches."""
+        self.epoch, self.position, self.moved = state["epoch"], state["position"], True
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """Yield the rest of the current epoch; at its end the next epoch begins."""
-        for x, y, count, own in self._iterate_blocks():
-            for number in range(count):
+        while self.position < self.epoch_samples:
+            self.moved = False
+            for batch in self._read_batches():
                 self.size = min(self.batch, len(self.data) - self.position)
                 self.position += self.size
+                yield batch
+                if self.moved:
+                    break
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _read_batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yield this rank's shards of the rest of the epoch, from the current position on, a block read ahead."""
+        for x, y, count, own in self._iterate_blocks():
+            for number in range(count):
                 rows = slice(number * own, (number + 1) * own)
                 yield (None if x is None else x[rows]), (None if y is None else y[rows])
-        self.epoch, self.position = self.epoch + 1, 0
 
     def _iterate_blocks(self) -> Iterator[Block]:
         """Yield blocks of batches, from the current position on."""
@@ -207,14 +225,14 @@ class Loader:
 
     def _iterate_block_indices(self) -> Iterator[np.ndarray]:
         """Yield this rank's samples of each block, int64 [2, batches, own]: index and position in the epoch."""
-        index, (rank, ranks) = draw_order(len(self.data), self.seed, self.epoch), self.shard
+        index, rank, counts = draw_order(len(self.data), self.seed, self.epoch), self.rank, self.counts
         both = np.stack([index, np.arange(len(index))])
         end = len(index) // self.batch * self.batch
         for start in range(self.position, end, self.block * self.batch):
             full = both[:, start : min(start + self.block * self.batch, end)]
-            yield full.reshape(2, -1, ranks, self.batch // ranks)[:, :, rank]
+            yield take_shard(full.reshape(2, -1, self.batch), rank, counts)
         if not self.drop_last and max(self.position, end) < len(index):
-            yield np.array_split(both[:, end:], ranks, axis=1)[rank][:, None]
+            yield take_shard(both[:, None, end:], rank, cut_batch(len(index) - end, counts))
 
     def _load_block(self, indices: np.ndarray, device: torch.device | None = None) -> Block:
         """Gather a block of `_iterate_block_indices` on the device."""
@@ -232,43 +250,10 @@ class Loader:
         return value if value is None else value.to(self.device)
 
 
-class AccumulationLoader:
-    """A loader's batches in lists of `count`, the microbatches of one optimizer step, from any position on.
-
-    If the number of batches in an epoch is no multiple of `count`, its last list is shorter. The state is the loader's;
-    between two lists it is that of an optimizer step. A pipeline's engine makes its microbatches itself
-    (`PipelineEngine.step`); all their sizes are in `configs.batch_plan`.
-    """
-
-    def __init__(self, loader: Loader, count: int) -> None:
-        self.loader, self.count = loader, count
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps in an epoch."""
-        return -(-self.loader.steps // self.count)
-
-    def count_samples(self, steps: int) -> int:
-        """Return the number of samples in the first `steps` optimizer steps, over all ranks."""
-        epochs, rest = divmod(steps, self.steps)
-        return (epochs * self.loader.steps + rest * self.count) * self.loader.batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the loader's epoch and position."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position."""
-        self.loader.load_state_dict(state)
-
-    def __iter__(self) -> Iterator[list[tuple[Any, Any]]]:
-        """Yield the rest of the current epoch; at its end the next epoch begins."""
-        source, left = iter(self.loader), self.loader.steps - self.loader.position // self.loader.batch
-        while left > 0:
-            microbatches = list(itertools.islice(source, min(self.count, left)))
-            left -= len(microbatches)
-            yield microbatches
-        next(source, None)  # not before the last microbatches were used: here the loader turns to the next epoch
+def take_shard(batches: np.ndarray, rank: int, counts: Sequence[int]) -> np.ndarray:
+    """Return one rank's slice of batches [..., sum(counts)]: behind those of the ranks before it."""
+    first = sum(counts[:rank])
+    return batches[..., first : first + counts[rank]]
 
 
 class BlockDataset(torch.utils.data.Dataset[Any]):

@@ -99,18 +99,38 @@ def take_waiting_seconds(model: nn.Module) -> float:
     return seconds
 
 
-@torch.no_grad()
-def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Average the floating buffers over the ranks of a group, which saw different samples. All of them call it."""
-    average_tensors([buffer for buffer in model.buffers() if buffer.is_floating_point()], group)
+def skip_empty_batches(model: nn.Module) -> nn.Module:
+    """Let BatchNorm that is not synchronised pass on a batch of no samples, which has no mean; return the model."""
+
+    def set_mode(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        empty = len(inputs[0]) == 0
+        layer.train(model.training and not empty)
+        if model.training and empty:
+            cast(Tensor, layer.num_batches_tracked).add_(1)  # as on the ranks that have some
+
+    for layer in (module for module in model.modules() if type(module) is nn.BatchNorm2d):
+        layer.register_forward_pre_hook(set_mode)
+    return model
 
 
 @torch.no_grad()
-def average_tensors(values: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace tensors of one dtype, of any shapes, by their means over the ranks of a group, in one all-reduce."""
+def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
+    """Average the floating buffers over the ranks of a group, which saw different samples. All of them call it.
+
+    `weight` is what this rank's count for, 1 in the mean over the ranks: where shards are unequal, `Loader.weight`.
+    """
+    average_tensors([buffer for buffer in model.buffers() if buffer.is_floating_point()], group, weight)
+
+
+@torch.no_grad()
+def average_tensors(values: Sequence[Tensor], group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
+    """Replace tensors of one dtype, of any shapes, by their means over the ranks of a group, in one all-reduce.
+
+    Each rank's count with its `weight`; the mean of the weights is 1.
+    """
     if not values or dist.get_world_size(group) == 1:
         return
-    flat = torch.cat([value.flatten() for value in values])
+    flat = torch.cat([value.flatten() for value in values]) * weight
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
     for value, mean in zip(values, flat.split([v.numel() for v in values]), strict=True):

@@ -57,9 +57,9 @@ def score_test_set(
 def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
     """Return the scores of a model that every rank holds: each takes its shard of the samples. All ranks call it.
 
-    BatchNorm's running statistics are averaged before: each rank's have seen other samples.
+    BatchNorm's running statistics are averaged before: each rank's have seen other samples, as many as its shard has.
     """
-    sync_batchnorm.average_buffers(model)
+    sync_batchnorm.average_buffers(model, weight=run.state.weight if run.state else 1.0)
     return score_test_set(lambda x, _: model(x), run, shard=run.shard)
 
 

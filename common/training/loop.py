@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.train_state import TrainState
+from common.data.rounds import Rounds
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimes
@@ -47,6 +48,15 @@ class Step:
     def y(self) -> Any:
         """Targets [samples of this rank]; None where this rank needs none."""
         return self.batch[1]
+
+    @property
+    def mean_shard(self) -> float:
+        """Samples of the batch, or of each of its microbatches, over all ranks, by the number of ranks.
+
+        The sum of a rank's losses by this is its part of the mean loss: their mean over the ranks, whatever the shards.
+        """
+        assert self.run.state is not None and not isinstance(self.run.state.loader, Rounds)
+        return self.run.state.loader.mean_shard
 
     def mark(self, name: str) -> None:
         """Note the time: "backward" where it begins, "end of backward" behind it."""

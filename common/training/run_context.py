@@ -17,7 +17,8 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
-from common.data.loader import AccumulationLoader, Images, Loader, draw_order
+from common.data.accumulation import AccumulationLoader
+from common.data.loader import Images, Loader, draw_order
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.measure import media, profiler
@@ -111,14 +112,13 @@ class RunContext:
     ) -> Loader:
         """Return the batches of the training set for this rank, one for each optimizer step.
 
-        `shard` (r, n) takes the r-th of n equal shards of each batch; a pipeline's first rank needs only inputs, its
-        last one only targets. With `keep_partial` an epoch's last batch may be smaller. Raises UserError where the
-        training set has too few samples.
+        `shard` (r, n) takes the r-th of n shards of each batch: those of `cfg.batch_plan` if it is this rank's, else
+        equal ones. A pipeline's first rank needs only inputs, its last one only targets. With `keep_partial` an epoch's
+        last batch may be smaller. Raises UserError where the training set has too few samples.
         """
-        drop = not keep_partial
-        return Loader.from_config(
-            self.train_set, self.cfg, self.device, shard=shard, drop_last=drop, inputs=inputs, targets=targets
-        )
+        parts = {"inputs": inputs, "targets": targets, "drop_last": not keep_partial}
+        weights = self.cfg.batch_plan.weights if shard == self.shard else ()
+        return Loader.from_config(self.train_set, self.cfg, self.device, shard=shard, weights=weights, **parts)
 
     def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
         """Return the batches in `count` microbatches each, whose gradients one optimizer step adds up.
@@ -126,7 +126,8 @@ class RunContext:
         Their sizes are those of `cfg.batch_plan`. A pipeline takes `batches`, which its engine splits.
         """
         size = self.cfg.batch // count
-        loader = Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard)
+        weights = self.cfg.batch_plan.weights if shard == self.shard else ()
+        loader = Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard, weights=weights)
         return AccumulationLoader(loader, count)
 
     def load_example(self, samples: int) -> Tensor:

@@ -72,8 +72,8 @@ MISTAKES = [
     Mistake(
         "buffers-averaged-over-all",  # not over the replicas of a stage alone
         "common/checkpoint/train_state.py",
-        "average_tensors(floating, self.peers.group)",
-        "average_tensors(floating)",
+        "average_tensors(floating, self.peers.group, self.weight)",
+        "average_tensors(floating, None, self.weight)",
     ),
     Mistake(
         "loss-divided-by-stages",
@@ -265,8 +265,8 @@ MISTAKES = [
     Mistake(
         "unequal-shares-count-alike",  # in the last, ragged batch
         "experiments/resnet_dataparallel.py",
-        'F.cross_entropy(forward(x), y, reduction="sum") * (world.size / size)',
-        "F.cross_entropy(forward(x), y)",
+        'F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard',
+        "F.cross_entropy(forward(step.x), step.y)",
     ),
     Mistake(
         "mask-forgotten",  # gradients and momentum bring pruned weights back

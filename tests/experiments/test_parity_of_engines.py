@@ -19,6 +19,7 @@ GPIPE = "engine=own,schedule=gpipe,stages=2,microbatches=6"
 LIBRARY = "engine=torch,schedule=1f1b,stages=2,microbatches=6"
 RESNET = "schedule=gpipe,stages=2,split=[layer3_0]"
 DDP, FSDP, SYNCED = "strategy=ddp,steps=15", "strategy=fsdp,steps=15", "model=resnet18,sync_batchnorm=true,steps=6"
+UNEQUAL = f"{DDP},shards=[3,1]"
 
 
 @pytest.mark.parametrize("losses", [[1.0, math.nan, 1.0], [math.nan, 1.0, 1.0], [1.0, 1.0, 2.0], []])
@@ -48,8 +49,8 @@ def test_a_pipelined_resnet_equals_the_unsplit_one_fed_the_same_microbatches(tmp
 
 def test_ddp_fsdp_and_synchronised_norms_equal_one_process(tmp_path: Path, cache: Path) -> None:
     mistaken = f"sums_losses,{DDP},clip=0"
-    trained = train_cases("ddp_parity", tmp_path, cache, 2, [DDP, FSDP, SYNCED, mistaken])
-    for case in (DDP, FSDP, SYNCED):
+    trained = train_cases("ddp_parity", tmp_path, cache, 2, [DDP, FSDP, SYNCED, UNEQUAL, mistaken])
+    for case in (DDP, FSDP, SYNCED, UNEQUAL):
         assert wrong(trained[case], ddp_parity.expected(cache, case)) == [], case
     found = wrong(trained[mistaken], ddp_parity.expected(cache, f"{DDP},clip=0"))
     assert any("losses" in difference for difference in found)

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 import sys
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.core import config
-from common.data import loader
+from common.data.accumulation import AccumulationLoader
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.models import networks
@@ -75,8 +76,8 @@ AT = 10  # the microbatch that is spoilt: the second of step 3
 def losses_times(factor: float) -> Iterator[None]:
     """Let the experiment's loss be so many times as large."""
 
-    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-        return factor * F.cross_entropy(logits, targets)
+    def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        return factor * F.cross_entropy(logits, targets, **options)
 
     with unittest.mock.patch.object(amp_accum, "F", SimpleNamespace(cross_entropy=cross_entropy)):
         yield
@@ -94,7 +95,7 @@ def add_up_with_one_divisor(right: Any, cfg: Config, model: nn.Module, scaler: A
         return right(cfg, model, scaler, step, *rest)
 
 
-class FullWindows(loader.AccumulationLoader):
+class FullWindows(AccumulationLoader):
     """Leaves out what an epoch has beyond its full windows."""
 
     def __iter__(self) -> Iterator[list[tuple[Any, Any]]]:
@@ -102,7 +103,7 @@ class FullWindows(loader.AccumulationLoader):
 
 
 class FullWindowsRun(Run):
-    def microbatches(self, count: int, **options: Any) -> loader.AccumulationLoader:
+    def microbatches(self, count: int, **options: Any) -> AccumulationLoader:
         return FullWindows(super().microbatches(count, **options).loader, count)
 
 
@@ -181,7 +182,7 @@ def made(mistake: str) -> Iterator[None]:
 
 def settings(text: str) -> tuple[Config, str]:
     """The settings of a case, and what is special about it, if anything."""
-    words = text.split(",")
+    words = re.split(r",(?![^\[]*\])", text)
     special = words.pop(0) if "=" not in words[0] else ""
     assert special in ("", "count", "last_window_dropped", *MISTAKES, *PLANTS)
     chosen = dict(word.split("=") for word in words)

@@ -8,15 +8,19 @@ A case may begin with one of MISTAKES: it then makes that mistake.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
@@ -64,12 +68,12 @@ RESNET = CONVNET | {
     "epochs": "6",
 }
 WIDTH = 8
-MISTAKES = ("sums_losses", "no_communication", "same_share", "slow_rank")
+MISTAKES = ("sums_losses", "no_communication", "same_share", "slow_rank", "mean_of_means", "equal_buffers")
 
 
 def settings(text: str) -> tuple[Config, str]:
     """The settings of a case, and the mistake it makes, if any."""
-    words = text.split(",")
+    words = re.split(r",(?![^\[]*\])", text)
     mistake = words.pop(0) if "=" not in words[0] else ""
     assert not mistake or mistake in MISTAKES
     chosen = dict(word.split("=") for word in words)
@@ -119,12 +123,21 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
         before.update(full_state([model]))
         return classify(model, run)
 
+    def average_means(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        return F.cross_entropy(logits, labels) * (cfg.batch / world.size)  # the mean over its own samples
+
+    changes: list[tuple[Any, str, Any]] = []
+    if mistake == "mean_of_means":
+        changes.append((ddp_multinode, "F", SimpleNamespace(cross_entropy=average_means)))
+    if mistake == "equal_buffers":
+        changes.append((TrainState, "weight", 1.0))
     found = train_script(
         ddp_multinode,
         run,
         (ddp_multinode, "init_network", lambda cfg, shape, classes: unsplit(cfg)),
         (ddp_multinode, "wrap_model", wrap_wrongly),
         (ddp_multinode, "score_replicated", look_before),
+        *changes,
     )
     assert run.times is not None
     ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
@@ -133,7 +146,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
 
 
 @functools.cache
-def expected(cache: Path, case: str, shares: int = 1) -> dict[str, Any]:
+def expected(cache: Path, case: str, shares: int | tuple[int, ...] = 1) -> dict[str, Any]:
     """One process that trains the unsplit model by the bare loop; shares have BatchNorm buffers of their own."""
     cfg, _ = settings(case)
     prepared = prepare_for(cfg, str(cache))

@@ -47,18 +47,25 @@ def scored(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]
 
 
 def trained(
-    cfg: Any, model: nn.Module, prepared: Prepared, *, shares: int = 1, piece: int = 0, grain: int = 0
+    cfg: Any,
+    model: nn.Module,
+    prepared: Prepared,
+    *,
+    shares: int | tuple[int, ...] = 1,
+    piece: int = 0,
+    grain: int = 0,
 ) -> dict[str, Any]:
     """Losses, state and scores of a model in float64, trained in one process by the settings of an experiment.
 
-    Each batch is cut into equal `shares` with BatchNorm buffers of their own, and these into pieces of so many
-    samples, whose gradients add up; 0 does not cut. After an epoch the shares' buffers are averaged, as an evaluation
-    does. An epoch's rest is a smaller batch of as many multiples of `grain` samples as there are; by default of none.
+    Each batch is cut into so many equal `shares`, or such of so many samples, with BatchNorm buffers of their own, and
+    these into pieces of so many samples, whose gradients add up; 0 does not cut. After an epoch the shares' buffers are
+    averaged by their samples, as an evaluation does. An epoch's rest is a smaller batch of as many multiples of `grain`
+    samples as there are; by default of none.
     """
     images, labels = normalised(prepared, "train", cfg.data.train_limit)
-    grain = grain or cfg.batch
+    grain, sizes = grain or cfg.batch, (1,) * shares if isinstance(shares, int) else shares
     optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=cfg.optim.momentum, nesterov=True)
-    buffers = [{name: buffer.clone() for name, buffer in model.named_buffers()} for _ in range(shares)]
+    buffers = [{name: buffer.clone() for name, buffer in model.named_buffers()} for _ in sizes]
     model.train()
     losses: list[float] = []
     for epoch in itertools.count():
@@ -66,7 +73,12 @@ def trained(
         for batch in rows.split(cfg.batch)[: cfg.steps - len(losses)]:
             optimizer.zero_grad()
             total = 0.0
-            for share, own in zip(batch.chunk(shares), buffers, strict=True):
+            cut = batch.chunk(shares) if isinstance(shares, int) else batch.split(shares)
+            for share, own in zip(cut, buffers, strict=True):
+                if not len(share):
+                    for name in (name for name in own if name.endswith("num_batches_tracked")):
+                        own[name] += 1
+                    continue
                 for part in share.split(piece or len(share)):
                     logits = functional_call(model, own, (images[part],))
                     loss = F.cross_entropy(logits, labels[part], reduction="sum") / len(batch)
@@ -78,7 +90,8 @@ def trained(
             optimizer.step()
             losses.append(total)
         for name in (name for name, buffer in buffers[0].items() if buffer.is_floating_point()):
-            mean = torch.stack([own[name] for own in buffers]).mean(0)
+            mean = sum(own[name] * size / sum(sizes) for own, size in zip(buffers, sizes, strict=True))
+            assert isinstance(mean, Tensor)
             buffers = [own | {name: mean.clone()} for own in buffers]
         if len(losses) == cfg.steps:
             break

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from common.data import loader
+from common.data.accumulation import AccumulationLoader
 from common.data.prepare import prepare_digits
 from common.measure.memory import Footprint
 from common.models.networks import SimpleNN
@@ -36,7 +37,7 @@ def gradients(cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None)
     off = amp_accum.make_scaler(AmpConfig(precision="fp32"), torch.device("cpu"))
     model.zero_grad()
     cpu = torch.device("cpu")
-    step: Any = SimpleNamespace(batch=window, mark=lambda name: None)
+    step: Any = SimpleNamespace(batch=window, mean_shard=len(window[0][1]), mark=lambda name: None)
     amp_accum.accumulate_gradients(cfg, model, scaler or off, step, Footprint(cpu))
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -66,7 +67,7 @@ def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache:
                 layer.zero_grad()
     assert added == [4, 4, 6, 4], "two microbatches of the first epoch come a whole epoch late, with too long a step"
     images = loader.Images(prepare_digits(cache), "train", limit=105)
-    windows = loader.AccumulationLoader(loader.Loader(images, 10, 0, torch.device("cpu"), torch.float32), 4)
+    windows = AccumulationLoader(loader.Loader(images, 10, 0, torch.device("cpu"), torch.float32), 4)
     assert [[len(window) for window in windows] for _ in range(2)] == [[4, 4, 2]] * 2
     assert windows.steps == 3 and windows.count_samples(5) == 100 + 80
 

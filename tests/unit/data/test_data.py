@@ -18,6 +18,7 @@ import torch
 from common.core.errors import UserError
 from common.data import loader as data
 from common.data import prepare, sources, synthetic_digits
+from configs.batch_plan import cut_batch
 from configs.shared import Data
 
 
@@ -246,3 +247,55 @@ def test_an_image_changes_by_its_place_alone(images: data.Images) -> None:
     assert not torch.equal(torch.cat([x for x, _ in again])[rows[1]], changed[rows[0]]), "another epoch, another change"
     shifted = changed[rows[0]].sort().values  # only whole pixels move, and mirrored images are the same pixels
     assert torch.isin(shifted, torch.cat([unchanged[rows[0]].flatten(), unchanged.min()[None]])).all()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shards_change_between_two_batches_and_the_batches_do_not(workers: int, images: data.Images) -> None:
+    whole = [y.tolist() for _, y in ragged(images, block=3)]
+    plan = {0: (32, 16, 16), 2: (64, 0, 0), 3: (1, 40, 23), 9: (0, 2, 62)}  # from which batch on, samples of each rank
+    parts = [ragged(images, (rank, 3), block=3, workers=workers, weights=(1, 1, 1)) for rank in range(3)]
+    taken = list[list[list[int]]]()
+    for rank, part in enumerate(parts):
+        part.set_shards(rank, plan[0])
+        taken.append([])
+        for number, (_, y) in enumerate(part, 1):
+            taken[-1].append(y.tolist())
+            if number in plan:
+                part.set_shards(rank, plan[number])
+        assert part.state_dict() == {"epoch": 1, "position": 0}
+    assert [list(itertools.chain(*pieces)) for pieces in zip(*taken, strict=True)] == whole
+    sizes = [tuple(map(len, pieces)) for pieces in zip(*taken, strict=True)]
+    full = [max((at for at in plan if at <= number), default=0) for number in range(15)]
+    assert sizes == [*(plan[at] for at in full), (0, 1, 39)], "40 samples in the last, partial batch"
+    with pytest.raises(ValueError, match="do not add up"):
+        parts[0].set_shards(0, (64, 1, 0))
+
+
+def test_a_loader_goes_back_to_a_batch_while_it_is_read(images: data.Images) -> None:
+    """As after a step that failed and is taken again, by fewer ranks."""
+    whole = [y.tolist() for _, y in loader(images)]
+    source = loader(images)
+    got = list[list[int]]()
+    for _, y in source:
+        got.append(y.tolist())
+        if len(got) == 6:
+            source.load_state_dict({"epoch": 0, "position": 5 * 64})
+    assert got == whole[:6] + whole[5:]
+
+
+@pytest.mark.parametrize(
+    ("batch", "weights", "counts"),
+    [
+        (24, (3, 1), (18, 6)),
+        (24, (5, 2, 1), (15, 6, 3)),
+        (10, (1, 1, 1), (4, 3, 3)),
+        (2, (1, 1, 1), (1, 1, 0)),
+        (7, (2, 0, 1), (5, 0, 2)),
+        (1, (1, 3), (0, 1)),
+        (0, (1, 3), (0, 0)),
+    ],
+)
+def test_a_batch_is_cut_in_proportion_to_the_weights(
+    batch: int, weights: tuple[int, ...], counts: tuple[int, ...]
+) -> None:
+    assert cut_batch(batch, weights) == counts

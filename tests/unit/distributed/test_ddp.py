@@ -55,6 +55,12 @@ def test_shares_of_a_batch_are_the_batch(cache: Path) -> None:
         (["strategy=fsdp", "static_graph=true"], ["static_graph is a setting of ddp"]),
         (["data.name=generated", "data.samples=50"], ["batch=64 exceeds the 50 training samples"]),
         (["data.name=cifar10", "batch=50002"], ["exceeds the 50000 training samples"]),
+        (["shards=[2,1,1]"], ["shards=[2,1,1]: 3 numbers, 2 ranks", "such as [3,1]"]),
+        (["shards=3"], ["shards=[3]: 1 numbers, 2 ranks", "such as [3,1]"]),
+        (["shards=[3,-1]"], ["shards=[3,-1]: write equal, or a whole number >= 0 for each rank"]),
+        (["shards=[3,0.5]"], ["shards=[3,0.5]: write equal, or a whole number >= 0 for each rank"]),
+        (["shards=[]"], ["shards=[]: write equal, or a whole number"]),
+        (["shards=[0,0]"], ["shards=[0,0] leaves every rank without a sample", "a number > 0"]),
     ],
 )
 def test_settings_of_data_parallelism_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:

@@ -1,0 +1,84 @@
+"""Unequal shards equal one process, in float64, to 1e-9, also those of ranks without a sample; what a mistake does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import amp_parity, ddp_parity
+from tests.harness.cases import train_cases
+from tests.harness.ddp_parity import wrong
+from tests.harness.reference import differences
+from tests.harness.shared import make_once
+
+BRIEF = "steps=10"
+APART, SYNCED = "model=resnet18,steps=6", "model=resnet18,sync_batchnorm=true,steps=6"
+OF_TWO = [
+    f"shards=[3,1],{BRIEF}",
+    f"shards=[0,1],{BRIEF}",
+    f"shards=[3,1],strategy=fsdp,{BRIEF}",
+    f"shards=[1,0],strategy=fsdp,{BRIEF}",
+]
+OF_THREE = [
+    f"shards=[5,2,1],{BRIEF}",
+    f"shards=[2,0,1],{BRIEF}",
+    f"shards=[5,2,1],batch=25,optim.base_batch=25,{BRIEF}",
+]
+NORMS = {f"shards=[3,1],{APART}": (3, 1), f"shards=[0,1],{APART}": (0, 4)}
+MISTAKES = (f"mean_of_means,shards=[3,1],{BRIEF}", f"equal_buffers,shards=[3,1],{APART}")
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
+    """Every case of two ranks, the right ones and the mistakes."""
+    wanted = [*OF_TWO, *NORMS, f"shards=[3,1],{SYNCED}", f"shards=[0,1],{SYNCED}", *MISTAKES]
+    folder = make_once(
+        tmp_path_factory, "shards-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, wanted)
+    )
+    return dict(torch.load(folder / "results-2.pt", weights_only=True))
+
+
+def test_two_ranks_with_unequal_shards_equal_one_process(cache: Path, of_two: dict[str, Any]) -> None:
+    for case in OF_TWO:
+        assert wrong(of_two[case], ddp_parity.expected(cache, BRIEF)) == [], case
+
+
+def test_three_ranks_with_unequal_shards_equal_one_process(tmp_path: Path, cache: Path) -> None:
+    trained = train_cases("ddp_parity", tmp_path, cache, 3, OF_THREE)
+    for case in OF_THREE:
+        alone = f"processes_per_node=1,{case[case.index(']') + 2 :]}"
+        assert wrong(trained[case], ddp_parity.expected(cache, alone)) == [], case
+
+
+def test_synchronised_norms_count_samples_and_others_are_averaged_by_them(cache: Path, of_two: dict[str, Any]) -> None:
+    for case in (f"shards=[3,1],{SYNCED}", f"shards=[0,1],{SYNCED}"):
+        assert wrong(of_two[case], ddp_parity.expected(cache, SYNCED)) == [], case
+    for case, counts in NORMS.items():
+        assert wrong(of_two[case], ddp_parity.expected(cache, APART, counts)) == [], case
+    apart = wrong(of_two[f"shards=[3,1],{APART}"], ddp_parity.expected(cache, SYNCED))
+    assert any("losses" in difference for difference in apart), "not synchronised, they see other samples"
+
+
+def test_the_mean_of_unequal_shards_means_is_another_gradient(cache: Path, of_two: dict[str, Any]) -> None:
+    found = wrong(of_two[MISTAKES[0]], ddp_parity.expected(cache, BRIEF))
+    assert any("losses" in difference for difference in found)
+
+
+def test_buffers_of_unequal_shards_do_not_count_alike(cache: Path, of_two: dict[str, Any]) -> None:
+    found = wrong(of_two[MISTAKES[1]], ddp_parity.expected(cache, APART, (3, 1)))
+    assert any("running_" in difference for difference in found)
+
+
+def test_accumulated_microbatches_in_unequal_shards_equal_one_process(tmp_path: Path, cache: Path) -> None:
+    plan = {
+        2: ["shards=[3,1],accumulate=4", "shards=[0,1],accumulate=4,no_sync=false"],
+        3: ["shards=[5,2,1],accumulate=3"],
+    }
+    for ranks, cases in plan.items():
+        trained = train_cases("amp_parity", tmp_path, cache, ranks, cases)
+        for case in cases:
+            alone = case[case.index("accumulate") :]
+            assert differences(trained[case], amp_parity.expected(cache, alone)) == [], case
