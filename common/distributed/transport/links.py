@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from common.core.errors import summarize_error
-from common.distributed.transport.socket_stream import SMALL, Rest, SocketStream
+from common.distributed.transport.socket_stream import Rest, SocketStream, keep_small
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -118,7 +118,8 @@ class Outgoing(Link):
     def send(self, tag: int, data: ReadableBuffer) -> int:
         """Begin to send contiguous memory; return a ticket. Never blocks. Raises LinkError.
 
-        Memory of more than SMALL bytes must stay as it is until `wait(ticket)` returns. Messages arrive in order.
+        Memory of more than `socket_stream.SMALL` bytes must stay as it is until `wait(ticket)` returns. Messages arrive
+        in order.
         """
         view = view_bytes(data)
         with self._lock:
@@ -127,8 +128,7 @@ class Outgoing(Link):
             self._newest += 1
             self.bytes_sent += len(view)
             if self._queue:
-                kept = view if len(view) > SMALL else memoryview(bytes(view))
-                self._queue.append((self._newest, functools.partial(self._send_later, tag, kept)))
+                self._queue.append((self._newest, functools.partial(self._send_later, tag, keep_small(view))))
                 return self._newest
             try:
                 rest = self.stream.begin_message(tag, view)

@@ -10,9 +10,14 @@ import ssl
 import struct
 import weakref
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 HEADER = struct.Struct("<QQ")  # tag and bytes of a message
-SMALL = 1 << 16  # bytes up to which the caller writes a message itself
+SMALL = 1 << 16  # bytes up to which a message is copied where the kernel does not take it at once
+EAGER = 1 << 20  # bytes of it that the caller writes if the kernel takes them: waking a thread may take milliseconds
 PIECE = 1 << 18  # bytes of a large message that are handled at once: they stay in a core's cache
 Rest = Callable[[], None]
 
@@ -20,6 +25,11 @@ Rest = Callable[[], None]
 def pack_seconds(seconds: float) -> bytes:
     """Return a time limit as the kernel takes it."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def keep_small(data: memoryview) -> memoryview:
+    """Return a copy of at most SMALL bytes, whose memory the caller may change at once; more as they are."""
+    return data if len(data) > SMALL else memoryview(bytes(data))
 
 
 OPEN: weakref.WeakSet[SocketStream] = weakref.WeakSet()
@@ -56,23 +66,25 @@ class SocketStream:
     def begin_message(self, tag: int, data: memoryview) -> Rest | None:
         """Write what needs no waiting; return what writes the rest and may block, None if nothing is left."""
         header = HEADER.pack(tag, len(data))
-        if len(data) > SMALL:
+        if self.encrypted and len(data) > SMALL:  # after a partial write TLS wants the same bytes again
             return functools.partial(self._write_large, header, data)
-        frame = memoryview(header + data)
-        sent = self._write_now(frame)
-        return None if sent == len(frame) else functools.partial(self._write_all, frame[sent:])
+        sent = self._write_now(header, data[:EAGER])
+        if sent < len(header):
+            return functools.partial(self._write_large, header[sent:], keep_small(data))
+        rest = data[sent - len(header) :]
+        return functools.partial(self._write_all, keep_small(rest)) if rest else None
 
-    def _write_now(self, frame: memoryview) -> int:
+    def _write_now(self, *parts: ReadableBuffer) -> int:
         """Return how many bytes the kernel took at once."""
         try:
             if not self.encrypted:
-                return self.socket.send(frame, socket.MSG_DONTWAIT)
+                return self.socket.sendmsg(parts, [], socket.MSG_DONTWAIT)
             self.socket.settimeout(0)
             try:
-                return self.socket.send(frame)
+                return self.socket.send(b"".join(parts))
             finally:
                 self.socket.settimeout(self.timeout)
-        except (BlockingIOError, ssl.SSLWantWriteError):  # after the latter TLS wants the same bytes again
+        except (BlockingIOError, ssl.SSLWantWriteError):
             return 0
 
     def _write_large(self, header: bytes, data: memoryview) -> None:
