@@ -28,6 +28,7 @@ SETTINGS = (
 BRIEF = (*SETTINGS, "steps=8", "data.test_limit=10", "launch.threads=1")
 TWO, ONE = "processes_per_node=2", "processes_per_node=1"
 OURS = "DDP, 2 processes"
+MEMORY, SOCKETS = "built-in, memory", "built-in, sockets"
 
 
 def sides(scratch: Path) -> list[Team | Task]:
@@ -61,6 +62,22 @@ def table(taken: Samples) -> Table:
     return Table(("measured", "value"), rows)
 
 
+def backend_sides(scratch: Path) -> list[Team | Task]:
+    builtin = (*BRIEF, TWO, "launch.backend=builtin")
+    return [
+        run_of(scratch, "gloo", NAME, *BRIEF, TWO),
+        run_of(scratch, MEMORY, NAME, *builtin),
+        run_of(scratch, SOCKETS, NAME, *builtin, "launch.transport=network"),
+    ]
+
+
+def backend_table(taken: Samples) -> Table:
+    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
+    rows.append(at_most(f"{MEMORY} / gloo", taken.ratio(MEMORY, "gloo"), 0.95))
+    rows.append(Row(f"{SOCKETS} / gloo", [taken.ratio(SOCKETS, "gloo")]))
+    return Table(("measured", "value"), rows)
+
+
 PARTS = [
     Part(
         f"{NAME}/step",
@@ -69,5 +86,12 @@ PARTS = [
         table,
         check=same_first_losses(OURS, 1e-3),
         facts={"threads": "1 a process", "batch": 128},
-    )
+    ),
+    Part(
+        f"{NAME}/backend",
+        f"a step of two ranks by backend: {' '.join(SETTINGS[:4])}",
+        backend_sides,
+        backend_table,
+        facts={"threads": "1 a process", "batch": 128},
+    ),
 ]

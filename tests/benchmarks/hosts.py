@@ -37,8 +37,13 @@ def find_obstacle(shape: Shape) -> str:
 
 
 @contextlib.contextmanager
-def local_cluster(folder: Path, last: Shape) -> Iterator[Mapping[str, str]]:
-    """A cluster of one's own, with the cable of its last host in that shape; the environment of what uses it."""
+def local_cluster(
+    folder: Path, count: int = HOSTS, *, rate: str = "", last: Shape = Shape()
+) -> Iterator[Mapping[str, str]]:
+    """A cluster of one's own, its cables of that rate and that of the last host in that shape.
+
+    Gives the environment of what uses it.
+    """
     env = {key: value for key, value in environment().items() if key != "GLOO_SOCKET_IFNAME"}
     env |= {"CLUSTER_DIR": str(folder)}
 
@@ -48,14 +53,14 @@ def local_cluster(folder: Path, last: Shape) -> Iterator[Mapping[str, str]]:
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr}")
 
-    call("up", f"--nodes={HOSTS}")
+    call("up", f"--nodes={count}", f"--rate={rate}")
     try:
         state = find_cluster_folder("local", env)
         process = Process.load(state / "holder")
         if process is None:
             raise RuntimeError("the cluster is gone")
         if any(last):
-            shape_cable(Cluster(Plan.load(state), process), HOSTS, last)
+            shape_cable(Cluster(Plan.load(state), process), count, last)
         yield env
     finally:
         call("down")
@@ -85,7 +90,7 @@ def run_on_hosts(
     """
 
     def run(number: int) -> dict[str, float]:
-        with local_cluster(scratch, last) as env:
+        with local_cluster(scratch, last=last) as env:
             folder = finish(scratch, label, experiment, *settings, nodes=HOSTS, env=env)
         result = parse_result(folder.result).flatten_values()
         rows = [row for row in folder.metrics() if "test_loss" not in row]
