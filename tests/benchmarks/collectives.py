@@ -140,6 +140,7 @@ PARTS = [
         "the built-in ring against gloo",
         lambda scratch: [measure_sizes(scratch, "ops=[all_reduce]", f"algorithms=[ring,{FEWEST_MESSAGES}]", *SIZES)],
         gain_table,
+        rounds=10,
         facts={"threads": "1 in each of 2 processes"},
     ),
     Part(
