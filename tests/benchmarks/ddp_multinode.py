@@ -28,6 +28,7 @@ SETTINGS = (
 BRIEF = (*SETTINGS, "steps=8", "data.test_limit=10", "launch.threads=1")
 TWO, ONE = "processes_per_node=2", "processes_per_node=1"
 OURS = "DDP, 2 processes"
+SMALL = 16  # of a batch: the smaller, the more of a step is communication
 MEMORY, SOCKETS = "built-in, memory", "built-in, sockets"
 
 
@@ -63,9 +64,10 @@ def table(taken: Samples) -> Table:
 
 
 def backend_sides(scratch: Path) -> list[Team | Task]:
-    builtin = (*BRIEF, TWO, "launch.backend=builtin")
+    words = (*BRIEF, TWO, f"batch={SMALL}", "steps=24")
+    builtin = (*words, "launch.backend=builtin")
     return [
-        run_of(scratch, "gloo", NAME, *BRIEF, TWO),
+        run_of(scratch, "gloo", NAME, *words),
         run_of(scratch, MEMORY, NAME, *builtin),
         run_of(scratch, SOCKETS, NAME, *builtin, "launch.transport=network"),
     ]
@@ -89,9 +91,9 @@ PARTS = [
     ),
     Part(
         f"{NAME}/backend",
-        f"a step of two ranks by backend: {' '.join(SETTINGS[:4])}",
+        f"a step of two ranks by backend: {SETTINGS[0]} batch={SMALL} {' '.join(SETTINGS[2:4])}",
         backend_sides,
         backend_table,
-        facts={"threads": "1 a process", "batch": 128},
+        facts={"threads": "1 a process", "batch": SMALL},
     ),
 ]
