@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import signal
-import ssl
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from common.core.errors import UserError
 from common.distributed import local_launcher, objects, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo
+from common.distributed.transport.socket_stream import TlsSocket
 from configs.launch import Launch
 
 BACKEND: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
@@ -215,7 +215,7 @@ def meet_in_private(place: RankInfo, folder: Path) -> None:
             communicator = cast(Any, group._get_backend(torch.device("cpu"))).communicator
             links = [*communicator.outgoing.values(), *communicator.incoming.values()]
             sockets = [link.stream.socket for link in links]
-            assert all(isinstance(one, ssl.SSLSocket) and one.version() == "TLSv1.3" for one in sockets) and sockets
+            assert all(isinstance(one, TlsSocket) and one.version() == "TLSv1.3" for one in sockets) and sockets
         if world.is_main:
             names = [file.name for file in private.iterdir()]
             (folder / "seen").write_text(f"{oct(private.stat().st_mode & 0o777)} {names}")

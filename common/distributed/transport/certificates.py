@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import UserError, summarize_error
+from common.distributed.transport.socket_stream import TlsSocket
 from common.distributed.transport.welcome import Stranger
 
 KEY, CERTIFICATE = "key.pem", "certificate.pem"
@@ -152,9 +153,9 @@ def load_identity(folder: Path) -> Identity:
     return Identity(client, server, own)
 
 
-def check_peer(connection: ssl.SSLSocket, identity: Identity) -> None:
+def check_peer(connection: TlsSocket, identity: Identity) -> None:
     """Raise Stranger unless the other side has shown this run's own certificate."""
-    if connection.getpeercert(binary_form=True) != identity.certificate:
+    if connection.get_certificate() != identity.certificate:
         raise Stranger(FOREIGN)
 
 

@@ -24,7 +24,7 @@ from common.distributed.transport.incoming import Incoming
 from common.distributed.transport.links import Outgoing
 from common.distributed.transport.memory_links import MemoryStream
 from common.distributed.transport.reception import Reception, find_user
-from common.distributed.transport.socket_stream import SocketStream, pack_seconds
+from common.distributed.transport.socket_stream import SocketStream, TlsSocket, pack_seconds
 from common.distributed.transport.welcome import ANSWER, Direction, Stranger, make_answer, make_hello
 
 RETRY = 0.05  # seconds between two attempts to connect
@@ -172,7 +172,8 @@ def exchange_welcome(
     connection.settimeout(left)
     try:
         if identity and connection.family != socket.AF_UNIX:
-            connection = identity.client.wrap_socket(connection)
+            connection = TlsSocket(connection, identity.client)
+            connection.do_handshake()
             check_peer(connection, identity)
         connection.sendall(make_hello(direction, token))
         answer = b""

@@ -1,7 +1,7 @@
 """Messages between two ranks, over one connection for each direction. Imports no torch.
 
-A connection has one writer and one reader: a TLS socket on which one thread sends while another receives is a data
-race (cpython#143756). A message is a header (tag, length) and its bytes. Sending never blocks: what the kernel
+A connection has one writer and one reader: TLS on which one thread sends while another receives is a data race
+(cpython#143756). A message is a header (tag, length) and its bytes. Sending never blocks: what the kernel
 does not take at once is left to the link's thread, so that all ranks may send at the same time. Small messages need no
 thread.
 """
@@ -16,13 +16,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from common.core.errors import summarize_error
-from common.distributed.transport.socket_stream import Rest, SocketStream, keep_small
+from common.distributed.transport.socket_stream import NOTHING, Rest, SocketStream, keep_small
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-
-
-NOTHING = memoryview(bytearray())
 
 
 class LinkError(ConnectionError):

@@ -13,7 +13,6 @@ import os
 import secrets
 import selectors
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import cast
 
 from common.core.errors import Unreachable
 from common.distributed.transport.certificates import Identity, check_peer, describe_refusal
+from common.distributed.transport.socket_stream import TlsSocket
 from common.distributed.transport.welcome import (
     LENGTH,
     Direction,
@@ -131,9 +131,7 @@ class Reception:
         try:
             if not guest.shaken:
                 assert self.identity
-                guest.socket = self.identity.server.wrap_socket(
-                    connection, server_side=True, do_handshake_on_connect=False
-                )
+                guest.socket = TlsSocket(connection, self.identity.server, server_side=True)
             self._selector.register(guest.socket, selectors.EVENT_READ, guest)
         except (OSError, ValueError):
             guest.socket.close()
@@ -148,14 +146,14 @@ class Reception:
         """Read what a guest has sent so far; accept or refuse it where that is enough to judge."""
         try:
             if not guest.shaken:
-                assert self.identity and isinstance(guest.socket, ssl.SSLSocket)
+                assert self.identity and isinstance(guest.socket, TlsSocket)
                 guest.socket.do_handshake()
                 check_peer(guest.socket, self.identity)
                 guest.shaken = True
             self._read_until(guest, LENGTH.size)
             self._read_until(guest, LENGTH.size + parse_length(bytes(guest.received[: LENGTH.size])))
             self._accept_guest(guest)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except BlockingIOError:
             return  # more is to come
         except Stranger as error:
             self._refuse_guest(guest, str(error))

@@ -10,10 +10,13 @@ import ssl
 import struct
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+T = TypeVar("T")
+NOTHING = memoryview(bytearray())
 
 HEADER = struct.Struct("<QQ")  # tag and bytes of a message
 SMALL = 1 << 16  # bytes up to which a message is copied where the kernel does not take it at once
@@ -44,19 +47,86 @@ def close_inherited_sockets() -> None:
 os.register_at_fork(after_in_child=close_inherited_sockets)
 
 
+class TlsSocket(socket.socket):
+    """TLS over a connected socket, of which it takes hold. One thread at a time may use it.
+
+    ssl.SSLSocket calls the kernel for each record of 16 kB; here one call carries as many as there are.
+    """
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> None:
+        seconds = connection.gettimeout()
+        super().__init__(fileno=connection.detach())
+        self.settimeout(seconds)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._records = memoryview(bytearray(PIECE))
+
+    def do_handshake(self) -> None:
+        """Agree on keys. Raises ssl.SSLError, and BlockingIOError where the socket does not wait: call it again."""
+        self._repeat(self._tls.do_handshake)
+        self._flush()
+
+    def get_certificate(self) -> bytes | None:
+        """Return the certificate of the other side (DER)."""
+        return self._tls.getpeercert(binary_form=True)
+
+    def version(self) -> str | None:
+        """Return the version of the protocol."""
+        return self._tls.version()
+
+    def encrypt(self, *parts: ReadableBuffer) -> bytes:
+        """Return what must be sent to the other side, in the order of the calls, for it to read these bytes."""
+        self._tls.write(b"".join(parts))
+        return self._outgoing.read()
+
+    def sendall(self, data: ReadableBuffer, flags: int = 0) -> None:
+        super().sendall(self.encrypt(data), flags)
+
+    def recv(self, count: int, flags: int = 0) -> bytes:
+        try:
+            return self._repeat(functools.partial(self._tls.read, count))
+        except ssl.SSLEOFError:
+            return b""
+
+    def recv_into(self, target: WriteableBuffer, count: int = 0, flags: int = 0) -> int:
+        """Return how many bytes were read: with or without MSG_WAITALL at most those of one record."""
+        view = memoryview(target)
+        try:
+            return self._repeat(lambda: cast(int, self._tls.read(count or len(view), view)))
+        except ssl.SSLEOFError:
+            return 0
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        """Call until that needs nothing more from the other side."""
+        while True:
+            try:
+                return call()
+            except ssl.SSLWantReadError:
+                self._flush()
+                received = super().recv_into(self._records)
+                if received:
+                    self._incoming.write(self._records[:received])
+                else:
+                    self._incoming.write_eof()
+            except ssl.SSLError:
+                with contextlib.suppress(OSError):
+                    self._flush()  # tells the other side why
+                raise
+
+    def _flush(self) -> None:
+        if self._outgoing.pending:
+            super().sendall(self._outgoing.read())
+
+
 class SocketStream:
     """One end of a connection, plain or TLS, on which messages go in one direction."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.socket, self.timeout = connection, timeout
-        self.encrypted = isinstance(connection, ssl.SSLSocket)
         self._scratch = bytearray()
         OPEN.add(self)
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self.encrypted:  # Python repeats without end a TLS read that the kernel's time limit has ended
-            connection.settimeout(timeout)
-            return
         connection.settimeout(None)  # with a limit of Python's own, each call would poll first
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, pack_seconds(timeout))
@@ -65,35 +135,26 @@ class SocketStream:
 
     def begin_message(self, tag: int, data: memoryview) -> Rest | None:
         """Write what needs no waiting; return what writes the rest and may block, None if nothing is left."""
-        header = HEADER.pack(tag, len(data))
-        if self.encrypted and len(data) > SMALL:  # after a partial write TLS wants the same bytes again
-            return functools.partial(self._write_large, header, data)
-        sent = self._write_now(header, data[:EAGER])
-        if sent < len(header):
-            return functools.partial(self._write_large, header[sent:], keep_small(data))
-        rest = data[sent - len(header) :]
-        return functools.partial(self._write_all, keep_small(rest)) if rest else None
+        header, now, later = HEADER.pack(tag, len(data)), data[:EAGER], data[EAGER:]
+        if isinstance(self.socket, TlsSocket):
+            header, now = self.socket.encrypt(header, now), NOTHING
+        sent = self._write_now(header, now)
+        left = header[sent:], keep_small(now[max(0, sent - len(header)) :]), keep_small(later)
+        return functools.partial(self._write_rest, *left) if any(left) else None
 
     def _write_now(self, *parts: ReadableBuffer) -> int:
         """Return how many bytes the kernel took at once."""
         try:
-            if not self.encrypted:
-                return self.socket.sendmsg(parts, [], socket.MSG_DONTWAIT)
-            self.socket.settimeout(0)
-            try:
-                return self.socket.send(b"".join(parts))
-            finally:
-                self.socket.settimeout(self.timeout)
-        except (BlockingIOError, ssl.SSLWantWriteError):
+            return self.socket.sendmsg(parts, [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
             return 0
 
-    def _write_large(self, header: bytes, data: memoryview) -> None:
-        self._write_all(memoryview(header + data[:SMALL]))  # no packet for the header alone
-        self._write_all(data[SMALL:])
-
-    def _write_all(self, data: memoryview) -> None:
-        for begin in range(0, len(data), PIECE):  # the time limit counts for a call
-            self.socket.sendall(data[begin : begin + PIECE])
+    def _write_rest(self, begun: bytes, now: memoryview, later: memoryview) -> None:
+        """Write what is left of bytes that are encrypted where they must be, and the data after them."""
+        socket.socket.sendall(self.socket, begun + now[:SMALL])  # no packet for a header alone
+        for data in (now[SMALL:], later):
+            for begin in range(0, len(data), PIECE):  # the time limit counts for a call
+                self.socket.sendall(data[begin : begin + PIECE])
 
     # ---- reading
 
@@ -120,9 +181,8 @@ class SocketStream:
 
     def read_into(self, target: memoryview) -> None:
         """Fill `target`. Raises EOFError if the other side closes before."""
-        flags = 0 if self.encrypted else socket.MSG_WAITALL
         while len(target):
-            count = self.socket.recv_into(target, 0, flags)
+            count = self.socket.recv_into(target, 0, socket.MSG_WAITALL)
             if not count:
                 raise EOFError
             target = target[count:]
@@ -142,7 +202,7 @@ class SocketStream:
     def end_calls(self) -> None:
         """End what any thread reads or writes here."""
         with contextlib.suppress(OSError):  # the other side was faster
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # SSLSocket's own lets a reader take TLS for data
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Give the socket back; no thread may be reading or writing."""
