@@ -20,7 +20,7 @@ NOTHING = memoryview(bytearray())
 
 HEADER = struct.Struct("<QQ")  # tag and bytes of a message
 SMALL = 1 << 16  # bytes up to which a message is copied where the kernel does not take it at once
-EAGER = 1 << 20  # bytes of it that the caller writes if the kernel takes them: waking a thread may take milliseconds
+EAGER = 1 << 21  # bytes of it that the caller writes if the kernel takes them: waking a thread may take milliseconds
 PIECE = 1 << 18  # bytes of a large message that are handled at once: they stay in a core's cache
 Rest = Callable[[], None]
 
