@@ -209,7 +209,7 @@ def test_cables_carry_the_rate_that_was_asked_for() -> None:
 
 
 def test_a_benchmark_slows_both_ends_of_one_hosts_cable() -> None:
-    with folder() as base, hosts.local_cluster(base, Shape(rate=10e6)):
+    with folder() as base, hosts.local_cluster(base, last=Shape(rate=10e6)):
         tool = Tool(base)
         assert [line.split()[3] for line in tool.out("status").splitlines()[2:]] == ["-", "-", "-", "10mbit"]
         assert "rate 10Mbit" in tool.out("node", "4", "tc", "qdisc", "show", "dev", "eth0")
