@@ -48,3 +48,8 @@ class Config(Sweep, Sharded):
             raise ValueError(f"dtype=float64: precision={self.precision} rounds float32 only; use precision=fp32")
         if self.model == "mlp" and self.channels_last:
             raise ValueError("channels_last=true: model=mlp has no convolutions; use model=convnet")
+        if self.shards == ["auto"] and not self.no_sync:
+            what = (
+                "shards=auto measures how fast each rank is, and with no_sync=false they wait for each other in between"
+            )
+            raise ValueError(f"{what}; write the shards, such as shards=[3,1], or leave no_sync=false out")

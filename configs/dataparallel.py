@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
 from configs.optional import InitialWeights, RanksPerNode
@@ -26,11 +26,14 @@ class Replicated(RanksPerNode):
 
 @dataclass
 class Sharded(Replicated):
-    """Settings of ranks that may be unequally fast."""
+    """Settings of ranks that may be unequally fast, or on different devices."""
+
+    joins_devices: ClassVar[bool] = True
 
     shards: list[str] = field(default_factory=lambda: ["equal"])
-    """How the ranks share each batch: equal, or a whole number for each rank, such as [3,1], to which its samples are
-    in proportion, 0 for a rank without any. The result is that of one process in any case."""
+    """How the ranks share each batch: equal; a whole number for each rank, such as [3,1], to which its samples are in
+    proportion, 0 for a rank without any; or auto, which measures how fast each rank is, before the first step and
+    while training. The result is that of one process in any case."""
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -39,10 +42,12 @@ class Sharded(Replicated):
     def parse_shards(self) -> tuple[int, ...]:
         """Return what the shards of the ranks are in proportion to at first; () for equal ones. Raises ValueError."""
         ranks, given = self.processes, ",".join(self.shards)
-        if given == "equal":
-            return ()
+        if given in ("equal", "auto"):
+            return (1,) * ranks if given == "auto" else ()
         if not all(one.isdecimal() and len(one) < 10 for one in self.shards) or not self.shards:
-            raise ValueError(f"shards=[{given}]: write equal, or a whole number >= 0 for each rank, such as [3,1]")
+            raise ValueError(
+                f"shards=[{given}]: write equal, auto, or a whole number >= 0 for each rank, such as [3,1]"
+            )
         if len(self.shards) != ranks:
             example = ",".join(["3", *["1"] * (ranks - 1)])
             raise ValueError(
@@ -59,6 +64,9 @@ class Sharded(Replicated):
         if self.batch % microbatches:
             what = f"batch={self.batch} does not divide into accumulate={microbatches} microbatches"
             raise ValueError(f"{what}; use batch={format_nearest_multiples(self.batch, microbatches)}")
+        least = self.processes * microbatches
+        if self.shards == ["auto"] and self.batch < least:
+            raise ValueError(f"shards=auto gives each rank one sample at least; use batch={least}, or fewer ranks")
 
 
 @dataclass

@@ -39,3 +39,11 @@ class Config(Sharded, DataParallel):
             wrong += ["communication"] if self.communication != "none" else []
             if wrong:
                 raise ValueError(f"{wrong[0]} is a setting of ddp; use strategy=ddp or leave it out")
+            if self.launch.mixed:
+                raise ValueError("launch.mixed=true: strategy=fsdp needs one kind of device; use strategy=ddp")
+        meets = ["strategy=fsdp"] if self.strategy == "fsdp" else ["sync_batchnorm=true"] if self.sync_batchnorm else []
+        if self.shards == ["auto"] and meets:
+            what = (
+                f"shards=auto measures how fast each rank is, and with {meets[0]} ranks wait for each other in between"
+            )
+            raise ValueError(f"{what}; write the shards, such as shards=[3,1], or leave {meets[0]} out")

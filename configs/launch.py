@@ -28,6 +28,9 @@ class Launch:
     tls: bool = False
     """Whether what builtin sends through sockets is encrypted: TLS 1.3 between ranks that show the certificate of this
     attempt, which the openssl program makes. The hosts must share the run folder, through which ranks then meet."""
+    mixed: bool = False
+    """Whether ranks on GPUs and ranks on CPUs train together: on each host the first ranks take its GPUs, one each, and
+    the others the CPU. gloo carries everything, through host memory; it also joins GPUs of different vendors."""
     nodes: int = at_least(1, 1)
     """Number of hosts. On one machine its ranks are divided among as many simulated ones."""
     threads: int = between(0, 1024, 0)
@@ -48,6 +51,9 @@ class Launch:
         """Raise ValueError for settings of one backend that are given with another one."""
         if self.backend == "builtin" and self.device == "cuda":
             raise ValueError("launch.backend=builtin is for CPUs; leave launch.device=cuda out, or use nccl by auto")
+        if self.mixed and (self.device != "auto" or self.backend != "auto"):
+            other = f"launch.device={self.device}" if self.device != "auto" else f"launch.backend={self.backend}"
+            raise ValueError(f"launch.mixed=true chooses devices, and gloo to join them; leave {other} out")
         own = {"algorithm": "ring", "transport": "auto", "tls": False}
         given = [name for name, usual in own.items() if getattr(self, name) != usual]
         if self.backend != "builtin" and given:

@@ -171,6 +171,9 @@ class Experiment:
     trains: ClassVar[bool] = True
     """False where there is neither model nor data, as in a measurement: settings of training then mean nothing."""
 
+    joins_devices: ClassVar[bool] = False
+    """True where ranks on GPUs and on CPUs can train together."""
+
     seed: int = at_least(0, 0)
     """Seed of every random choice: initialisation, data order, generated data."""
     epochs: int = at_least(1, 1)
@@ -249,6 +252,8 @@ class Experiment:
             if not folder:
                 raise ValueError(f"{name}= is empty; name a folder, or leave it out")
         self.launch.check()
+        if self.launch.mixed and not self.joins_devices:
+            raise ValueError("launch.mixed=true is for ddp_multinode and amp_accum; leave it out")
         self.wandb.check()
         if self.trains:
             self.check_data()

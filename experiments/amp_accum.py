@@ -30,7 +30,19 @@ scale is dynamic: halved when a gradient overflows, doubled after `growth_interv
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
+from common.api import (
+    Run,
+    TrainState,
+    UserError,
+    build_optimizer,
+    ddp,
+    networks,
+    report_ranks,
+    score_test_set,
+    set_up_shards,
+    start,
+    sync_batchnorm,
+)
 from common.measure.memory import Footprint
 from common.measure.precision_report import PrecisionReport
 from common.training.loop import Step
@@ -144,6 +156,7 @@ def main(cfg: Config, run: Run) -> None:
         sync_batchnorm.skip_empty_batches(inner)
     with make_autocast(cfg, run.device):
         ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.own_samples)))
+        set_up_shards(cfg, run, batches, inner)  # with shards=auto: measures how fast each rank is
     state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 
@@ -166,7 +179,7 @@ def main(cfg: Config, run: Run) -> None:
         if scaler.get_scale() < HOPELESS:
             raise UserError(f"gradients overflow fp16 whatever the scale, at step {step.number}; use precision=bf16")
     held = run.world.gather(footprint.most)
-    run.report(PrecisionReport(cfg, run.folder, run.device.type, held, scaler.get_scale()))
+    run.report(PrecisionReport(cfg, run.folder, run.device.type, held, scaler.get_scale()), *report_ranks(cfg, run))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,18 @@ rate grows with the batch: the linear scaling rule (Goyal et al. 2017, arXiv 170
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, ddp, init_network, report_scaling, score_replicated, start
-from common.distributed import sync_batchnorm
+from common.api import (
+    Run,
+    TrainState,
+    build_optimizer,
+    ddp,
+    init_network,
+    report_scaling,
+    score_replicated,
+    set_up_shards,
+    start,
+    sync_batchnorm,
+)
 from configs.ddp_multinode import Config
 
 import torch.nn.functional as F
@@ -63,6 +73,7 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
     ddp.warm_up_buckets(model, run.load_example(batches.own_samples))
+    set_up_shards(cfg, run, batches, network)  # with shards=auto: measures how fast each rank is
     powersgd_state = ddp.get_powersgd_state(model)
     state = TrainState([network], optimizer, batches, run.world, replicated=True, compression=powersgd_state)
 

@@ -39,6 +39,11 @@ class AccumulationLoader:
         self.loader.load_state_dict(state)
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """Samples of each rank in a microbatch."""
+        return self.loader.counts
+
+    @property
     def own_samples(self) -> int:
         """Samples of this rank in a microbatch."""
         return self.loader.own_samples

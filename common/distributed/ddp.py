@@ -5,8 +5,9 @@ Buckets: arXiv 2006.15704; PowerSGD: arXiv 1905.13727; volume of a ring all-redu
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -108,11 +109,18 @@ def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    before = [buffer.clone() for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
+    with leave_as_it_was(model, x.device):
         model(x).sum().backward()
     for parameter in model.parameters():
         parameter.grad = None
+
+
+@contextlib.contextmanager
+def leave_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Bring buffers and random state back at the end of the block, in which forwards are made that do not train."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
     with torch.no_grad():
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)

@@ -58,6 +58,11 @@ class World(RankInfo):
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def message_device(self) -> torch.device:
+        """The device that small messages are sent from: nccl takes GPUs only, and to the others the CPU is nearer."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
     def gather(self, value: Any) -> list[Any]:
         """Return the plain values of all ranks on rank 0, an empty list elsewhere. All ranks call it."""
         values = self.all_gather(value)
@@ -65,11 +70,11 @@ class World(RankInfo):
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the plain values of all ranks, which travel as JSON. All ranks call it. Raises TypeError."""
-        return objects.all_gather_json(value, self.device, self.group)
+        return objects.all_gather_json(value, self.message_device, self.group)
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's plain value on all ranks, as `all_gather` does. All ranks call it."""
-        return objects.broadcast_json(value, self.global_rank(0), self.device, self.group)
+        return objects.broadcast_json(value, self.global_rank(0), self.message_device, self.group)
 
     def named_barrier(self, name: str) -> None:
         """Wait until all ranks have called it with this name, once in a run; keeps no GPU busy."""
@@ -241,14 +246,15 @@ def count_own_cores(rank_info: RankInfo) -> int:
 def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
     """Return one GPU per rank and nccl where there are enough GPUs, else the CPU and gloo. Raises UserError.
 
-    With launch.backend=builtin it is the CPU and that. The GPU becomes torch's current device.
+    With launch.backend=builtin it is the CPU and that; with launch.mixed=true it is gloo, and a GPU as far as there are
+    some. The GPU becomes torch's current device.
     """
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"
     found = 0 if settings.on_cpu else torch.cuda.device_count()
-    if found >= rank_info.local_size:
+    if found >= rank_info.local_size or (settings.mixed and found > rank_info.local_rank):
         torch.cuda.set_device(rank_info.local_rank)
-        return torch.device("cuda", rank_info.local_rank), "nccl"
+        return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
     if settings.device != "cuda":
         return torch.device("cpu"), "gloo"
     if not found:

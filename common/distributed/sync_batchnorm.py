@@ -69,8 +69,8 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Convert BatchNorm to its synchronised form: torch's on a GPU, ours on the CPU; names and values stay."""
-    if device.type == "cuda":
+    """Convert BatchNorm to its synchronised form, torch's with nccl, ours elsewhere; names and values stay."""
+    if device.type == "cuda" and dist.get_backend() == "nccl":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
     if type(model) is nn.BatchNorm2d:
         return convert_layer(model)

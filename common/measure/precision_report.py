@@ -44,7 +44,9 @@ class PrecisionReport:
         """Return the rows of the final table."""
         cfg, outcome = self.cfg, self.outcome
         scale = f", scale {self.scale:g}" if cfg.precision == "fp16" else ""
-        counts = (cfg.accumulate, "microbatch"), (cfg.processes, "rank"), (cfg.batch_plan.microbatch, "sample")
+        counts = [(cfg.accumulate, "microbatch"), (cfg.processes, "rank"), (cfg.batch_plan.microbatch, "sample")]
+        if cfg.batch_plan.weights:
+            counts[1:] = [(cfg.batch // cfg.accumulate, "sample")]
         sizes = " x ".join(format_count(count, noun) for count, noun in counts)
         return {
             "step": f"batch {cfg.batch} = {sizes}",

@@ -141,7 +141,18 @@ class StepTimes:
         found = {"data": at["data"] - at["start"], "forward": forward, "step": at["end"] - at["start"]}
         if "last gradient" in at and "end of backward" in at:
             found["exposed"] = at["end of backward"] - at["last gradient"]
+        if "last gradient" in at:
+            found["own"] = at["last gradient"] - at["start"]
         return found
+
+    def measure_own_seconds(self, steps: int) -> float | None:
+        """Return the seconds from the start of a step to its last gradient, the median of the newest `steps`.
+
+        Until then no rank waits for another, but for norms that are synchronised. Waits for a GPU to come so far. None
+        before there are as many steps.
+        """
+        newest = [self._measure(step) for step in list(self.history)[-steps:]]
+        return median(step["own"] for step in newest) if len(newest) == steps else None
 
     def estimate_seconds_to_backward(self) -> float | None:
         """Return the seconds until backward begins, the median of the newest steps; None before there are enough.

@@ -240,7 +240,7 @@ class LaunchedRank:
 def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: StopRequest) -> None:
     """Call the experiment's main on one rank, and log why it failed."""
     if world.nodes > 1 and world.launcher != "local":
-        host_checks.check_hosts(world, attempt.folder.path)
+        host_checks.check_hosts(world, attempt.folder.path, mixed=cfg.launch.mixed)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
     run = Run(cfg, attempt.folder, world, attempt.prepared, stop)
     try:

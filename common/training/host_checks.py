@@ -55,10 +55,13 @@ def collect_basic_facts(world: World, folder: Path) -> dict[str, Any]:
     }
 
 
-def check_hosts(world: World, folder: Path) -> None:
-    """Compare the hosts before training; all ranks call it. Raises UserError, on rank 0 naming the unsound host."""
+def check_hosts(world: World, folder: Path, *, mixed: bool) -> None:
+    """Compare the hosts before training; all ranks call it. Raises UserError, on rank 0 naming the unsound host.
+
+    With `mixed` they may have different devices.
+    """
     facts = world.gather(collect_basic_facts(world, folder))
-    wrong = world.broadcast(find_problems(facts, len(set(world.hosts))) if world.is_main else None)
+    wrong = world.broadcast(find_problems(facts, len(set(world.hosts)), mixed=mixed) if world.is_main else None)
     if wrong:
         synchronize_exit()
         raise UserError("; ".join(wrong) if world.is_main else "another host has a problem; rank 0 names it")
@@ -121,11 +124,9 @@ def check_matrix_product(world: World) -> dict[str, Any]:
         dist.barrier()
         times = time_calls(multiply_eight_times, world.device, sys.maxsize, warm_up=0, budget=PRODUCT_SECONDS)
         best = max(best, 8 * len(times) / sum(times))
-        rates = world.gather(best)
-        is_any_slow = world.broadcast(
-            any(is_slow_rate(rate, rates[:i] + rates[i + 1 :]) for i, rate in enumerate(rates))
-        )
-        if number + 1 >= ROUNDS and not is_any_slow:
+        rates = world.gather([world.device.type, best])
+        slow = [rate < SLOW * compute_usual_rate(rates, i) for i, (_, rate) in enumerate(rates)]
+        if not world.broadcast(any(slow)) and number + 1 >= ROUNDS:
             break
     return {"product_finite": finite, "product_same": same, "gflop_per_s": round(best * 2 * side**3 / 1e9, 1)}
 
@@ -186,9 +187,12 @@ def collect_thorough_facts(world: World, runs: Path, cache: Path) -> dict[str, A
     return found
 
 
-def find_problems(facts: Sequence[dict[str, Any]], hosts: int) -> list[str]:
-    """Return one line for each problem, which names the host. Facts that were not collected are left out."""
-    found = find_differences(facts)
+def find_problems(facts: Sequence[dict[str, Any]], hosts: int, *, mixed: bool = False) -> list[str]:
+    """Return one line for each problem, which names the host. Facts that were not collected are left out.
+
+    With `mixed` another device is none.
+    """
+    found = find_differences(facts) + ([] if mixed else find_other_devices(facts))
     for f in facts:
         found += find_host_problems(f, hosts)
     return found + find_speed_problems(facts) + find_clock_problems(facts)
@@ -200,7 +204,7 @@ def name_host(f: dict[str, Any]) -> str:
 
 
 def find_differences(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the differences in versions, data and devices."""
+    """Return the differences in versions and data."""
     found = []
     for package in facts[0]["versions"]:
         for where, own, usual in find_unusual_values(facts, [f["versions"].get(package) for f in facts]):
@@ -212,8 +216,14 @@ def find_differences(facts: Sequence[dict[str, Any]]) -> list[str]:
                 f"{where} has other data in {prepared} than the others, or none; "
                 "data.cache must be one folder that all hosts share"
             )
+    return found
+
+
+def find_other_devices(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each rank whose device is another one than most have."""
     devices = find_unusual_values(facts, [f["device"] for f in facts])
-    return found + [f"{where} has {own}, the others {usual}" for where, own, usual in devices]
+    remedy = "take hosts with the same devices, or join them by launch.mixed=true"
+    return [f"{where} has {own}, the others {usual}; {remedy}" for where, own, usual in devices]
 
 
 def find_unusual_values(facts: Sequence[dict[str, Any]], values: Sequence[Any]) -> list[tuple[str, Any, Any]]:
@@ -248,19 +258,24 @@ def find_host_problems(f: dict[str, Any], hosts: int) -> list[str]:
     return found
 
 
-def is_slow_rate(rate: float, others: Sequence[float]) -> bool:
-    """Compare a host's rate with those of the others."""
-    return bool(others) and rate < SLOW * median(others)
+def compute_usual_rate(rates: Sequence[tuple[str, float]], rank: int) -> float:
+    """Return the median rate of the other ranks with the device of `rank`, 0 where there are none.
+
+    `rates` are device and GFLOP/s of each rank.
+    """
+    others = [rate for i, (device, rate) in enumerate(rates) if i != rank and device == rates[rank][0]]
+    return median(others) if others else 0.0
 
 
 def find_speed_problems(facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each host that computes much slower than the others."""
+    """Return a line for each host that computes much slower than the others with such a device."""
     found, measured = [], [f for f in facts if "gflop_per_s" in f]
-    for f in measured:
-        others = [g["gflop_per_s"] for g in measured if g is not f]
-        if is_slow_rate(f["gflop_per_s"], others):
+    rates = [(f["device"], f["gflop_per_s"]) for f in measured]
+    for i, f in enumerate(measured):
+        usual = compute_usual_rate(rates, i)
+        if f["gflop_per_s"] < SLOW * usual:
             found.append(
-                f"{name_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {median(others)}; "
+                f"{name_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {usual}; "
                 "look for other programs and for thermal throttling there"
             )
     return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.checkpoint.train_state import TrainState
 from common.data.rounds import Rounds
+from common.data.shards import WINDOW
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimes
@@ -116,8 +117,18 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
             raise RuntimeError(f"step {step.number} was not taken: the body of the loop is `with step:`")
         if run.saver.checkpoint_or_stop(step.number):
             run.pace.interrupt()
+        follow_speeds(run, step.number)
         if step.number == run.total and step.number % per_epoch:  # at an epoch's end the loader turns to the next one
             return
+
+
+def follow_speeds(run: RunContext, number: int) -> None:
+    """With shards=auto, let the shards follow what the newest steps took each rank, after every WINDOW steps."""
+    if run.shards is None or run.times is None or number % WINDOW or number == run.total:
+        return
+    seconds = run.times.measure_own_seconds(WINDOW)
+    if seconds is not None:
+        run.shards.follow(number, seconds)
 
 
 def record_step(run: RunContext, step: Step) -> None:

@@ -20,6 +20,7 @@ from common.core.errors import UserError
 from common.data.accumulation import AccumulationLoader
 from common.data.loader import Images, Loader, draw_order
 from common.data.prepare import Prepared
+from common.data.shards import AutoShards
 from common.distributed.rendezvous import World
 from common.measure import media, profiler
 from common.measure.metrics_log import MetricsLog
@@ -49,6 +50,8 @@ class RunContext:
         self.pace = Pace()
         self.times: StepTimes | None = None
         """Time stamps of this rank's steps, where every rank trains the same model."""
+        self.shards: AutoShards | None = None
+        """With shards=auto, what chooses the shards."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
         self.step = 0

@@ -1,4 +1,4 @@
-"""Training steps timed apart from the training: by one rank alone, or by several strategies in turns."""
+"""Training steps timed apart from the training: by one rank alone, by strategies in turns, by all to fit shards."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.data.accumulation import AccumulationLoader
 from common.data.loader import Loader
+from common.data.rounds import Rounds
+from common.data.shards import AutoShards, Speed
 from common.distributed import ddp
 from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
@@ -21,9 +24,11 @@ from common.models import networks
 from common.runs.result import Facts, Report
 from common.training import optimizers
 from common.training.run_context import RunContext
+from configs.dataparallel import Sharded
 from configs.ddp_multinode import Config
 
 ROUNDS, STEPS = 3, 5  # of a comparison: how often each side takes its turn, and for how many steps
+TIMING, TIMINGS = 0.05, 8  # seconds of a timing for shards, several of a scheduler's time slices; and how many
 
 
 def make_step_function(
@@ -87,6 +92,82 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
     return rates
 
 
+def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader | AccumulationLoader, model: nn.Module) -> None:
+    """With shards=auto, measure what a step takes each rank, and share the batches accordingly. All ranks call it.
+
+    `model` is the one that each rank holds, without its wrapper; it is called in the autocast of the caller.
+    """
+    if any(type(layer) is nn.BatchNorm2d for layer in model.modules()) and cfg.shards != ["equal"]:
+        remedy = "; sync_batchnorm=true does not" if hasattr(cfg, "sync_batchnorm") else ""
+        run.log_message(
+            f"BatchNorm sees each rank's own shard: unequal ones give another result than equal ones{remedy}"
+        )
+    if cfg.shards == ["auto"] and run.world.size > 1:
+        own = measure_speed(run, model, sum(batches.counts))
+        run.shards = AutoShards(batches, run.world, own, run.log_message)
+
+
+def measure_speed(run: RunContext, model: nn.Module, batch: int) -> Speed:
+    """Measure what forward and backward take on this rank, at two sizes, all ranks at the same time, as they train.
+
+    Of several timings the shortest counts, which other programs have disturbed least; each is so long that a program
+    that always shares the core is seen.
+    """
+    many = max(2, batch // run.world.size)
+    few = max(1, many // 4)
+    parameters = list(model.parameters())
+
+    def time_shortest(x: Tensor) -> float:
+        def compute() -> None:  # DDP does not see gradients that are not accumulated
+            torch.autograd.grad(model(x).sum(), parameters, allow_unused=True)
+
+        (once,) = time_calls(compute, run.device, 1)
+        calls = math.ceil(TIMING / once)
+        run.world.named_barrier(f"shards/{len(x)}")
+        budget = max(TIMINGS * TIMING, (TIMINGS - 1) * once)
+
+        def compute_often() -> None:
+            for _ in range(calls):
+                compute()
+
+        times = time_calls(compute_often, run.device, 1000, warm_up=0, budget=budget)
+        return min(times) / calls
+
+    x = run.load_example(many)
+    with ddp.leave_as_it_was(model, run.device):
+        return Speed.fit(few, many, [time_shortest(x[:few]), time_shortest(x)])
+
+
+def report_ranks(cfg: Sharded, run: RunContext) -> list[Facts]:
+    """Report in what ranks differ: shards, and with launch.mixed=true devices. All ranks call it."""
+    shards = [] if cfg.shards == ["equal"] else [report_shards(run)]
+    return [*shards, report_devices(run)] if cfg.launch.mixed else shards
+
+
+def report_devices(run: RunContext) -> Facts:
+    """Report the device of each rank, and the seconds in which it copies a step's gradients to the host and back."""
+    assert run.state is not None
+    seconds, name = 0.0, "cpu"
+    if run.device.type == "cuda":
+        size = sum(parameter.numel() for _, parameter in run.state.parameters)
+        flat, name = torch.zeros(size, dtype=run.dtype, device=run.device), torch.cuda.get_device_name(run.device)
+        seconds = median(time_calls(lambda: flat.copy_(flat.cpu()), run.device, 5))
+    found = run.world.gather([name, seconds])
+    rows = [f"rank {rank}: {device}, copies {took * 1e3:.2f} ms a step" for rank, (device, took) in enumerate(found)]
+    measured = {"rank_devices": [device for device, _ in found], "copy_seconds": [took for _, took in found]}
+    return Facts({"devices": "\n".join(rows)}, measured=measured)
+
+
+def report_shards(run: RunContext) -> Facts:
+    """Report the shards of the ranks, and with shards=auto every change in this attempt."""
+    assert run.state is not None and not isinstance(run.state.loader, Rounds)
+    history = run.shards.history if run.shards else [(1, run.state.loader.counts)]
+    history = [(max(step, run.resumed_after + 1), counts) for step, counts in history]
+    shown = [f"{' + '.join(map(str, counts))} samples from step {step} on" for step, counts in history]
+    more = [f"and {len(shown) - 5} changes before"] if len(shown) > 5 else []
+    return Facts({"shards": "\n".join([*shown[-5:], *more])}, measured={"shards": history})
+
+
 def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Report]:
     """Report how well the ranks of data parallelism work together. All ranks call it after training.
 
@@ -98,9 +179,16 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         communication = time_communication(model, cfg.bucket_mb, size)
     alone = time_one_rank(run, cfg.model) if cfg.compare else 0.0
     times = gather_step_times(run.world, run.times)
-    batch = f"batch {cfg.batch} = {run.world.size} x {cfg.batch_plan.shard}"
+    shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.shards == ["equal"] else ""
+    batch = f"batch {cfg.batch}{shards}"
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})
     assert run.state is not None and run.state.optimizer is not None
     state = report_state_bytes(run.state.optimizer, run.world)
     peak = Facts({"peak memory": describe_peak_memory(run.memory, run.device)})
-    return [strategy, state, peak, ScalingReport(times, run.world.hosts, run.step_seconds(), communication, alone)]
+    return [
+        strategy,
+        *report_ranks(cfg, run),
+        state,
+        peak,
+        ScalingReport(times, run.world.hosts, run.step_seconds(), communication, alone),
+    ]

@@ -1,6 +1,6 @@
 """The verb `doctor`: check every host before a long job, or a run that failed or hangs. Imports no torch itself.
 
-python -m slurm.reports.doctor NODES RUNS CACHE       one of its ranks on the hosts
+python -m slurm.reports.doctor NODES RUNS CACHE [mixed]      one of its ranks on the hosts
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.core import config
 from common.core.config import ROOT
@@ -52,8 +52,8 @@ def format_table(facts: Sequence[dict[str, Any]]) -> str:
 # ---- on the hosts
 
 
-def examine_this_host(nodes: int, runs: Path, cache: Path) -> int:
-    """Examine the host of this rank with the others; returns the exit status."""
+def examine_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
+    """Examine the host of this rank with the others, whose devices may be others with `mixed`; return exit status."""
     print(f"{HERE}{socket.gethostname()}", flush=True)
     from common.distributed import local_launcher, rendezvous
     from common.distributed.rank_info import RankInfo, read_rank_info
@@ -62,10 +62,11 @@ def examine_this_host(nodes: int, runs: Path, cache: Path) -> int:
     from configs.launch import Launch
 
     def examine_rank(rank_info: RankInfo) -> None:
-        with rendezvous.joined_world(rank_info, Launch(setup_timeout=SETUP, step_timeout=SETUP)) as world:
+        launch = Launch(setup_timeout=SETUP, step_timeout=SETUP, mixed=mixed)
+        with rendezvous.joined_world(rank_info, launch) as world:
             facts = world.gather(host_checks.collect_thorough_facts(world, runs, cache))
             if world.is_main:
-                wrong = host_checks.find_problems(facts, len(set(world.hosts)))
+                wrong = host_checks.find_problems(facts, len(set(world.hosts)), mixed=mixed)
                 asked = wandb_account.read_requested_mode(Experiment())
                 mode, why = (asked, "") if asked == "disabled" else wandb_account.choose_mode(asked)
                 found = {"hosts": facts, "problems": wrong, "wandb": {"mode": mode, "reason": why}}
@@ -161,7 +162,8 @@ def explain_missing_facts(lines: list[str], hosts: list[str], late: bool) -> lis
 def examine_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
     """Examine so many hosts of a cluster, or as many ranks on this machine. Raises UserError."""
     folders = [str(Path(path).absolute()) for path in (settings.runs, settings.data.cache)]
-    command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes), *folders]
+    words = [str(nodes), *folders, *(["mixed"] if settings.launch.mixed else [])]
+    command = [sys.executable, "-m", "slurm.reports.doctor", *words]
     if scheduler is None:
         return run_examination(command, None, "")
     scheduler.check_enough_hosts(nodes, profile.partition)
@@ -209,7 +211,9 @@ def main(given: argparse.Namespace) -> int:
 
 
 class FolderSettings(Experiment):
-    """The settings that every experiment has: folders of runs and data."""
+    """The settings that every experiment has: folders of runs and data, and whether devices are mixed."""
+
+    joins_devices: ClassVar[bool] = True
 
     @property
     def processes(self) -> int:
@@ -218,4 +222,5 @@ class FolderSettings(Experiment):
 
 if __name__ == "__main__":  # a rank on a host, started by srun or by the doctor itself
     with exit_on_user_error():
-        sys.exit(examine_this_host(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])))
+        count, where, kept, *more = sys.argv[1:]
+        sys.exit(examine_this_host(int(count), Path(where), Path(kept), mixed=more == ["mixed"]))

@@ -69,6 +69,16 @@ def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -
     assert not message or message in found[0]
 
 
+def test_another_device_is_a_fault_unless_they_are_mixed() -> None:
+    facts = [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
+    facts[2] |= {"device": "NVIDIA H200", "gflop_per_s": 50_000.0}
+    remedy = "take hosts with the same devices, or join them by launch.mixed=true"
+    assert find_problems(facts, 3) == [f"node3 (rank 2) has NVIDIA H200, the others cpu; {remedy}"]
+    assert find_problems(facts, 3, mixed=True) == [], "and nobody expects a CPU to be as fast"
+    facts[1] |= {"gflop_per_s": 24.0}
+    assert find_problems(facts, 3, mixed=True)[0].startswith("node2 (rank 1) is slow: matrix products at 24.0")
+
+
 @pytest.mark.parametrize("each", [1, 2, 3])
 @pytest.mark.parametrize("skew", [-1.8, 90.0, 0.9])
 def test_of_two_clocks_nobody_knows_which_is_wrong(each: int, skew: float) -> None:

@@ -8,6 +8,7 @@ A case may begin with one of MISTAKES: it then makes that mistake.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import time
@@ -68,14 +69,16 @@ RESNET = CONVNET | {
     "epochs": "6",
 }
 WIDTH = 8
+SLOW_FROM = 15  # the step after which rank 1 is slow
 MISTAKES = ("sums_losses", "no_communication", "same_share", "slow_rank", "mean_of_means", "equal_buffers")
+SLOWS_DOWN = "slows_down"  # rank 1, by each sample, from a step on; no mistake
 
 
 def settings(text: str) -> tuple[Config, str]:
     """The settings of a case, and the mistake it makes, if any."""
     words = re.split(r",(?![^\[]*\])", text)
     mistake = words.pop(0) if "=" not in words[0] else ""
-    assert not mistake or mistake in MISTAKES
+    assert not mistake or mistake in (*MISTAKES, SLOWS_DOWN)
     chosen = dict(word.split("=") for word in words)
     base = RESNET if chosen.get("model") == "resnet18" else CONVNET
     return config.build_config(Config, [base | chosen]), mistake
@@ -107,6 +110,9 @@ def make_mistake(model: nn.Module, mistake: str, world: World) -> nn.Module:
         model.require_backward_grad_sync = False
     if mistake == "slow_rank" and world.rank == 1:
         model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    if mistake == SLOWS_DOWN and world.rank == 1:
+        passed = itertools.count()
+        model.register_forward_pre_hook(lambda _, x: time.sleep(0.005 * len(x[0]) * (next(passed) >= SLOW_FROM)))
     return model
 
 
@@ -142,7 +148,8 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     assert run.times is not None
     ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
     slow = step_timing.ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
-    return found | {"sums": sums, "before": before, "straggler": slow} if world.is_main else {}
+    shards = run.shards.history if run.shards else []
+    return found | {"sums": sums, "before": before, "straggler": slow, "shards": shards} if world.is_main else {}
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from tests.harness.reference import differences
 from tests.harness.shared import make_once
 
 BRIEF = "steps=10"
-APART, SYNCED = "model=resnet18,steps=6", "model=resnet18,sync_batchnorm=true,steps=6"
+APART, SYNCED = "model=resnet18,steps=3", "model=resnet18,sync_batchnorm=true,steps=3"
 OF_TWO = [
     f"shards=[3,1],{BRIEF}",
     f"shards=[0,1],{BRIEF}",
@@ -82,3 +82,12 @@ def test_accumulated_microbatches_in_unequal_shards_equal_one_process(tmp_path: 
         for case in cases:
             alone = case[case.index("accumulate") :]
             assert differences(trained[case], amp_parity.expected(cache, alone)) == [], case
+
+
+def test_shards_that_follow_a_rank_that_slows_down_change_nothing_else(tmp_path: Path, cache: Path) -> None:
+    long = "steps=45,epochs=12"
+    case = f"{ddp_parity.SLOWS_DOWN},shards=auto,{long}"
+    found = train_cases("ddp_parity", tmp_path, cache, 2, [case])[case]
+    assert wrong(found, ddp_parity.expected(cache, long)) == []
+    (step, (first, second)) = found["shards"][-1]
+    assert ddp_parity.SLOW_FROM < step <= ddp_parity.SLOW_FROM + 31 and second < 6 < first, found["shards"]

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from common.data.shards import Speed, choose_counts, predict_slowest
 from common.training import optimizers
 from configs.shared import Optim
 from tests.harness.batch_pitfalls import BATCH, SAMPLES
@@ -48,3 +52,41 @@ def test_the_batch_of_a_rank_is_not_that_of_a_step(epochs: list[dict[str, Any]])
         assert rank["right"]["apart"][0] < 1e-12, "one process with the batch does that"
     rule = Optim(lr=0.1, base_batch=BATCH, decay="constant")  # where the larger batch is wanted
     assert optimizers.compute_learning_rate(rule, 0, STEPS, 2 * BATCH) == pytest.approx(0.2)
+
+
+def test_the_mean_of_unequal_shards_means_is_another_gradient() -> None:
+    x, y = torch.randn(24, 5, dtype=torch.float64), torch.randint(3, (24,))
+    weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, weight)[0]
+
+    whole = gradient(F.cross_entropy(x @ weight.T, y))
+    shards = list(zip(x.split([18, 6]), y.split([18, 6]), strict=True))
+    means = [gradient(F.cross_entropy(own @ weight.T, labels)) for own, labels in shards]
+    sums = [gradient(F.cross_entropy(own @ weight.T, labels, reduction="sum") / 12) for own, labels in shards]
+    assert (sum(means) / 2 - whole).abs().max() > 1e-3
+    assert (sum(sums) / 2 - whole).abs().max() < 1e-12, "divided by the mean shard, as DDP takes the mean of the ranks"
+
+
+def test_statistics_of_the_smallest_shard_are_not_those_of_the_batch() -> None:
+    """The mean of the squared distance from the whole batch's mean, over many batches."""
+    x = torch.randn(1000, 24, dtype=torch.float64)
+    large, small, whole = x[:, :21].mean(1), x[:, 21:].mean(1), x.mean(1)
+
+    def distance(found: torch.Tensor) -> float:
+        return (found - whole).square().mean().item()
+
+    assert distance((21 * large + 3 * small) / 24) < 1e-12
+    assert distance(small) > 2 * distance((large + small) / 2) > 0.05
+    one, three = nn.BatchNorm1d(1, momentum=1.0).double(), nn.BatchNorm1d(1, momentum=1.0).double()
+    one(small[:, None]), three(large[:, None])
+    assert one.running_var > 3 * three.running_var, "the fewer samples, the more a shard's mean moves"  # type: ignore[operator]
+
+
+def test_shards_of_a_busy_moment_do_not_fit_a_quiet_run() -> None:
+    quiet = [Speed(0.0, 0.001), Speed(0.0, 0.001)]
+    disturbed = choose_counts([quiet[0], quiet[1].correct(48, 3 * 0.048)], 96)
+    assert predict_slowest(quiet, disturbed) == pytest.approx(1.5 * predict_slowest(quiet, (48, 48)))
+    corrected = [speed.correct(count, count * 0.001) for speed, count in zip(quiet, disturbed, strict=True)]
+    assert choose_counts(corrected, 96) == (48, 48), "what the steps take of late is the truth"

@@ -32,6 +32,9 @@ def test_the_drawing_of_a_step_names_model_batch_ranks_and_schedule(tmp_path: Pa
 @pytest.mark.parametrize(
     ("gpus", "asked", "processes", "expected"),
     [
+        (0, "mixed", 2, ("cpu", "gloo")),
+        (1, "mixed", 2, ("cpu", "gloo")),  # rank 0 has the GPU
+        (2, "mixed", 3, ("cuda:1", "gloo")),
         (0, "auto", 2, ("cpu", "gloo")),
         (1, "auto", 2, ("cpu", "gloo")),
         (2, "auto", 2, ("cuda:1", "nccl")),
@@ -47,7 +50,8 @@ def test_a_gpu_each_where_there_are_enough(
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    place, settings = RankInfo(rank=1, size=processes, local_rank=1, local_size=processes), Launch(device=asked)  # type: ignore[arg-type]
+    place = RankInfo(rank=1, size=processes, local_rank=1, local_size=processes)
+    settings = Launch(mixed=True) if asked == "mixed" else Launch(device=asked)  # type: ignore[arg-type]
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             choose_device_and_backend(place, settings)
