@@ -68,7 +68,10 @@ def place(tmp_path: Path) -> Path:
 def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """An experiment's run with its smallest settings, made once; no test may write into its folder."""
     common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
-    return lambda entry: run_once(tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, *entry.smallest)
+    alone = "launch.threads=1"  # tests run three at a time
+    return lambda entry: run_once(
+        tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, alone, *entry.smallest
+    )
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from common.data.sources import MNIST_FILES
 from common.runs.folder import Folder
 from slurm.launch import rerun
+from tests.harness import making, warm
 from tests.harness.processes import environment, run
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
@@ -29,8 +31,9 @@ def differing(done: subprocess.CompletedProcess[str]) -> list[str]:
 def test_another_seed_is_named_and_how_far_it_leads(cache: Path, place: Path, tmp_path: Path) -> None:
     words = ("data.name=digits", f"data.cache={cache}", *QUICK)
     old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder
-    done = make_rerun(place, old.path, "ARGS=seed=1")
-    assert done.returncode != 0 and f"Error {rerun.DIFFERENT}" in done.stderr, done.stdout + done.stderr
+    handed_over = making.handed_over(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
+    done = warm.execute([sys.executable, "-m", "slurm", *handed_over], env=environment())
+    assert done.returncode == rerun.DIFFERENT, done.stdout + done.stderr
     assert differing(done) == ["seed: then 0, now 1"]
     found = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", done.stdout)
     assert found, done.stdout

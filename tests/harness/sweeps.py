@@ -15,7 +15,10 @@ from tests.harness.made_runs import Made
 from tests.harness.processes import environment
 
 DIVERGES = {"steps": "40", "optim.decay": "constant", "optim.weight_decay": "10"}  # with a rate of 100
-TINY = {"width": "8", "stages": "1", "steps": "6", "batch": "64", "log.progress": "none", "data.name": "digits"}
+TINY = {
+    "width": "8", "stages": "1", "steps": "6", "batch": "64", "log.progress": "none", "data.name": "digits",
+    "launch.threads": "1",  # tests run three at a time
+}  # fmt: skip
 
 
 def write(folder: Path, cache: Path, **tree: Any) -> Path:

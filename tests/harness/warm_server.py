@@ -42,6 +42,7 @@ LAZY = (
     "torch.optim",
     "torchvision.models",
     "torchvision.transforms.v2",
+    "wandb",
 )
 
 

@@ -19,6 +19,7 @@ def test_channels_last_changes_nothing_but_rounding(tmp_path: Path, cache: Path)
         "steps=2",
         "data.test_limit=4",
         "processes_per_node=1",
+        "launch.threads=1",
     )
     done = [
         run("amp_accum", *images, *quick, "model=resnet18", f"channels_last={word}", runs=tmp_path / word)

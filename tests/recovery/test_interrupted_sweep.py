@@ -16,7 +16,7 @@ from tests.harness.processes import environment
 
 SETTINGS = {
     "width": "8", "batch": "64", "steps": "300", "epochs": "5", "log.progress": "none", "data.name": "digits",
-    "data.test_limit": "50",
+    "data.test_limit": "50", "launch.threads": "1",
 }  # fmt: skip
 
 
