@@ -20,7 +20,7 @@ from submitit.helpers import DelayedSubmission
 from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, exit_on_user_error
 from common.core.processes import exit_at_once
 from common.runs.folder import Folder
-from slurm.scheduling.requeue import EXIT_FAILED, note_refusal
+from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
 
 
 class Job:
@@ -75,5 +75,6 @@ def train_as_rank(folder: Folder) -> int:
         print(f"error: {error}", file=sys.stderr)  # another attempt may get another host
     except Exception:  # noqa: BLE001 (it ends the rank, with a status of its own)
         traceback.print_exc()
-    rank.stop.wait_for_request()  # others may have been noticed, and have left, a moment earlier
+    if not rank.stop.wait_for_request():  # others may have been noticed, or have failed, a moment earlier
+        note_failure(folder)
     return 1 if rank.stop.number == signal.SIGUSR2 else EXIT_FAILED

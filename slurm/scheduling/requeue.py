@@ -9,6 +9,7 @@ or attempts in a row that reached no new checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -44,6 +45,17 @@ def read_refusal(folder: Folder) -> str:
 def name_attempt() -> str:
     """Join the job and its number of restarts, as part of a file's name."""
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def note_failure(folder: Folder) -> None:
+    """Note that a rank failed before srun ended any in this attempt: one that srun has to kill hides its status."""
+    with contextlib.suppress(UserError):  # a full disk: srun's own status has to do
+        write_json(locate_failure_note(folder), {"exit_status": 1})
+
+
+def locate_failure_note(folder: Folder) -> Path:
+    """Return the path of the note that a rank of this attempt of the job failed first."""
+    return folder.path / "submit" / f"failed-{name_attempt()}.json"
 
 
 def record_failure(folder: Folder) -> int:
@@ -99,7 +111,7 @@ def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
 def main(path: str, status: int) -> int:
     """Requeue a job whose tasks have ended, or note why not; returns the exit status of the job."""
     folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
-    status = 1 if status == EXIT_FAILED else status
+    status = 1 if status == EXIT_FAILED or locate_failure_note(folder).exists() else status
     if folder.result or status == 0:  # with 0 and no result, a newer attempt has overtaken this one
         known = folder.result.get("exit_status")
         return known if isinstance(known, int) else status

@@ -27,12 +27,15 @@ pytestmark = pytest.mark.timeout(500)
 PLAN = faults.plan(int(os.environ.get("FAULT_ROUNDS", "1")), [])
 NOTICES = int(os.environ.get("FAULT_NOTICES", "3"))
 FAILING = """
-def fail(cfg, run):
+import time
+
+def main(cfg, run):
     if run.world.rank == 1:
         raise ValueError("planted")
-    train(cfg, run)
-
-train, main = main, fail
+    try:
+        time.sleep(60)
+    finally:
+        time.sleep(60)  # slower to leave than SLURM waits
 """
 SMALL = ("epochs=400", "steps=0", "width=64", "data.train_limit=6400")  # minutes, if nobody ends it
 
@@ -123,7 +126,10 @@ def test_a_loss_that_is_no_number_is_not_tried_again(small: Lab) -> None:
 
 
 def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
-    """Two attempts in a row may fail in vain, the third is one too many: here by an exception before the first step."""
+    """Two attempts in a row may fail in vain, the third is one too many: here by an exception before the first step.
+
+    The exit status is that of the rank that failed, although srun has to kill the other one.
+    """
     running = small.submit("mnist_pipeline", *SMALL, "checkpoint.every_steps=0", "checkpoint.max_restarts=2")
     for number in (1, 2):
         running.wait_for_start(number)

@@ -102,6 +102,16 @@ def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
     assert folder.result["reason"].startswith("2 attempts in a row ended without a new checkpoint")
 
 
+def test_a_rank_that_failed_first_counts_before_one_that_srun_killed(
+    fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    requeue.note_failure(folder)
+    assert "failed with exit status 1;" in end(fake, folder, EXIT_RESUMABLE, OURS).stdout
+    assert end(fake, folder, 137, OURS).returncode == 1 and folder.result["exit_status"] == 1
+
+
 def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
