@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,10 +34,28 @@ def make_local_buffer_options() -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
+class UncompiledDDP(DistributedDataParallel):
+    """DDP without the compiler's hook in its forward, which imports the compiler."""
+
+    _inside_ddp_forward = contextlib.contextmanager(inspect.unwrap(DistributedDataParallel._inside_ddp_forward))
+
+
 def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """Wrap a model so that its backward averages gradients over all ranks; `options` are torch's own."""
+    """Wrap a model so that its backward averages gradients over all ranks; `options` are torch's own.
+
+    DDP asks the compiler for its mode, and so imports it: most of the time that importing torch itself takes. Where
+    nothing has imported it before, nothing is compiled, and a stand-in answers with the default.
+    """
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, **(make_local_buffer_options() | options))
+    options = make_local_buffer_options() | options
+    if "torch._dynamo" in sys.modules:
+        return DistributedDataParallel(model, device_ids=ids, **options)
+    mode = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    torch._dynamo = SimpleNamespace(utils=mode)  # type: ignore[assignment]
+    try:
+        return UncompiledDDP(model, device_ids=ids, **options)
+    finally:
+        del torch._dynamo  # whoever asks for it from now on gets the real one
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:

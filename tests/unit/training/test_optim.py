@@ -50,10 +50,12 @@ def test_arithmetic_is_that_of_torch(name: str) -> None:
 def test_training_does_not_import_the_compiler() -> None:
     program = """
 import sys, torch
+from common.distributed import ddp
 from common.training import optimizers
 from configs.shared import Optim
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 for name in ("sgd", "adam", "adamw"):
-    model = torch.nn.Linear(3, 4)
+    model = ddp.wrap_ddp(torch.nn.Linear(3, 4), torch.device("cpu"))
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(name=name))
     optimizer.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
