@@ -49,6 +49,7 @@ class Fault:
     conf: tuple[str, ...] = ()
     """More lines of slurm.conf."""
     environ: Callable[[Lab], dict[str, str]] = lambda lab: {}
+    """More variables of the run, such as those by which W&B follows it: where a fault could spoil its record."""
 
 
 # ---- SLURM takes the hosts away
@@ -64,6 +65,21 @@ def requeue(running: Running, chance: random.Random) -> None:
 
 def preempt(running: Running, chance: random.Random) -> None:
     running.lab.tool("preempt", running.job)
+
+
+def preempt_encrypted(running: Running, chance: random.Random) -> Mend:
+    """The next start makes a certificate of its own: nobody can read this one's any more."""
+    check_encrypted(running)
+    preempt(running, chance)
+    return lambda: check_encrypted(running)
+
+
+def check_encrypted(running: Running) -> None:
+    """Raise RuntimeError if the newest start is not encrypted, or a key lies in the run folder."""
+    if not read_json(running.newest().attempt / "world.json").get("tls"):
+        raise RuntimeError("it is not encrypted")
+    if left := list(running.folder.path.glob(".private-*/*.pem")):
+        raise RuntimeError(f"{left[0]} is left")
 
 
 def reach_time_limit(running: Running, chance: random.Random) -> None:
@@ -265,6 +281,11 @@ def fill_disk(running: Running, chance: random.Random) -> None:
 # ---- W&B
 
 
+def follow_offline(lab: Lab) -> dict[str, str]:
+    """What makes W&B follow a run without a host."""
+    return {"WANDB_MODE": "offline"}
+
+
 def start_wandb(lab: Lab) -> dict[str, str]:
     """A W&B host in the cluster's network, and what makes a run use it."""
     argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER]
@@ -293,25 +314,31 @@ def wait_for_wandb(running: Running) -> str:
 
 
 FAULTS = (
-    Fault("USR2", signal_job, notice=True),
+    Fault("USR2", signal_job, notice=True, environ=follow_offline),
     Fault("scontrol requeue", requeue, notice=True),
-    Fault("preemption: TERM", preempt, notice=True),
+    Fault(
+        "preemption: TERM",
+        preempt_encrypted,
+        notice=True,
+        words=("launch.backend=builtin", "launch.tls=true"),
+        environ=follow_offline,
+    ),
     Fault(
         "time limit",
         reach_time_limit,
         notice=True,
         words=("cluster.time=1", "cluster.signal_seconds=10", "launch.step_timeout=8"),
     ),
-    Fault("kill -9 of rank 0", kill(0)),
+    Fault("kill -9 of rank 0", kill(0), environ=follow_offline),
     Fault("kill -9 of rank 1", kill(1)),
     Fault("kill -9 of a data worker", kill_worker, only="ddp_multinode"),
-    Fault("kill -9, and again right after", kill_twice, starts=3, intervals=2),
+    Fault("kill -9, and again right after", kill_twice, starts=3, intervals=2, environ=follow_offline),
     Fault("kill -9 while the run resumes", kill_resuming, starts=3),
     Fault("a rank stopped for ever", stop_for_ever),
-    Fault("power-off of the batch host", power_off(0)),
+    Fault("power-off of the batch host", power_off(0), environ=follow_offline),
     Fault("power-off of the other host", power_off(1)),
     Fault("both hosts off and on", power_off(0, 1)),
-    Fault("cable of the batch host cut", cut(0)),
+    Fault("cable of the batch host cut", cut(0), environ=follow_offline),
     Fault("cable of the other host cut", cut(1)),
     Fault("a cable cut for 4 s", cut_briefly, starts=1, words=("launch.step_timeout=30",)),
     Fault("slurmd killed", kill_slurmd),
@@ -332,9 +359,9 @@ FAULTS = (
     Fault("all checkpoints lost", damage(lose_checkpoints), intervals=None),
     Fault("latest dangling", damage(dangle)),
     Fault("half-written checkpoint left", damage(half_write)),
-    Fault("torn last line of metrics.jsonl", damage(tear_line)),
-    Fault("torn meta.json", damage(lambda a: halve(a.path / "meta.json"))),
-    Fault("disk full for 12 s", fill_disk, starts=1, own_disk=True),
+    Fault("torn last line of metrics.jsonl", damage(tear_line), environ=follow_offline),
+    Fault("torn meta.json", damage(lambda a: halve(a.path / "meta.json")), environ=follow_offline),
+    Fault("disk full for 12 s", fill_disk, starts=1, own_disk=True, environ=follow_offline),
     Fault("W&B host gone", end_wandb, starts=1, environ=start_wandb),
     Fault(
         "preemption: USR2, then TERM",
@@ -342,4 +369,5 @@ FAULTS = (
         notice=True,
         conf=("SlurmctldParameters=preempt_send_user_signal", "GraceTime=20"),
     ),
+    Fault("kill -9 of a server", kill(1), only="param_server"),
 )

@@ -33,6 +33,10 @@ EXPERIMENTS = {
         *("batch=16", "optim.base_batch=16", "epochs=6"),
     ),
     "mnist_pipeline": ("data.name=digits", "data.train_limit=3200", "data.test_limit=500", "width=384", "epochs=5"),
+    "param_server": (
+        *("data.name=imagefolder", "data.image_size=8", "data.block=1", "model=mlp", "servers=2", "plot=false"),
+        *("batch=16", "optim.base_batch=16", "epochs=6"),
+    ),
 }
 USUAL, SLOW, CRAWLING = "50mbit", "4mbit", "2mbit"  # of a cable: a step takes about 0.03, 0.4 and 0.8 s
 DISK = 2 << 30  # bytes of a disk that can be made full: a run refuses to begin with less than 1 GB
@@ -43,7 +47,7 @@ class Lab:
 
     def __init__(self, base: Path, shared: Path) -> None:
         self.base, self.shared = base, shared
-        self.env = environment(CLUSTER_DIR=str(base), PYTHONPATH=str(ROOT), WANDB_MODE="offline", HOME=str(base))
+        self.env = environment(CLUSTER_DIR=str(base), PYTHONPATH=str(ROOT), HOME=str(base))
         self.conf: tuple[str, ...] | None = None
         self.count = 0
         self.wandb: subprocess.Popen[str] | None = None
@@ -188,7 +192,7 @@ class Running:
 
     def wait_until_queued(self) -> None:
         """Wait until SLURM has queued the job again and nothing of it runs."""
-        until("the job has left its hosts", lambda: self.state() == "PENDING" and not self.ranks(), 120, 0.05)
+        until("the job has left its hosts", lambda: self.state() == "PENDING" and not self.ranks(), 120, 0.2)
 
     def ranks(self) -> list[int]:
         """The pids of the ranks, in their order."""

@@ -76,12 +76,12 @@ def test_notices_at_random_moments_of_jobs_lose_nothing(small: Lab) -> None:
     chance, reference = random.Random(f"{seed} notices"), small.reference("mnist_pipeline")
     ended, made = ((reference.path / name).stat().st_mtime for name in ("result.json", "config.yaml"))
     while left:
-        running = small.submit("mnist_pipeline")
+        running = small.submit("mnist_pipeline", WANDB_MODE="offline")
         while left and not running.folder.result:
             send_notice(running, chance.uniform(0, ended - made))
             left -= 1
         running.finish()
-        assert not faults.problems(running.folder, reference), f"FAULT_SEED={seed}"
+        assert not faults.problems(running.folder, reference, followed=True), f"FAULT_SEED={seed}"
 
 
 def send_notice(running: Running, moment: float) -> None:
