@@ -10,7 +10,7 @@ from common.data.accumulation import AccumulationLoader
 from common.data.loader import Loader
 from common.distributed.rendezvous import World
 
-WINDOW = 10  # steps after which the shards are looked at again
+WINDOW = 15  # steps after which the shards are looked at again
 GAIN = 0.05  # part of a step's time that other shards must save: less is noise, and a change costs something, too
 
 

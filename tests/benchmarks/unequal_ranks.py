@@ -27,7 +27,7 @@ from tests.benchmarks.measure import Samples, Side, Team
 from tests.benchmarks.parts import QUIET, Part
 from tests.benchmarks.records import Row, Table, at_least, at_most
 
-BATCH = 512
+BATCH = 128
 SETTINGS = (f"batch={BATCH}", "data.name=digits", "optim.base_batch=0", "data.test_limit=10", "steps=60")
 BEGINS = 25  # the step before which a program begins in mid-run, in the last side
 ANSWERED = "steps until a disturbance is answered"

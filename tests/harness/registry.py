@@ -55,8 +55,8 @@ EXPERIMENTS = [
         produces=(*SCORES, "ranks", "communication_exposed"),
         spread=lambda count: (f"processes_per_node={count}", *MLP),
         others=(
-            ("strategy=fsdp", "optim.name=adam", "clip=1"),
-            ("model=resnet18", "sync_batchnorm=true", "communication=bf16", *FEW_STEPS),
+            ("strategy=fsdp", "optim.name=adam", "clip=1", "shards=[3,1]"),
+            ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS),
             ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # which begins to compress at the tenth step
         ),
     ),
@@ -81,7 +81,7 @@ EXPERIMENTS = [
         ),
         others=(
             ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3"),
-            ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3"),
+            ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3", "shards=[1,4]"),
         ),
     ),
     Entry(
