@@ -64,6 +64,7 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
             "mnist_pipeline", *words, "wandb.tags=[mine]", "wandb.finish_timeout=200", runs=place / "run" / "my runs"
         )
         env = environment(WANDB_MODE="offline", WANDB_API_KEY=SECRET, HOME=str(place / "run" / "home"))
+        env[warm.REAL] = "the tracker's command line is looked at"
         process, seen = warm.Command(full, env=env), b""
         while process.poll() is None:
             seen += arguments()

@@ -15,7 +15,7 @@ from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import Folder
 from slurm.reports.heartbeats import read_heartbeats
 from tests.harness.chance import open_stream
-from tests.harness.processes import PATIENCE, command, environment, processes_of, wait_until
+from tests.harness.processes import PATIENCE, command, environment, processes_of, told, wait_until
 from tests.harness.registry import Entry
 from tests.harness.warm import Command, end_session
 
@@ -53,7 +53,9 @@ def free_port() -> int:
 def ranks_of(process: Command) -> list[int]:
     """The pids of a run's ranks, the first one first."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if "common.runs.wandb_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
+    tracker = b"common.runs.wandb_tracker"
+    lines = ((pid, Path(f"/proc/{pid}/cmdline").read_bytes() + told(Path(f"/proc/{pid}"))) for pid in children)
+    return [int(pid) for pid, line in lines if tracker not in line]
 
 
 def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], runs: Path) -> None:

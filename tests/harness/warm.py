@@ -27,6 +27,8 @@ EARLY = (
     *("PYTHON", "TORCH", "COVERAGE_", "FAKETIME"),
 )
 SHARED = "WARM_SERVER"  # the variable with the socket of the server that pytest has started for its workers
+OURS = ("common", "slurm")  # packages with modules that are executed
+REAL = "WARM_REAL"  # the variable of a command that starts none but real processes
 OWN = "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in the process that imports it, such as this one
 
 

@@ -83,8 +83,9 @@ def start_here(self: Any, *given: Any, instead: Any = subprocess.Popen._execute_
     words, env = asked["args"], os.environ if asked["env"] is None else asked["env"]
     cwd, root = Path(asked["cwd"] or Path.cwd()), warm.find_sources(env)
     plain = isinstance(words, list) and not asked["pass_fds"] and asked["preexec_fn"] is None
-    known = plain and len(words) > 2 and (words[1].endswith(".py") or words[2].partition(".")[0] == "slurm")
-    if not known or not warm.can_fork(words, env, cwd, root) or len(list(Path("/proc/self/task").iterdir())) > 1:
+    known = plain and len(words) > 2 and (words[1].endswith(".py") or words[2].partition(".")[0] in warm.OURS)
+    alone = len(list(Path("/proc/self/task").iterdir())) == 1  # a fork would lose other threads
+    if not (known and alone and warm.can_fork(words, env, cwd, root)) or warm.REAL in os.environ:
         instead(self, *given)
         return
     ends = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
