@@ -15,7 +15,6 @@ from common.training.entry_point import start
 from common.training.evaluate import score_replicated, score_test_set
 from common.training.optimizers import build_optimizer
 from common.training.run import Run
-from common.training.single_process_baseline import report_ranks, report_scaling, set_up_shards
 
 __all__ = [
     "Facts",
@@ -28,11 +27,8 @@ __all__ = [
     "init_network",
     "model_split",
     "networks",
-    "report_ranks",
-    "report_scaling",
     "score_replicated",
     "score_test_set",
-    "set_up_shards",
     "start",
     "sync_batchnorm",
 ]

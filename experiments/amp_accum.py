@@ -30,22 +30,11 @@ scale is dynamic: halved when a gradient overflows, doubled after `growth_interv
 
 from __future__ import annotations
 
-from common.api import (
-    Run,
-    TrainState,
-    UserError,
-    build_optimizer,
-    ddp,
-    networks,
-    report_ranks,
-    score_test_set,
-    set_up_shards,
-    start,
-    sync_batchnorm,
-)
+from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
 from common.measure.memory import Footprint
 from common.measure.precision_report import PrecisionReport
 from common.training.loop import Step
+from common.training.single_process_baseline import report_ranks, set_up_shards
 from configs.amp_accum import Config
 
 import contextlib
@@ -152,11 +141,9 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = make_scaler(cfg, run.device)
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # one item is the list of them for one step
-    if not batches.own_samples:  # with compile=true not for nothing
-        sync_batchnorm.skip_empty_batches(inner)
     with make_autocast(cfg, run.device):
-        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.own_samples)))
         set_up_shards(cfg, run, batches, inner)  # with shards=auto: measures how fast each rank is
+        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.own_samples)))
     state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 

@@ -24,18 +24,8 @@ rate grows with the batch: the linear scaling rule (Goyal et al. 2017, arXiv 170
 
 from __future__ import annotations
 
-from common.api import (
-    Run,
-    TrainState,
-    build_optimizer,
-    ddp,
-    init_network,
-    report_scaling,
-    score_replicated,
-    set_up_shards,
-    start,
-    sync_batchnorm,
-)
+from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
+from common.training.single_process_baseline import report_scaling, set_up_shards
 from configs.ddp_multinode import Config
 
 import torch.nn.functional as F
@@ -46,7 +36,6 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Replicate the model on every rank (DDP), or shard parameters, gradients and optimizer state (FSDP2)."""
     if cfg.sync_batchnorm:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
-    model = sync_batchnorm.skip_empty_batches(model)  # shards may leave a rank without a sample
     if cfg.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # two seconds to import, so only when asked for
@@ -72,8 +61,8 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
-    ddp.warm_up_buckets(model, run.load_example(batches.own_samples))
     set_up_shards(cfg, run, batches, network)  # with shards=auto: measures how fast each rank is
+    ddp.warm_up_buckets(model, run.load_example(batches.own_samples))
     powersgd_state = ddp.get_powersgd_state(model)
     state = TrainState([network], optimizer, batches, run.world, replicated=True, compression=powersgd_state)
 

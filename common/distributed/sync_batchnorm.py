@@ -99,6 +99,12 @@ def take_waiting_seconds(model: nn.Module) -> float:
     return seconds
 
 
+def list_own_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
+    """Return the BatchNorm layers that see the samples of their own rank only, also as FSDP2 has wrapped them."""
+    norms = (module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+    return [norm for norm in norms if not isinstance(norm, SyncBatchNorm2d)]
+
+
 def skip_empty_batches(model: nn.Module) -> nn.Module:
     """Let BatchNorm that is not synchronised pass on a batch of no samples, which has no mean; return the model."""
 
@@ -108,7 +114,7 @@ def skip_empty_batches(model: nn.Module) -> nn.Module:
         if model.training and empty:
             cast(Tensor, layer.num_batches_tracked).add_(1)  # as on the ranks that have some
 
-    for layer in (module for module in model.modules() if type(module) is nn.BatchNorm2d):
+    for layer in list_own_norms(model):
         layer.register_forward_pre_hook(set_mode)
     return model
 

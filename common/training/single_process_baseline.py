@@ -16,7 +16,7 @@ from common.data.accumulation import AccumulationLoader
 from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.data.shards import AutoShards, Speed
-from common.distributed import ddp
+from common.distributed import ddp, sync_batchnorm
 from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
 from common.measure.timing import time_calls
@@ -93,15 +93,16 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
 
 
 def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader | AccumulationLoader, model: nn.Module) -> None:
-    """With shards=auto, measure what a step takes each rank, and share the batches accordingly. All ranks call it.
+    """Prepare the model of each rank, without its wrapper, for unequal shards. All ranks call it.
 
-    `model` is the one that each rank holds, without its wrapper; it is called in the autocast of the caller.
+    With shards=auto, measure what a step takes each rank, in the autocast of the caller, and choose them accordingly.
     """
-    if any(type(layer) is nn.BatchNorm2d for layer in model.modules()) and cfg.shards != ["equal"]:
+    if cfg.shards != ["equal"] and sync_batchnorm.list_own_norms(model):
         remedy = "; sync_batchnorm=true does not" if hasattr(cfg, "sync_batchnorm") else ""
-        run.log_message(
-            f"BatchNorm sees each rank's own shard: unequal ones give another result than equal ones{remedy}"
-        )
+        words = "BatchNorm sees each rank's own shard: unequal ones give another result than equal ones"
+        run.log_message(words + remedy)
+    if not batches.own_samples:
+        sync_batchnorm.skip_empty_batches(model)
     if cfg.shards == ["auto"] and run.world.size > 1:
         own = measure_speed(run, model, sum(batches.counts))
         run.shards = AutoShards(batches, run.world, own, run.log_message)
