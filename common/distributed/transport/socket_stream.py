@@ -135,11 +135,12 @@ class SocketStream:
 
     def begin_message(self, tag: int, data: memoryview) -> Rest | None:
         """Write what needs no waiting; return what writes the rest and may block, None if nothing is left."""
-        header, now, later = HEADER.pack(tag, len(data)), data[:EAGER], data[EAGER:]
-        if isinstance(self.socket, TlsSocket):
-            header, now = self.socket.encrypt(header, now), NOTHING
-        sent = self._write_now(header, now)
-        left = header[sent:], keep_small(now[max(0, sent - len(header)) :]), keep_small(later)
+        if isinstance(self.socket, TlsSocket):  # encrypting takes longer than waking a thread
+            begun, now, later = self.socket.encrypt(HEADER.pack(tag, len(data)), data[:SMALL]), NOTHING, data[SMALL:]
+        else:
+            begun, now, later = HEADER.pack(tag, len(data)), data[:EAGER], data[EAGER:]
+        sent = self._write_now(begun, now)
+        left = begun[sent:], keep_small(now[max(0, sent - len(begun)) :]), keep_small(later)
         return functools.partial(self._write_rest, *left) if any(left) else None
 
     def _write_now(self, *parts: ReadableBuffer) -> int:
