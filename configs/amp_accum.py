@@ -7,12 +7,13 @@ from typing import Literal
 
 from configs.batch_plan import BatchPlan
 from configs.dataparallel import Sharded
+from configs.elastic import ElasticRanks
 from configs.optional import Sweep
 from configs.shared import at_least, between
 
 
 @dataclass
-class Config(Sweep, Sharded):
+class Config(Sweep, ElasticRanks, Sharded):
     """Settings of mixed precision and gradient accumulation."""
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"

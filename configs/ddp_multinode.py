@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configs.dataparallel import DataParallel, Sharded
+from configs.elastic import ElasticRanks
 from configs.shared import at_least, between
 
 
 @dataclass
-class Config(Sharded, DataParallel):
+class Config(ElasticRanks, Sharded, DataParallel):
     """Settings of DDP and FSDP2."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
@@ -34,6 +35,9 @@ class Config(Sharded, DataParallel):
 
     def check(self) -> None:
         super().check()
+        if self.elastic.on and (self.strategy == "fsdp" or self.communication == "powersgd"):
+            own = "strategy=fsdp" if self.strategy == "fsdp" else "communication=powersgd"
+            raise ValueError(f"elastic=true: with {own} a part of the state is lost with a rank; leave {own} out")
         if self.strategy == "fsdp":
             wrong = [name for name in ("static_graph", "find_unused_parameters") if getattr(self, name)]
             wrong += ["communication"] if self.communication != "none" else []

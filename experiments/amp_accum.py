@@ -65,7 +65,8 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Wrap the model so that its backward averages gradients over all ranks; one rank alone needs no wrapper."""
     if cfg.compile:
         model.compile()  # in place: parameters keep their names
-    return model if run.world.size == 1 else ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
+    alone = run.world.size == 1 and not cfg.elastic.on
+    return model if alone else ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
 
 
 def make_autocast(cfg: Config, device: torch.device) -> torch.autocast:
@@ -144,7 +145,7 @@ def main(cfg: Config, run: Run) -> None:
     with make_autocast(cfg, run.device):
         set_up_shards(cfg, run, batches, inner)  # with shards=auto: measures how fast each rank is
         ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.own_samples)))
-    state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler)
+    state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler, replica=model)
     footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
 
     def predict(x: Tensor | None, _: int) -> Tensor:
@@ -161,8 +162,10 @@ def main(cfg: Config, run: Run) -> None:
         with step:
             optimizer.zero_grad()
             loss, reduced = accumulate_gradients(cfg, model, scaler, step, footprint)
+            step.log(loss=loss)
+            step.commit()  # with elastic=true: the update counts on all ranks that are left, or on none
             skipped = update_weights(cfg, model, optimizer, scaler)
-            step.log(loss=loss, skipped=float(skipped), bytes_sent=float(reduced * payload))
+            step.log(skipped=float(skipped), bytes_sent=float(reduced * payload))
         if scaler.get_scale() < HOPELESS:
             raise UserError(f"gradients overflow fp16 whatever the scale, at step {step.number}; use precision=bf16")
     held = run.world.gather(footprint.most)

@@ -63,8 +63,7 @@ def main(cfg: Config, run: Run) -> None:
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
     set_up_shards(cfg, run, batches, network)  # with shards=auto: measures how fast each rank is
     ddp.warm_up_buckets(model, run.load_example(batches.own_samples))
-    powersgd_state = ddp.get_powersgd_state(model)
-    state = TrainState([network], optimizer, batches, run.world, replicated=True, compression=powersgd_state)
+    state = TrainState([network], optimizer, batches, run.world, replicated=True, replica=model)
 
     for step in run.steps(state, lambda: score_replicated(network, run)):
         with step:
@@ -75,8 +74,9 @@ def main(cfg: Config, run: Run) -> None:
             step.mark("end of backward")
             if cfg.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-            optimizer.step()
             step.log(loss=loss.detach())
+            step.commit()  # with elastic=true: the update counts on all ranks that are left, or on none
+            optimizer.step()
     run.report(*report_scaling(cfg, run, model))
 
 

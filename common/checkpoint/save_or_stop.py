@@ -32,13 +32,18 @@ class SaveOrStopVote:
 
     def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
         self.world, self.settings, self.stop_request = world, settings, stop_request
-        self.calls, self.next_call = 0, 1
         self.begin_after(0)
 
     def begin_after(self, step: int) -> None:
         """Vote from the step after this one on; the time until the next save begins now."""
+        self.restart_after(step)
+        self.saved = self.voted
+
+    def restart_after(self, step: int) -> None:
+        """Vote from the step after this one on, and at the next call in work without steps, on all ranks alike."""
         self.next_step = self.last_step = step
-        self.voted = self.saved = time.perf_counter()
+        self.calls, self.next_call = 0, 1
+        self.voted = time.perf_counter()
 
     def is_due(self, step: int) -> bool:
         """Check whether the ranks vote after this step; the same on all ranks."""

@@ -46,7 +46,7 @@ class Saver:
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
         """Load the newest checkpoint of the run into `state`, if there is one."""
         self.state = state
-        loaded = self.checkpointer.load()
+        loaded = None if self.world.joins else self.checkpointer.load()
         if loaded is not None:
             state.load(loaded)
             self.began -= loaded.common["seconds"]
@@ -78,6 +78,7 @@ class Saver:
         assert self.metrics is not None
         self.metrics.flush()
         decision = self.vote.decide(step, bool(self.metrics.diverged))
+        self.metrics.forget()
         self.restart_watchdogs()
         if decision.diverged:
             self.raise_if_diverged()
@@ -132,8 +133,12 @@ class Saver:
         if value is None:
             return
         if self.best is None or (value > self.best if name == "test_accuracy" else value < self.best):
-            self.best = value
-            self.save(step, best=True)
+            before, self.best = self.best, value
+            try:
+                self.save(step, best=True)
+            except RuntimeError:  # it is not saved, and an elastic run evaluates again
+                self.best = before
+                raise
 
     def save_last(self, step: int) -> None:
         """Save the trained model. Raises UserError, with the same words on all ranks, where that fails."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
@@ -37,8 +36,9 @@ class TrainState:
     With `replicated` every rank holds the full model, as in data parallelism: rank 0's is kept. BatchNorm's statistics
     differ between such ranks, so each keeps its own, too. Where only some ranks hold the same parts, as the replicas of
     a stage do, these are the `peers`. The `scaler` of the loss has the same state on all ranks; the state of
-    `compression` (PowerSGD) is each rank's own. `tensors` are named tensors that the run updates in place, e.g.
-    measurements; rank 0's are saved. A rank without a part of the model or without an optimizer gives none.
+    PowerSGD is each rank's own. `tensors` are named tensors that the run updates in place, e.g.
+    measurements; rank 0's are saved. A rank without a part of the model or without an optimizer gives none. DDP's
+    `replica` of the model may hold a state of PowerSGD, and is wrapped anew where an elastic run changes its ranks.
     """
 
     def __init__(
@@ -51,12 +51,13 @@ class TrainState:
         replicated: bool = False,
         peers: World | None = None,
         scaler: GradScaler | None = None,
-        compression: PowerSGDState | None = None,
         tensors: Mapping[str, Tensor] | None = None,
+        replica: nn.Module | None = None,
     ) -> None:
         self.parts, self.optimizer, self.loader = list(parts), optimizer, loader
         self.peers = world if replicated else peers
-        self.scaler, self.compression, self.tensors = scaler, compression, dict(tensors or {})
+        self.scaler, self.replica, self.tensors = scaler, replica, dict(tensors or {})
+        self.compression = ddp.get_powersgd_state(replica) if replica is not None else None
         self.parameters = [pair for part in parts for pair in part.named_parameters()]
         self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
         kept = {name for part in parts for name in part.state_dict()} - {name for name, _ in self.parameters}
@@ -80,15 +81,22 @@ class TrainState:
 
     def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks call it."""
-        keep = self.peers is None or self.peers.is_main
+        return self._collect_among(self.peers)
+
+    def collect_own_state(self) -> CheckpointState:
+        """Return the state of this rank, which holds the full model."""
+        return self._collect_among(None)
+
+    def _collect_among(self, peers: World | None) -> CheckpointState:
+        keep = peers is None or peers.is_main
         model = state_dicts.gather_full_tensors(self.parameters, keep)
         values = [value for _, value in self.buffers] if self.held is None else self.held
         buffers = {name: value for (name, _), value in zip(self.buffers, values, strict=True)}
         means = {name: value.clone() for name, value in buffers.items()}
         optimizer, parameters = self.optimizer, self.parameters
-        if self.peers is not None and self.peers.size > 1:
+        if peers is not None and peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
-            sync_batchnorm.average_tensors(floating, self.peers.group, self.weight)
+            sync_batchnorm.average_tensors(floating, peers.group, self.weight)
         return CheckpointState(
             model=model | means if keep else {},
             optimizer=state_dicts.collect_optimizer_state(optimizer, parameters, keep) if optimizer else {},

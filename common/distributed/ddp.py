@@ -40,22 +40,49 @@ class UncompiledDDP(DistributedDataParallel):
     _inside_ddp_forward = contextlib.contextmanager(inspect.unwrap(DistributedDataParallel._inside_ddp_forward))
 
 
-def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """Wrap a model so that its backward averages gradients over all ranks; `options` are torch's own.
+@contextlib.contextmanager
+def hide_compiler() -> Iterator[None]:
+    """Let DDP be built in the block without importing the compiler, where nothing has imported it before.
 
     DDP asks the compiler for its mode, and so imports it: most of the time that importing torch itself takes. Where
-    nothing has imported it before, nothing is compiled, and a stand-in answers with the default.
+    nothing is compiled, a stand-in answers with the default.
     """
-    ids = [device.index] if device.type == "cuda" else None
-    options = make_local_buffer_options() | options
     if "torch._dynamo" in sys.modules:
-        return DistributedDataParallel(model, device_ids=ids, **options)
+        yield
+        return
     mode = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
     torch._dynamo = SimpleNamespace(utils=mode)  # type: ignore[assignment]
     try:
-        return UncompiledDDP(model, device_ids=ids, **options)
+        yield
     finally:
         del torch._dynamo  # whoever asks for it from now on gets the real one
+
+
+def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """Wrap a model so that its backward averages gradients over all ranks; `options` are torch's own."""
+    ids = [device.index] if device.type == "cuda" else None
+    options = make_local_buffer_options() | options
+    kind = DistributedDataParallel if "torch._dynamo" in sys.modules else UncompiledDDP
+    with hide_compiler():
+        replica = kind(model, device_ids=ids, **options)
+    setattr(replica, OPTIONS, options)
+    return replica
+
+
+def rewrap_ddp(replica: nn.Module | None) -> None:
+    """Wrap the model again, in the same wrapper, on a CPU and over the process group that now is the default one.
+
+    Parameters and buffers stay each rank's own.
+    """
+    if not isinstance(replica, DistributedDataParallel):
+        return
+    options, communication = getattr(replica, OPTIONS), getattr(replica, COMMUNICATION, "none")
+    for parameter in replica.parameters():
+        parameter.grad = None  # it may lie in a bucket of the old wrapper
+    with hide_compiler():
+        DistributedDataParallel.__init__(replica, replica.module, **(options | {"init_sync": False}))
+    setattr(replica, OPTIONS, options)
+    register_comm_hook(replica, communication, 0)
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:
@@ -73,6 +100,7 @@ def choose_bucket_mb(communication: str, asked: float, backend: str) -> float:
 
 def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
     """Register the communication hook named by `communication`; `rank` is PowerSGD's matrix rank."""
+    setattr(ddp, COMMUNICATION, communication)
     match communication:
         case "fp16":
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -90,6 +118,7 @@ def get_powersgd_state(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
 
 
 COMPRESSION = "compression"  # the attribute of a wrapped model that holds PowerSGD's state
+OPTIONS, COMMUNICATION = "options", "communication"  # those that hold what it is wrapped with
 MEMORY = ("error_dict", "p_memory_dict", "q_memory_dict")  # of PowerSGDState, tensors by the number of a bucket
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -23,11 +21,12 @@ from pathlib import Path
 from common.core import host_memory
 from common.core.errors import EXIT_RESUMABLE, UserError
 from common.core.processes import die_with_parent, exit_at_once
+from common.core.rendezvous_dir import create_rendezvous_dir
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
+from common.distributed.elastic.supervisor import Supervisor
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import disk_errors
-
-UNLOCKED_SECONDS = 60.0  # in which a new folder may not have its lock yet
+from configs.elastic import Elastic
 
 
 @dataclasses.dataclass
@@ -46,23 +45,27 @@ def run_ranks(
     nodes: int,
     meanwhile: Callable[[], None],
     why: Callable[[str], None] = lambda words: None,
+    elastic: Elastic | None = None,
 ) -> int:
     """Run `body` in `size` forked ranks; return the exit status of the run.
 
     `meanwhile` runs in this process while they start. The first rank that fails ends all others: its message or
     traceback is printed once, those of the others are only in their logs; `why` receives the reason in one line.
+    With `elastic` the others go on without a rank that is killed.
     """
     private, lock = create_rendezvous_dir()
     children: list[ChildRank] = []
     stop, kills = StopForwarder(children), host_memory.count_oom_kills()
+    address = str(private / "coordinator") if elastic else ""
+    forker = RankForker(body, size, nodes, private, address, children)
     try:
+        supervisor = Supervisor(address, size, elastic, forker.kill, forker.fork_again) if elastic else None
         for rank in range(size):
-            info = RankInfo(rank, size, rank, size, rank // (size // nodes), nodes, "local", str(private / "store"))
-            children.append(ChildRank(rank, fork_rank(body, info, private)))
+            forker.fork(rank)
         if stop.number:
             stop.signal_ranks()  # those that were not there yet
         meanwhile()
-        return wait_for_ranks(children, private, stop, why, kills)
+        return wait_for_ranks(children, private, stop, why, kills, supervisor)
     except StoppedAtOnce as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
@@ -75,6 +78,38 @@ def run_ranks(
         os.close(lock)
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a progress bar that was ended has hidden the cursor
+
+
+@dataclasses.dataclass
+class RankForker:
+    """Forks ranks into `children`, also anew."""
+
+    body: Callable[[RankInfo], None]
+    size: int
+    nodes: int
+    private: Path
+    coordinator: str
+    children: list[ChildRank]
+
+    def place(self, rank: int) -> RankInfo:
+        """Return the position of a rank."""
+        node, store = rank // (self.size // self.nodes), str(self.private / "store")
+        return RankInfo(
+            rank, self.size, rank, self.size, node, self.nodes, "local", store, coordinator=self.coordinator
+        )
+
+    def fork(self, rank: int) -> None:
+        """Fork a rank that meets the others."""
+        self.children.append(ChildRank(rank, fork_rank(self.body, self.place(rank), self.private)))
+
+    def fork_again(self, rank: int) -> None:
+        """Fork a rank that was lost; it is alone until it joins the others."""
+        alone = dataclasses.replace(self.place(rank), rank=0, size=1, joins=True, launched_as=rank)
+        self.children[rank] = ChildRank(rank, fork_rank(self.body, alone, self.private))
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank that does not answer: a frozen one could wake later, and write."""
+        os.kill(self.children[rank].pid, signal.SIGKILL)
 
 
 class StoppedAtOnce(Exception):
@@ -111,28 +146,6 @@ class StopForwarder:
             if child.exit_code is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGUSR2)
-
-
-def create_rendezvous_dir() -> tuple[Path, int]:
-    """Make a private folder for the rendezvous; return it and its lock, which this process and its ranks hold.
-
-    Folders whose lock nobody holds are deleted: a launcher that was killed left them.
-    """
-    for path in Path(tempfile.gettempdir()).glob("rendezvous-*-*"):
-        with contextlib.suppress(OSError):  # locked, somebody else's, or gone
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found = os.fstat(handle)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > UNLOCKED_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(handle)
-    private = Path(tempfile.mkdtemp(prefix=f"rendezvous-{os.getpid()}-"))
-    lock = os.open(private, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a network disk may know no locks; then nothing is ever swept
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    return private, lock
 
 
 def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, private: Path) -> int:
@@ -188,15 +201,23 @@ def is_resumable_exit(error: BaseException) -> bool:
 
 
 def wait_for_ranks(
-    children: list[ChildRank], private: Path, stop: StopForwarder, why: Callable[[str], None], kills: int
+    children: list[ChildRank],
+    private: Path,
+    stop: StopForwarder,
+    why: Callable[[str], None],
+    kills: int,
+    supervisor: Supervisor | None = None,
 ) -> int:
     """Wait until all ranks have succeeded or one has failed, and report it; return the exit status of the run.
 
-    `kills` is what `host_memory.count_oom_kills` returned before they started.
+    `kills` is what `host_memory.count_oom_kills` returned before they started. A `supervisor` lets ranks be lost.
     """
     while any(child.exit_code is None for child in children):
         ended = [child for child in children if child.exit_code is None and reap_child(child)]
         failed = [child for child in ended if child.exit_code not in (0, EXIT_RESUMABLE)]
+        if supervisor is not None:
+            failed = [child for child in failed if not supervisor.absorb(child.rank, child.exit_code or 0)]
+            supervisor.tend()
         if stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
             raise StoppedAtOnce(stop.number)  # it had not begun to listen, and others fail without it
         if failed:
@@ -207,7 +228,7 @@ def wait_for_ranks(
                 why,
                 host_memory.count_oom_kills() > kills,
             )
-        if not ended:
+        if not ended and supervisor is None:
             time.sleep(0.01)
     if any(child.exit_code == EXIT_RESUMABLE for child in children):
         return 128 + stop.number if stop.number == signal.SIGINT else EXIT_RESUMABLE

@@ -26,6 +26,17 @@ class RankInfo:
     """Identifier of this attempt of the job or torchrun; ports and keys of the store derive from it."""
     is_restart: bool = False
     """True if the job or torchrun has started a process in this position before."""
+    coordinator: str = ""
+    """Address of the coordinator of an elastic run: the path of a UNIX socket, or host:port."""
+    joins: bool = False
+    """True for a rank that was lost and joins the others while they train; until then it is alone."""
+    launched_as: int = -1
+    """Its rank when the run started, where that may be another now."""
+
+    @property
+    def number(self) -> int:
+        """Rank at the start of the run, by which the files of a rank go."""
+        return self.rank if self.launched_as < 0 else self.launched_as
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:

@@ -56,7 +56,12 @@ class World(RankInfo):
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        return self.rank == 0 and not self.joins
+
+    def change_members(self, **facts: Any) -> None:
+        """Change facts in place, for all who hold this object, where an elastic run goes on with other ranks."""
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
 
     @property
     def message_device(self) -> torch.device:
@@ -159,7 +164,7 @@ def set_up_rendezvous(
     """
     if rank_info.launcher == "local":
         set_interface("lo")
-        return dist.FileStore(rank_info.master, rank_info.size), "lo"
+        return dist.HashStore() if rank_info.joins else dist.FileStore(rank_info.master, rank_info.size), "lo"
     chosen = network.check_interface(settings.interface) if settings.interface else ""
     if private is not None:
         if rank_info.rank == 0:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import operator
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -108,6 +110,9 @@ class MetricsLog:
         self.writer.add(self._make_row(s, t) | values for (s, t, _), values in zip(rows, found, strict=True))
         self.show(step, found[-1])
 
+    def forget(self) -> None:
+        """Note that all ranks have come to where rank 0 has flushed."""
+
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write values that rank 0 knows, such as an evaluation's, behind those of the steps. All ranks call it."""
         self.flush()
@@ -132,3 +137,65 @@ class MetricsLog:
                 f"the loss of step {step} is {row['loss']} (epoch {epoch}, positions {first} to {after - 1} of its "
                 "order); lower optim.lr, or set clip where there is one"
             )
+
+
+class SharedMetricsLog(MetricsLog):
+    """Log of values that are equal on all ranks, so that any rank can go on writing where rank 0 is lost.
+
+    A flush needs no other rank. Each keeps the rows that rank 0 may not have written.
+    """
+
+    kept: list[dict[str, Any]]
+    newest = 0
+    """Step of the newest row that rank 0 has written."""
+    scored = -1
+    """Step of the newest evaluation that rank 0 has written."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.kept = []
+
+    def collect(self) -> list[dict[str, Any]]:
+        """Return the rows that rank 0 may not have written, the newest ones included."""
+        rows, self.rows = self.rows, []
+        values = fetch_values([values for _, _, values in rows])
+        self.kept += [self._make_row(step, now) | found for (step, now, _), found in zip(rows, values, strict=True)]
+        return self.kept
+
+    def flush(self) -> None:
+        """Write the collected rows."""
+        if self.rows:
+            (step, now, _), count = self.rows[-1], len(self.rows)
+            wanted = int(count * self.seconds / max(now - self.flushed, 1e-6))
+            self.flushed, self.next_flush = now, step + min(max(1, wanted), 4 * count)
+        self.write_rows(self.collect())
+
+    def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write, on rank 0, the rows that are not written yet."""
+        new = [row for row in rows if row["global_step"] > self.newest]
+        if new and self.world.is_main:
+            self.newest = new[-1]["global_step"]
+            self._note_divergence([row["global_step"] for row in new], new)
+            self.writer.add(new)
+            self.show(self.newest, {k: v for k, v in new[-1].items() if k not in ("global_step", "samples", "time")})
+
+    def forget(self) -> None:
+        """Drop the rows kept: rank 0 had written them before all ranks voted."""
+        self.kept = []
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write an evaluation's values as `MetricsLog.write` does, once, also where it was done again."""
+        if step != self.scored:
+            super().write(step, values)
+        self.scored = step
+
+    def take_over(self) -> None:
+        """Go on, on a new rank 0, behind the rows that the lost one has written; a line cut off is removed."""
+        content = self.writer.file.read_bytes() if self.writer.file.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            os.truncate(self.writer.file, len(complete))
+        rows = [json.loads(line) for line in complete.splitlines()]
+        self.writer.written = len(rows)
+        steps, scores = ([row["global_step"] for row in rows if ("test_loss" in row) is kind] for kind in (False, True))
+        self.newest, self.scored = max(steps, default=0), max(scores, default=-1)

@@ -34,6 +34,7 @@ from common.runs.folder import Folder
 from common.training import host_checks, sweep
 from common.training.attempt import Attempt, is_finished, lock_run
 from common.training.run import Run
+from configs.elastic import find_elastic
 from configs.shared import Experiment
 
 T = TypeVar("T", bound=Experiment)
@@ -146,11 +147,12 @@ class ForkedRanks:
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Ending:
         """Fork the ranks, document the attempt while they start, and wait for them. Raises UserError."""
-        folder = attempt.folder
+        folder, elastic = attempt.folder, find_elastic(cfg)
 
         def train_forked(rank_info: RankInfo) -> None:
-            stop = listen_for_stop(cfg, open(folder.log_file(rank_info.rank), "a"))  # noqa: SIM115 (until the rank ends)
-            local_launcher.redirect_output(folder.log_file(rank_info.rank), keep_stdout=rank_info.rank == 0)
+            stop = listen_for_stop(cfg, open(folder.log_file(rank_info.number), "a"))  # noqa: SIM115 (until the rank ends)
+            keeps = rank_info.rank == 0 or elastic is not None  # then any rank may become rank 0
+            local_launcher.redirect_output(folder.log_file(rank_info.number), keep_stdout=keeps)
             launch = algorithms.choose_file(cfg.launch, folder.path / "code")
             with rendezvous.joined_world(rank_info, launch, folder.attempt / ".private") as world:
                 train_rank(main, cfg, world, attempt, stop)
@@ -164,7 +166,7 @@ class ForkedRanks:
         reasons = list[str]()
         with attempt.discard_on(UserError):  # damaged data or a full disk, found by `document`
             ranks, nodes = cfg.processes, cfg.launch.nodes
-            status = local_launcher.run_ranks(train_forked, ranks, nodes, document, reasons.append)
+            status = local_launcher.run_ranks(train_forked, ranks, nodes, document, reasons.append, elastic)
         return Ending(status, "".join(reasons))
 
 

@@ -13,14 +13,16 @@ from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.core.text import format_count
 from common.data.loader import get_statistics
+from common.distributed.elastic.generations import describe_generation
 from common.measure import tables
 from common.models import model_file
-from common.runs.result import Report, Result
+from common.runs.result import Facts, Report, Result
 from common.training.run_context import RunContext
 
 
 def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     """Write result and model of a finished run, unless a newer attempt has taken its place, and print the table."""
+    reports = [*reports, *report_generations(run.generations)]
     if not run.folder.is_superseded:
         assert run.metrics is not None
         run.metrics.writer.flush()
@@ -46,6 +48,17 @@ def measure_timings(run: RunContext) -> dict[str, float]:
     if not run.step_seconds():
         return {}
     return {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
+
+
+def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
+    """Report which ranks an elastic run has lost and got back, and what that cost; nothing where none was lost."""
+    if not changes:
+        return []
+    lost = sum(change["seconds"] + change["discarded"] for change in changes)
+    redone = sum(change["discarded"] > 0 for change in changes)
+    shown = [*map(describe_generation, changes), f"{lost:.3f} s in all, {format_count(redone, 'step')} done again"]
+    measured = {"generations": list(changes), "seconds_lost": lost, "steps_redone": redone}
+    return [Facts({"ranks lost": "\n".join(shown)}, measured=measured)]
 
 
 def format_run_rows(run: RunContext) -> dict[str, str]:

@@ -17,7 +17,9 @@ from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimes
 from common.training import optimizers
+from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
+from configs.elastic import find_elastic
 
 Evaluate = Callable[[], dict[str, float]]
 
@@ -29,8 +31,10 @@ class Step:
     that would have to be done again if the step failed is in the block; running sums change behind it.
     """
 
-    def __init__(self, run: RunContext, batch: Any, number: int, epoch: int, rate: float) -> None:
-        self.run, self.batch = run, batch
+    def __init__(
+        self, run: RunContext, batch: Any, number: int, epoch: int, rate: float, recovery: Recovery | None = None
+    ) -> None:
+        self.run, self.batch, self.recovery = run, batch, recovery
         self.number = number
         """Counted from 1."""
         self.epoch = epoch
@@ -39,6 +43,8 @@ class Step:
         """The learning rate, which is already set on the optimizer."""
         self.values: dict[str, Tensor | float | None] = {}
         self.done = False
+        self.failure: BaseException | None = None
+        """Why the step is discarded and done again, in an elastic run."""
 
     @property
     def x(self) -> Any:
@@ -68,13 +74,29 @@ class Step:
         """Add values to metrics.jsonl; tensors stay on their device. Where only one rank knows them, None elsewhere."""
         self.values |= values
 
+    def commit(self) -> None:
+        """Agree, just before the update, that no rank is lost; only in an elastic run (elastic=true).
+
+        The means of the values logged so far are then known to all ranks; those logged later must be equal on all.
+        """
+        if self.recovery is not None:
+            self.values = self.recovery.commit(self.values)
+
     def __enter__(self) -> Step:
+        if self.recovery is not None:
+            self.recovery.begin_step()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         if kind is None:
             self.done = True
             record_step(self.run, self)
+        elif self.recovery is not None and self.recovery.is_loss(error):
+            self.failure = error
+            self.recovery.discard_step()
+        return self.failure is not None
 
 
 def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source: int) -> Iterator[Step]:
@@ -88,21 +110,39 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
     if source == MEAN and state.parts:
         sharded = (layer for layer in state.parts[0].children() if hasattr(layer, "unshard"))  # by fully_shard
         run.times = StepTimes(state.parts[0], run.device, sharded)
-    while True:
-        if run.step < run.total and not run.saver.unevaluated:
-            yield from iterate_epoch(run, state)
-        scores = evaluate_epoch(run, state, evaluate)
-        if scores:
-            words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-            run.log_message(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
-        if run.step >= run.total:
-            held = run.world.gather(read_peak_memory(run.device))
+    settings = find_elastic(run.cfg)
+    recovery = Recovery(run, state, settings) if settings else None
+    try:
+        while not run.complete:
+            try:
+                yield from iterate_to_evaluation(run, state, evaluate, recovery)
+            except RuntimeError as error:
+                if recovery is None or not recovery.is_loss(error):
+                    raise
+                recovery.join_generation()
+    finally:
+        if recovery is not None:
+            recovery.close()
+
+
+def iterate_to_evaluation(
+    run: RunContext, state: TrainState, evaluate: Evaluate, recovery: Recovery | None
+) -> Iterator[Step]:
+    """Yield the steps up to the next evaluation, and evaluate; after the last one the run is complete."""
+    if run.step < run.total and not run.saver.unevaluated:
+        yield from iterate_epoch(run, state, recovery)
+    scores = evaluate_epoch(run, state, evaluate)
+    if scores:
+        words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
+        run.log_message(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
+    if run.step >= run.total:
+        held = run.world.gather(read_peak_memory(run.device))
+        if recovery is None or recovery.finish():
             run.memory = {f"rank {rank}": peak for rank, peak in enumerate(held)}
             run.scores, run.complete = scores, True
-            return
 
 
-def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
+def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None) -> Iterator[Step]:
     """Yield the rest of the loader's epoch, up to the run's last step."""
     cfg, per_epoch = run.cfg, state.loader.steps
     for part in state.parts:
@@ -111,8 +151,10 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
             optimizers.set_learning_rate(state.optimizer, rate)
-        step = Step(run, batch, run.step + 1, run.step // per_epoch, rate)
+        step = Step(run, batch, run.step + 1, run.step // per_epoch, rate, recovery)
         yield step
+        if step.failure is not None:
+            raise step.failure
         if not step.done:
             raise RuntimeError(f"step {step.number} was not taken: the body of the loop is `with step:`")
         if run.saver.checkpoint_or_stop(step.number):

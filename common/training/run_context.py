@@ -23,11 +23,12 @@ from common.data.prepare import Prepared
 from common.data.shards import AutoShards
 from common.distributed.rendezvous import World
 from common.measure import media, profiler
-from common.measure.metrics_log import MetricsLog
+from common.measure.metrics_log import MetricsLog, SharedMetricsLog
 from common.measure.step_timing import Pace, StepTimes
 from common.runs.folder import Folder, write_json
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.progress import Screen
+from configs.elastic import find_elastic
 from configs.shared import Experiment
 
 HEARTBEAT = 5.0  # seconds
@@ -42,7 +43,7 @@ class RunContext:
         self.cfg, self.folder, self.world, self.prepared = cfg, folder, world, prepared
         self.screen = Screen(cfg.log, silent=not world.is_main)
         self.logger = self._open_log()
-        trace = folder.attempt / f"trace-{world.rank}.json"
+        trace = folder.attempt / f"trace-{world.number}.json"
         self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
         self.saver = Saver(cfg, folder, world, stop, self.log_message)
         if world.backend == "nccl" and world.size > 1:
@@ -68,6 +69,8 @@ class RunContext:
         self.memory: dict[str, int] = {}
         """On rank 0, the peak bytes of each rank, once training is over."""
         self.finished = False
+        self.generations: list[dict[str, Any]] = []
+        """Of an elastic run, each change of its ranks (see training/elastic/recovery)."""
         if world.is_main:
             write_json(folder.attempt / "world.json", describe_world(world))
 
@@ -170,9 +173,8 @@ class RunContext:
         """Begin to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
         writer = MetricsWriter(self.folder.metrics_file, lambda text: self.log_message(text, logging.WARNING))
         seconds, began, show = self.cfg.log.seconds, self.saver.began, self._show_progress
-        self.metrics = MetricsLog(
-            self.world, writer, state.loader, source=source, seconds=seconds, began=began, show=show
-        )
+        kind = SharedMetricsLog if find_elastic(self.cfg) else MetricsLog
+        self.metrics = kind(self.world, writer, state.loader, source=source, seconds=seconds, began=began, show=show)
         self.saver.metrics = self.metrics
 
     def stop_if_requested(self) -> None:
@@ -186,7 +188,7 @@ class RunContext:
         logging.raiseExceptions = False  # a full disk is reported by the files that matter more
         logger = logging.getLogger("run")
         logger.setLevel(logging.DEBUG)
-        handler = logging.FileHandler(self.folder.log_file(self.world.rank))
+        handler = logging.FileHandler(self.folder.log_file(self.world.number))
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
         return logger
@@ -215,7 +217,7 @@ class RunContext:
             self.beat = now
             before_backward = self.times.estimate_seconds_to_backward() if self.times else None
             with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
-                self.folder.write_heartbeat(self.world.rank, self.step, time.time(), before_backward)
+                self.folder.write_heartbeat(self.world.number, self.step, time.time(), before_backward)
 
     def log_image(self, step: int, name: str, pixels: Tensor) -> None:
         """Log an image [H, W] or [3, H, W], uint8 or floats from 0 to 1, to the run folder and W&B.

@@ -28,6 +28,7 @@ from common.pipeline import schedules
 from common.runs import provenance, wandb_account
 from common.runs.folder import Folder
 from configs.profile import Profile
+from configs.elastic import find_elastic
 from configs.shared import Experiment
 from slurm.arguments import check_experiment_name, parse_count, parse_switch, split_arguments
 from slurm.reports import logs, selection, status
@@ -110,6 +111,11 @@ def submit_run(
     name: str, settings: Experiment, profile: Profile, scheduler: Scheduler, resumed: Folder | None
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
+    if find_elastic(settings):
+        raise UserError(
+            "elastic=true goes on without a lost rank on one machine; leave it out on a cluster, where the job is queued "
+            "again, or use LAUNCH=local"
+        )
     if resumed:
         schedules.copy_schedule_file(settings, resumed.path / "code")
         algorithms.keep_file(settings.launch, resumed.path / "code")

@@ -18,7 +18,7 @@ import pytest
 
 from common.core import config, host_memory
 from common.core.errors import EXIT_RESUMABLE
-from common.distributed import local_launcher
+from common.core.rendezvous_dir import create_rendezvous_dir
 from common.distributed.rank_info import RankInfo, parse_first_host, read_rank_info
 from common.runs.folder import Folder, read_json
 from configs.amp_accum import Config as Precision
@@ -216,17 +216,17 @@ def test_only_meeting_places_of_killed_launchers_are_swept(tmp_path: Path, monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not (launcher := os.fork()):
         try:
-            local_launcher.create_rendezvous_dir()
+            create_rendezvous_dir()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(launcher, 0)
     (killed,) = tmp_path.iterdir()
-    living, lock = local_launcher.create_rendezvous_dir()
+    living, lock = create_rendezvous_dir()
     for path in (killed, living):
         os.utime(path, (0, 0))
     unlocked = tmp_path / "rendezvous-1-new"  # about to be locked
     unlocked.mkdir()
-    mine, other = local_launcher.create_rendezvous_dir()
+    mine, other = create_rendezvous_dir()
     assert set(tmp_path.iterdir()) == {living, unlocked, mine}
     os.close(lock)
     os.close(other)

@@ -1,0 +1,73 @@
+"""Process group of a generation: formed through the coordinator, and cut when the generation is over."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import os
+import socket
+import stat
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from common.distributed.elastic.member import Member
+
+Connections = list[tuple[int, int]]  # file descriptor and inode of each
+
+
+class CoordinatorStore(dist.Store):
+    """Store through which the ranks of a generation tell their addresses; a wait ends when the generation is over."""
+
+    def __init__(self, member: Member) -> None:
+        super().__init__()
+        self.member = member
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # it is called with bytes
+        """Set a value."""
+        self.member.set(key, base64.b64encode(value).decode())
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value and return it. Raises GenerationOver."""
+        return base64.b64decode(self.member.get([key])[0])
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait until all keys are set. Raises GenerationOver."""
+        self.member.get(keys)
+
+
+def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None:
+    """Leave the process group, if there is one, and form that of the member's generation. Raises RuntimeError."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    members = member.generation.members
+    dist.init_process_group(
+        "gloo", store=CoordinatorStore(member), rank=members.index(number), world_size=len(members), timeout=timeout
+    )
+
+
+def list_connections(*spared: socket.socket) -> Connections:
+    """Return the TCP connections of this process, without those that are spared."""
+    kept, found = {one.fileno() for one in spared}, Connections()
+    for fd in (int(name) for name in os.listdir("/proc/self/fd")):  # noqa: PTH208 (the names alone)
+        with contextlib.suppress(OSError):
+            status = os.fstat(fd)
+            if fd in kept or not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    copy.getpeername()  # raises for one that only listens
+                    found.append((fd, status.st_ino))
+    return found
+
+
+def cut_connections(connections: Connections) -> None:
+    """Shut down connections, so that collectives on them fail at once, in this rank and in the others.
+
+    gloo cannot abort a collective, and its time-out would have to be longer than any step, evaluation or checkpoint.
+    """
+    for fd, inode in connections:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            if os.fstat(copy.fileno()).st_ino == inode:  # else gloo has closed it, and the number is another file's
+                copy.shutdown(socket.SHUT_RDWR)

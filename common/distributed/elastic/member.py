@@ -1,0 +1,135 @@
+"""Line of a rank to the coordinator of an elastic run: heartbeats from a thread, sign-in to the next generation.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BEATS = 5  # heartbeats in the time after which a rank is lost
+
+
+class GenerationOver(RuntimeError):
+    """A member of this generation is lost, or one joins: its collectives do not end any more."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The ranks that go on together, until one of them is lost or another one joins."""
+
+    number: int = 1
+    members: Sequence[int] = ()
+    """Each one's rank at the start of the run, in the order of the ranks of this generation."""
+    source: int = 0
+    """The rank whose state is the newest."""
+    copies: bool = False
+    """True where not all ranks have that state."""
+    lost: Sequence[int] = ()
+    joined: Sequence[int] = ()
+    stops: bool = False
+    """True where these are too few: they save and stop."""
+    done: bool = False
+    """True where nothing is left to do, and the members go on without a coordinator."""
+
+
+class Member:
+    """Connection of this rank to the coordinator. A thread sends heartbeats and receives."""
+
+    def __init__(self, address: str, number: int, timeout: float, key: str, *, joins: bool) -> None:
+        """`number` is this rank's at the start of the run, `timeout` that after which it counts as lost."""
+        self.socket, self.pause = connect(address), timeout / BEATS
+        self.generation = Generation(0 if joins else 1)
+        self.on_end: Callable[[], None] = lambda: None
+        """Called in the thread when the generation is over, to wake the main thread."""
+        self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.sending, self.closed, self.over = threading.Lock(), False, joins
+        self._send({"hello": number, "key": key, "joins": joins})
+        threading.Thread(target=self._listen, daemon=True, name="elastic").start()
+
+    def sign_in(self, progress: Sequence[int], *, done: bool = False) -> Generation:
+        """Ask for the next generation and wait until it is formed. `progress` orders states, the newest is highest."""
+        self._send({"sign_in": {"progress": list(progress), "done": done}})
+        while "generation" not in self.answers.get():
+            pass  # of the generation before
+        return self.generation
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value for all members of this generation."""
+        self._send({"set": key, "value": value})
+
+    def get(self, keys: Sequence[str]) -> list[str]:
+        """Wait for values that members of this generation set. Raises GenerationOver."""
+        self._send({"get": list(keys)})
+        answer = self.answers.get()
+        if "values" not in answer:
+            raise GenerationOver("a rank was lost while the ranks connected")
+        return list(answer["values"])
+
+    def close(self) -> None:
+        """Leave orderly: nobody waits for this rank any more."""
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self._send({"bye": True})
+            self.socket.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self.sending:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _listen(self) -> None:
+        received, next_beat = b"", 0.0
+        try:
+            while True:
+                now = time.monotonic()
+                if now >= next_beat:
+                    next_beat = now + self.pause
+                    self._send({"beat": True})
+                if not select.select([self.socket], [], [], max(0.0, next_beat - now))[0]:
+                    continue
+                part = self.socket.recv(1 << 16)
+                if not part:
+                    break
+                *complete, received = (received + part).split(b"\n")
+                for text in complete:
+                    self._receive(json.loads(text))
+        except (OSError, ValueError):
+            pass
+        if not self.closed:
+            self._leave("the coordinator has given up this rank, or has ended")
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "leave" in message:
+            self._leave(message["leave"])
+        if "over" in message:
+            self.over = True
+            self.on_end()
+        elif "generation" in message:
+            self.generation, self.over = Generation(**({"number": 0} | message["generation"])), False
+        self.answers.put(message)
+
+    def _leave(self, why: str) -> None:
+        """End this process at once: the others go on without it, and it must not write any more."""
+        print(f"this rank leaves the run: {why}", file=sys.stderr, flush=True)
+        os._exit(0)
+
+
+def connect(address: str) -> socket.socket:
+    """Connect to a coordinator: the path of a UNIX socket, or host:port. Raises OSError."""
+    if address.startswith("/"):
+        line = socket.socket(socket.AF_UNIX)
+        line.connect(address)
+        return line
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)

@@ -1,0 +1,245 @@
+"""Recovery of a rank of an elastic run: it discards a step that failed, and goes on with the ranks that are left.
+
+A rank whose collective fails signs in with the coordinator. Once all that live have done so they are a generation, with
+a process group of its own. A step can have been completed by some ranks only, so the state of a generation is that of
+any rank which has completed most; at most one step lies between them. The batches of the steps stay the same, and so do
+the losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.checkpoint import peer_copy
+from common.checkpoint.train_state import TrainState
+from common.core.errors import UserError
+from common.data.rounds import Rounds
+from common.distributed import ddp, objects
+from common.distributed.elastic import group
+from common.distributed.elastic.generations import FILE, describe_generation
+from common.distributed.elastic.member import Generation, Member
+from common.measure.metrics_log import SharedMetricsLog, Values
+from common.runs.folder import write_json
+from common.runs.progress import Screen
+from common.training.run_context import RunContext
+from configs.batch_plan import cut_batch
+from configs.elastic import Elastic
+
+KEY = "ELASTIC_KEY"  # the variable with the key that the coordinator of a job asks for
+IN_VAIN = 3  # generations in a row without a loss and without a step
+
+
+class Recovery:
+    """This rank's part in an elastic run, from its first step to the end of the last evaluation."""
+
+    def __init__(self, run: RunContext, state: TrainState, settings: Elastic) -> None:
+        """Raises UserError where the run cannot go on without a rank."""
+        world = run.world
+        if world.backend != "gloo":
+            raise UserError("elastic=true: ranks on GPUs cannot go on without each other; add launch.device=cpu")
+        if not world.coordinator:
+            raise UserError(
+                f"elastic=true: {world.launcher} ends all ranks when one is lost; start the experiment's script itself, or "
+                "leave elastic out"
+            )
+        assert isinstance(run.metrics, SharedMetricsLog)
+        self.run, self.state, self.metrics = run, state, run.metrics
+        world.change_members(launched_as=world.number)
+        self.joining = world.joins
+        self.in_vain = 0
+        self.began = time.perf_counter()
+        """When the newest step began."""
+        self.discarded = 0.0
+        """Seconds of the step that failed last."""
+        self.window: tuple[list[torch.Tensor], torch.Tensor] | None = None
+        """Buffers, and torch's random state, at the beginning of the step that is taken."""
+        key = os.environ.get(KEY, "")
+        self.member = Member(world.coordinator, world.number, settings.timeout, key, joins=world.joins)
+        self._watch_connections()
+        if world.joins:
+            self.join_generation()
+
+    # ---- steps
+
+    def begin_step(self) -> None:
+        """Keep what a step changes before its update, to do it again if it fails."""
+        self.began = time.perf_counter()
+        self.window = [value.clone() for _, value in self.state.buffers], torch.get_rng_state()
+
+    def commit(self, values: Values) -> Values:
+        """Return the means of a step's values over the ranks, before its update: each rank then knows them.
+
+        Raises RuntimeError where a rank is lost.
+        """
+        names = sorted(name for name, value in values.items() if value is not None)
+        table = torch.tensor([float(values[name] or 0.0) for name in names] or [0.0], dtype=torch.float64)
+        dist.all_reduce(table)
+        return values | dict(zip(names, (table / self.run.world.size).tolist(), strict=False))
+
+    @torch.no_grad()
+    def discard_step(self) -> None:
+        """Go back to the beginning of the step that failed: batch, buffers, random state."""
+        assert self.window is not None
+        self.discarded = time.perf_counter() - self.began
+        buffers, random = self.window
+        for (_, value), before in zip(self.state.buffers, buffers, strict=True):
+            value.copy_(before)
+        torch.set_rng_state(random)
+        loader, done = self.state.loader, self.run.step
+        epoch = done // loader.steps
+        position = loader.count_samples(done) - loader.count_samples(epoch * loader.steps)
+        loader.load_state_dict({"epoch": epoch, "position": position})
+
+    def is_loss(self, error: object) -> bool:
+        """Return whether an error may come from the loss of another rank, or from one that joins."""
+        return isinstance(error, RuntimeError) and (self.member.over or "gloo" in str(error))
+
+    def finish(self) -> bool:
+        """Return True once all ranks have nothing left to do; False where they go on as another generation."""
+        generation = self.member.sign_in(self._measure_progress(), done=True)
+        if not generation.done:
+            self.join_generation(generation)
+            return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Leave the coordinator."""
+        self.member.close()
+
+    # ---- generations
+
+    def join_generation(self, generation: Generation | None = None) -> None:
+        """Go on as a member of the next generation, or of one that has just been formed.
+
+        Raises RuntimeError where ranks fail again and again though none is lost.
+        """
+        failed, lost, joined = time.perf_counter(), list[int](), list[int]()
+        while True:
+            self._give_up_step()
+            generation = generation or self.member.sign_in(self._measure_progress())
+            lost += generation.lost
+            joined += generation.joined
+            self.in_vain = 0 if generation.lost or generation.joined else self.in_vain + 1
+            if self.in_vain > IN_VAIN:
+                raise RuntimeError("the ranks fail to communicate, and none is lost; see their logs")
+            try:
+                self._form(generation)
+                self._record(generation, time.perf_counter() - failed, lost, joined)
+                return
+            except RuntimeError as error:
+                if not self.is_loss(error):
+                    raise
+                generation = None
+
+    @torch.no_grad()
+    def _give_up_step(self) -> None:
+        group.cut_connections(self.connections)
+        for _, parameter in self.state.parameters:
+            parameter.grad = None
+        if self.state.held is not None:  # an evaluation has begun, and may have averaged buffers
+            for (_, value), before in zip(self.state.buffers, self.state.held, strict=True):
+                value.copy_(before)
+            self.state.drop_buffer_snapshot()
+        self.run.saver.restart_watchdogs()
+
+    def _measure_progress(self) -> list[int]:
+        epoch = self.state.loader.state_dict()["epoch"]
+        return [-1, 0, 0] if self.joining else [self.run.step, epoch, not self.run.saver.unevaluated]
+
+    def _watch_connections(self) -> None:
+        """Let the member's thread cut the connections of the process group when the generation is over."""
+        self.connections = connections = group.list_connections(self.member.socket)
+        self.member.on_end = lambda: group.cut_connections(connections)
+        if self.member.over:
+            group.cut_connections(connections)
+
+    def _form(self, generation: Generation) -> None:
+        """Form the process group of a generation, and make its ranks equal. Raises RuntimeError."""
+        run, world, was_main = self.run, self.run.world, self.run.world.is_main
+        self.connections = []
+        group.form_group(self.member, world.timeout, world.number)
+        self._watch_connections()
+        rank, members = dist.get_rank(), tuple(generation.members)
+        world.change_members(rank=rank, size=len(members), local_rank=rank, local_size=len(members), joins=False)
+        world.change_members(hosts=tuple(world.all_gather(socket.gethostname())), store=None)
+        facts = objects.broadcast_json(
+            self._collect_facts() if rank == generation.source else None, generation.source, world.device
+        )
+        if generation.copies:
+            loads = self._measure_progress() != facts["progress"]
+            peer_copy.copy_state(self.state, generation.source, world, facts["step"], loads=loads)
+        ddp.rewrap_ddp(self.state.replica)
+        self._adopt(facts)
+        self.joining = False
+        self._cut_batches(rank, members)
+        if world.is_main and not was_main:
+            run.screen = Screen(run.cfg.log, silent=False)
+            self.metrics.take_over()
+        self.metrics.write_rows(self.metrics.kept)
+
+    def _cut_batches(self, rank: int, members: Sequence[int]) -> None:
+        """Divide the batches among the members, in proportion to what `shards` gives them, or equally."""
+        loader, plan = self.state.loader, self.run.cfg.batch_plan
+        assert not isinstance(loader, Rounds)
+        weights = [plan.weights[member] for member in members] if plan.weights else []
+        size = plan.batch // plan.microbatches
+        loader.set_shards(rank, cut_batch(size, weights if any(weights) else [1] * len(members)))
+
+    def _collect_facts(self) -> dict[str, Any]:
+        """Return what the others need to know of this rank, whose state counts."""
+        run, saver = self.run, self.run.saver
+        return {
+            "progress": self._measure_progress(),
+            "step": run.step,
+            "resumed_after": run.resumed_after,
+            "seconds": time.perf_counter() - saver.began,
+            "unevaluated": saver.unevaluated,
+            "best": saver.best,
+            "saved": [saver.checkpointer.saved, saver.checkpointer.best],
+            "rows": self.metrics.collect(),
+            "generations": run.generations,
+        }
+
+    def _adopt(self, facts: dict[str, Any]) -> None:
+        run, saver, metrics = self.run, self.run.saver, self.metrics
+        if self.joining:
+            saver.began = metrics.began = time.perf_counter() - facts["seconds"]
+            run.resumed_after = facts["resumed_after"]
+        run.step, run.generations = facts["step"], facts["generations"]
+        saver.unevaluated, saver.best = facts["unevaluated"], facts["best"]
+        saver.checkpointer.saved, saver.checkpointer.best = facts["saved"]
+        saver.vote.restart_after(run.step)
+        metrics.rows, metrics.kept, metrics.next_flush = [], facts["rows"], run.step + 1
+
+    def _record(self, generation: Generation, seconds: float, lost: list[int], joined: list[int]) -> None:
+        """Note a change of ranks, in the run folder, too; it took so many seconds."""
+        run = self.run
+        changed = {
+            "number": generation.number,
+            "step": run.step,
+            "ranks": list(generation.members),
+            "lost": lost,
+            "joined": joined,
+            "seconds": round(seconds, 6),
+            "discarded": round(self.discarded, 6),
+        }
+        self.discarded = 0.0
+        run.generations = [*run.generations, changed]
+        run.log_message(describe_generation(changed))
+        run.pace.interrupt()
+        if generation.stops and not run.saver.stop.number:
+            run.log_message("fewer ranks are left than elastic.min: saving, to be resumed with all of them")
+            run.saver.stop.number = signal.SIGUSR2
+        if run.world.is_main:
+            with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
+                write_json(run.folder.attempt / FILE, run.generations)

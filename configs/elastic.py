@@ -1,0 +1,49 @@
+"""Settings of runs that go on without a rank that is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from configs.optional import RanksPerNode
+from configs.ranges import at_least, between
+
+
+@dataclass
+class Elastic:
+    """Settings of going on without a lost rank; `elastic=true` is short for elastic.on=true."""
+
+    on: bool = False
+    """Go on in flight when a rank is killed or does not answer: the others do the step again, and take its shard of the
+    batch. Losses stay those of the undisturbed run. Ranks on CPUs only."""
+    timeout: float = between(0.2, 600, 3)
+    """Seconds without a heartbeat after which a rank is lost. Heartbeats come from a thread: a slow step, an evaluation
+    or a checkpoint is no silence. A rank that is killed is noticed at once."""
+    min: int = at_least(1, 1)
+    """Fewest ranks to go on with; with fewer, the rest save and end with status 75, to be resumed with all."""
+    rejoin: int = at_least(0, 3)
+    """How often a lost rank is started again, to join between two steps with a copy of another rank's state."""
+
+
+@dataclass
+class ElasticRanks(RanksPerNode):
+    """Settings of ranks that all hold the same state, so that any of them may be lost."""
+
+    elastic: Elastic = field(default_factory=Elastic)
+
+    def check(self) -> None:
+        super().check()
+        if not self.elastic.on:
+            return
+        if self.elastic.min > self.processes:
+            what = f"elastic.min={self.elastic.min}, and the run has {self.processes} ranks"
+            raise ValueError(f"{what}; use at most elastic.min={self.processes}")
+        if getattr(self, "shards", []) == ["auto"]:
+            raise ValueError("elastic=true changes the shards itself; leave shards=auto out, or write them: shards=[3,1]")
+        if self.launch.backend == "builtin":
+            raise ValueError("elastic=true is for the backend gloo; leave launch.backend=builtin out")
+
+
+def find_elastic(cfg: object) -> Elastic | None:
+    """Return the elastic settings of an experiment's config; None where it has none, or they are off."""
+    found = getattr(cfg, "elastic", None)
+    return found if isinstance(found, Elastic) and found.on else None

@@ -1,0 +1,95 @@
+"""Run an experiment with ranks that are killed or frozen at given points.
+
+    python -m tests.harness.elastic NAME POINT:RANK:STEP:HOW[,...] key=value ...
+
+HOW is kill or stop. RANK is that at the start of the run; a rank that was started again is spared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from common.api import start
+from common.checkpoint import checkpointer
+from common.core import config
+from common.distributed.elastic import group
+from common.training import loop
+from common.training.elastic.recovery import Recovery
+from common.training.run_context import RunContext
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+Faults = list[tuple[str, int, int, str]]
+
+
+def parse_faults(text: str) -> Faults:
+    found = [one.split(":") for one in text.split(",") if one]
+    return [(point, int(rank), int(step), how) for point, rank, step, how in found]
+
+
+class Planted:
+    """The faults of this rank, set up when its recovery begins."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults, self.recovery = faults, None
+
+    def reach(self, point: str, step: int) -> None:
+        """Come to a point of a step, and perhaps not any further."""
+        recovery: Any = self.recovery
+        if recovery is None or recovery.spared:
+            return
+        for at, rank, number, how in self.faults:
+            if (at, rank, number) == (point, recovery.run.world.number, step):
+                os.kill(os.getpid(), SIGNALS[how])
+
+
+def plant(faults: Faults) -> None:
+    """Put the points into the code that this process and its ranks execute."""
+    planted = Planted(faults)
+
+    def before(owner: Any, name: str, act: Callable[..., None], after: bool = False) -> None:
+        inner = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not after:
+                act(*arguments)
+            found = inner(*arguments, **options)
+            if after:
+                act(*arguments)
+            return found
+
+        setattr(owner, name, call)
+
+    def begin(recovery: Recovery, run: RunContext, *_: Any) -> None:
+        recovery.spared = run.world.joins  # type: ignore[attr-defined]
+        planted.recovery = recovery  # type: ignore[assignment]
+
+    def mark(step: loop.Step, name: str) -> None:
+        recovery: Any = step.recovery
+        if recovery is None:
+            return
+        if name == "backward" and not getattr(recovery, "hooked", False):
+            recovery.hooked = True  # the first layer's gradient comes last: others are on their way
+            recovery.state.parameters[0][1].register_hook(lambda _: planted.reach("reduction", recovery.run.step + 1))
+        if name == "end of backward":
+            planted.reach("reduced", step.number)
+
+    before(Recovery, "__init__", begin)
+    before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
+    before(loop.Step, "mark", mark)
+    before(Recovery, "commit", lambda self, _: planted.reach("committed", self.run.step + 1), after=True)
+    before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
+    before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
+    before(checkpointer, "write_rank_file", lambda *_: planted.reach("save", planted.recovery.run.step))  # type: ignore[attr-defined]
+    before(group, "form_group", lambda member, *_: planted.reach("forming", member.generation.number))
+    before(Recovery, "_adopt", lambda self, _: planted.reach("copied", self.member.generation.number))
+
+
+if __name__ == "__main__":
+    name, faults = sys.argv.pop(1), sys.argv.pop(1)
+    plant(parse_faults(faults))
+    start(importlib.import_module(f"experiments.{name}").main, config.import_schema(name))

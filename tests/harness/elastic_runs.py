@@ -1,0 +1,51 @@
+"""Elastic runs of the tests, and the undisturbed run of one process that each must equal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.runs.folder import Folder
+from tests.harness import warm
+from tests.harness.processes import Done, environment
+from tests.harness.shared import run_once
+
+SMALL = (
+    *("data.name=digits", "data.train_limit=240", "data.test_limit=50", "batch=24", "steps=25", "epochs=3"),
+    *("dtype=float64", "model=mlp", "launch.threads=1", "launch.device=cpu", "log.progress=none"),
+    *("checkpoint.every_steps=4", "checkpoint.every_seconds=0", "optim.lr=0.1"),
+)
+
+
+def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> Done:
+    """A run with `faults`, as tests/harness/elastic.py takes them."""
+    line = [sys.executable, "-m", "tests.harness.elastic", name, faults, f"runs={runs}", *SMALL, *settings]
+    done = warm.execute(line, env=environment(), timeout=120)
+    return Done(done.returncode, done.stdout, done.stderr, runs)
+
+
+def train_alone(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> Folder:
+    """The run of one process that nothing disturbs."""
+    key = "-".join(["alone", name, *(word for word in settings if "/" not in word)])
+    return run_once(factory, key, name, *SMALL, *settings, "processes_per_node=1").folder
+
+
+def differences(found: Folder, alone: Folder) -> list[str]:
+    """Where the rows of two runs differ: other steps or evaluations, or numbers that rounding does not explain."""
+    rows, expected = found.metrics(), alone.metrics()
+    keys = [[(row["global_step"], "test_loss" in row) for row in given] for given in (rows, expected)]
+    if keys[0] != keys[1]:
+        return [f"rows {keys[0]}, expected {keys[1]}"]
+    return [
+        f"step {row['global_step']}: {name} {row[name]}, expected {other[name]}"
+        for row, other in zip(rows, expected, strict=True)
+        for name in ("loss", "test_loss", "test_accuracy", "samples", "skipped")
+        if abs(row.get(name, 0.0) - other.get(name, 0.0)) > 1e-9
+    ]
+
+
+def list_changes(folder: Folder) -> list[tuple[list[int], list[int]]]:
+    """Of each change of the ranks, which were lost and which joined."""
+    return [(change["lost"], change["joined"]) for change in folder.result["measured"]["generations"]]

@@ -1,0 +1,89 @@
+"""An elastic run that loses ranks has the losses of one process that nothing disturbs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.harness.elastic_runs import differences, list_changes, train, train_alone
+from tests.harness.registry import BY_NAME
+from tests.harness.resuming import resume
+
+POINTS = ("begin", "reduction", "reduced", "committed", "updated", "evaluation", "save")
+STEP = {"evaluation": 10, "save": 8}  # an epoch has 10 steps, and every fourth step is saved
+THREE = ("processes_per_node=3", "elastic=true")
+
+
+def pick_step(point: str) -> int:
+    """A step at which the point is reached, drawn anew each time; a failure prints it."""
+    return STEP.get(point) or random.SystemRandom().randrange(2, 24)
+
+
+@pytest.mark.parametrize(("rank", "point"), [*itertools.product(range(3), POINTS)])
+def test_each_rank_may_be_killed_at_each_point(
+    rank: int, point: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fault = f"{point}:{rank}:{pick_step(point)}:kill"
+    done = train(fault, f"data.cache={cache}", *THREE, "elastic.rejoin=0", runs=tmp_path / "runs")
+    assert done.status == 0, (fault, done.err)
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}")), fault
+    assert list_changes(done.folder) == [([rank], [])], fault
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_frozen_rank_is_lost_and_comes_back(
+    ranks: int, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its heartbeats stop; the process is ended, and a new one copies the state of another rank."""
+    fault = f"reduction:{ranks - 1}:{pick_step('reduction')}:stop"
+    data = (f"data.cache={cache}", "data.train_limit=24000", "epochs=2", "steps=1500", "checkpoint.every_steps=0")
+    long = [*data, "optim.name=adam", "optim.lr=1e-4"]
+    words = (f"processes_per_node={ranks}", "elastic=true", "elastic.timeout=0.5")
+    done = train(fault, *long, *words, runs=tmp_path / "runs")
+    assert done.status == 0, (fault, done.err)
+    assert not differences(done.folder, train_alone(tmp_path_factory, *long)), fault
+    assert list_changes(done.folder) == [([ranks - 1], []), ([], [ranks - 1])], fault
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "reduction:0:7:kill,reduction:2:7:kill",  # two at once, rank 0 among them
+        "reduction:1:5:kill,forming:2:2:kill",  # one while the others connect; it has read the number 2 by then
+        "reduction:1:5:kill,copied:0:2:kill",
+        "committed:0:9:kill,updated:3:9:kill",
+        "begin:3:3:kill,evaluation:0:20:kill",
+    ],
+)
+def test_several_are_lost(faults: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    words = ("processes_per_node=4", "elastic=true", "elastic.rejoin=0")
+    done = train(faults, f"data.cache={cache}", *words, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    lost = sorted(rank for gone, _ in list_changes(done.folder) for rank in gone)
+    assert lost == sorted(int(fault.split(":")[1]) for fault in faults.split(","))
+
+
+def test_too_few_ranks_save_and_are_resumed_with_all(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words = (f"data.cache={cache}", *THREE, "elastic.min=3", "checkpoint.every_steps=0")
+    done = train("reduction:1:9:kill", *words, runs=tmp_path / "runs")
+    assert done.status == 75, done.err
+    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    assert [row["global_step"] for row in done.folder.metrics()] == list(range(1, 10))
+    again = resume(BY_NAME["ddp_multinode"], done.folder)
+    assert again.returncode == 0, again.stderr
+    assert not differences(done.folder, alone)
+
+
+def test_accumulation_windows_are_done_again(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words = (f"data.cache={cache}", "accumulate=2", "precision=fp32")
+    done = train("reduction:0:6:kill", *words, *THREE, runs=tmp_path / "runs", name="amp_accum")
+    assert done.status == 0, done.err
+    assert not differences(done.folder, train_alone(tmp_path_factory, *words, name="amp_accum"))

@@ -1,0 +1,152 @@
+"""The coordinator of an elastic run, asked by real connections."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.distributed.elastic.coordinator import Coordinator
+from common.distributed.elastic.member import Generation, GenerationOver, Member
+from configs.elastic import Elastic
+from tests.harness.processes import wait_until
+
+
+class Rank(Member):
+    """A member that notes that it has to leave, where a real one ends its process."""
+
+    left = ""
+
+    def _leave(self, why: str) -> None:
+        self.left = why
+
+
+class Run:
+    """A coordinator in a thread, and its members."""
+
+    def __init__(self, path: Path, ranks: int, **settings: float) -> None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen()
+        self.path, self.silent, self.ended = str(path), list[int](), threading.Event()
+        self.coordinator = Coordinator(listener, ranks, Elastic(on=True, **settings), key="secret")  # type: ignore[arg-type]
+        self.coordinator.on_silence = self.silent.append
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+        self.members = [self.join(rank) for rank in range(ranks)]
+        wait_until(lambda: self.coordinator.is_active, "all ranks")
+
+    def serve(self) -> None:
+        while not self.ended.is_set():
+            self.coordinator.poll(0.01)
+        self.coordinator.close()
+
+    def join(self, rank: int, *, joins: bool = False) -> Rank:
+        return Rank(self.path, rank, self.coordinator.settings.timeout, "secret", joins=joins)
+
+    def kill(self, rank: int) -> None:
+        self.members[rank].closed = True
+        self.members[rank].socket.shutdown(socket.SHUT_RDWR)
+
+    def sign_in(self, **progress: int) -> dict[str, Generation]:
+        """Sign in ranks, named r0 and so on, with the steps they have done, all at once; what each is told."""
+        found: dict[str, Generation] = {}
+
+        def ask(name: str, step: int) -> None:
+            found[name] = self.members[int(name[1:])].sign_in([step, 0, 1])
+
+        threads = [threading.Thread(target=ask, args=item, daemon=True) for item in progress.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "coordinator"
+    for run in RUNS:
+        run.ended.set()
+        run.thread.join()
+    RUNS.clear()
+
+
+RUNS: list[Run] = []
+
+
+def begin(path: Path, ranks: int, **settings: float) -> Run:
+    RUNS.append(Run(path, ranks, **settings))
+    return RUNS[-1]
+
+
+def test_the_state_of_a_generation_is_that_of_a_rank_that_has_done_most(path: Path) -> None:
+    run = begin(path, 4)
+    run.kill(1)
+    wait_until(lambda: run.members[0].over and run.members[3].over, "word of the loss")
+    found = run.sign_in(r0=7, r2=8, r3=7)
+    assert {(*one.members, one.source, one.copies, one.number) for one in found.values()} == {(0, 2, 3, 1, True, 2)}
+    assert found["r0"].lost == [1] and not run.members[0].over
+
+
+def test_a_loss_while_a_generation_forms_forms_another_one(path: Path) -> None:
+    """Those who wait for the lost rank's address are told, too."""
+    run = begin(path, 3)
+    run.kill(0)
+    run.sign_in(r1=3, r2=3)
+    run.members[1].set("1", "address")
+    assert run.members[1].get(["1"]) == ["address"]
+    run.kill(2)
+    with pytest.raises(GenerationOver):
+        run.members[1].get(["2"])
+    assert run.sign_in(r1=3)["r1"] == Generation(3, [1], 0, False, [2], [], False)
+
+
+def test_a_rank_that_comes_late_belongs_to_no_generation(path: Path) -> None:
+    """A frozen one that wakes is told to leave, whatever it wants."""
+    run = begin(path, 2, timeout=0.3)
+    frozen = run.members[1]
+    frozen.pause = 3600
+    wait_until(lambda: run.silent == [1], "silence")
+    assert run.sign_in(r0=5)["r0"].members == [0]
+    wait_until(lambda: "given up" in frozen.left, "it leaves")
+
+
+def test_a_rank_joins_with_nothing_and_gets_all(path: Path) -> None:
+    run = begin(path, 2)
+    run.kill(1)
+    run.sign_in(r0=5)
+    run.members[1] = run.join(1, joins=True)
+    assert not run.members[0].over
+    found: dict[str, Generation] = {}
+    joining = threading.Thread(target=lambda: found.update(run.sign_in(r1=-1)), daemon=True)
+    joining.start()
+    wait_until(lambda: run.members[0].over, "word that one joins")
+    found |= run.sign_in(r0=6)
+    joining.join(30)
+    assert found["r0"] == found["r1"] == Generation(3, [0, 1], 0, True, [], [1], False)
+
+
+def test_fewer_than_the_minimum_are_told_to_stop(path: Path) -> None:
+    run = begin(path, 3, min=2)
+    run.kill(0)
+    assert not run.sign_in(r1=3, r2=3)["r1"].stops
+    run.kill(1)
+    assert run.sign_in(r2=3)["r2"].stops
+
+
+def test_strangers_are_turned_away(path: Path) -> None:
+    run = begin(path, 2)
+    for text in (b'{"hello": 1, "key": "guess", "joins": true}\n', b"[]\n", b'{"sign_in": {}}\n', b"\xff" * (1 << 21)):
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(run.path)
+            line.settimeout(30)
+            try:
+                line.sendall(text)
+                assert line.recv(1) == b""
+            except ConnectionError:
+                pass
+    assert not run.members[0].over and run.coordinator.members == [0, 1]
