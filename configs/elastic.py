@@ -38,7 +38,7 @@ class ElasticRanks(RanksPerNode):
             what = f"elastic.min={self.elastic.min}, and the run has {self.processes} ranks"
             raise ValueError(f"{what}; use at most elastic.min={self.processes}")
         if getattr(self, "shards", []) == ["auto"]:
-            raise ValueError("elastic=true changes the shards itself; leave shards=auto out, or write them: shards=[3,1]")
+            raise ValueError("elastic=true changes shards itself; leave shards=auto out, or write them: shards=[3,1]")
         if self.launch.backend == "builtin":
             raise ValueError("elastic=true is for the backend gloo; leave launch.backend=builtin out")
 

@@ -58,11 +58,6 @@ class World(RankInfo):
     def is_main(self) -> bool:
         return self.rank == 0 and not self.joins
 
-    def change_members(self, **facts: Any) -> None:
-        """Change facts in place, for all who hold this object, where an elastic run goes on with other ranks."""
-        for name, value in facts.items():
-            object.__setattr__(self, name, value)
-
     @property
     def message_device(self) -> torch.device:
         """The device that small messages are sent from: nccl takes GPUs only, and to the others the CPU is nearer."""

@@ -229,7 +229,8 @@ class ScalingReport:
 
         In each step the rank that waits least counts: the others wait for it too, not only for messages.
         """
-        steps = list(zip(*(rank.exposed for rank in self.ranks), strict=True))
+        newest = [rank.exposed[::-1] for rank in self.ranks]  # a rank that joined an elastic run has fewer
+        steps = list(zip(*newest, strict=False))
         if not steps or not self.communication or len(self.ranks) == 1:
             return None
         return min(1.0, median(min(step) for step in steps) / self.communication)

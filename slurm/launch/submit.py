@@ -27,8 +27,8 @@ from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account
 from common.runs.folder import Folder
-from configs.profile import Profile
 from configs.elastic import find_elastic
+from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import check_experiment_name, parse_count, parse_switch, split_arguments
 from slurm.reports import logs, selection, status
@@ -113,8 +113,8 @@ def submit_run(
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     if find_elastic(settings):
         raise UserError(
-            "elastic=true goes on without a lost rank on one machine; leave it out on a cluster, where the job is queued "
-            "again, or use LAUNCH=local"
+            "elastic=true goes on without a lost rank on one machine; leave it out on a cluster, where the job is "
+            "queued again, or use LAUNCH=local"
         )
     if resumed:
         schedules.copy_schedule_file(settings, resumed.path / "code")

@@ -2,7 +2,8 @@
 
     python -m tests.harness.elastic NAME POINT:RANK:STEP:HOW[,...] key=value ...
 
-HOW is kill or stop. RANK is that at the start of the run; a rank that was started again is spared.
+HOW is kill, stop, fail (an error of this rank's connections) or wait (for a second). NAME may be followed by one of
+MISTAKES, as in ddp_multinode+own_state. RANK is that at the start of the run; a rank that was started again is spared.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from common.api import start
-from common.checkpoint import checkpointer
+from common.checkpoint import checkpointer, peer_copy
+from common.checkpoint.train_state import TrainState
 from common.core import config
+from common.data.loader import Loader
 from common.distributed.elastic import group
 from common.training import loop
 from common.training.elastic.recovery import Recovery
@@ -43,8 +47,15 @@ class Planted:
         if recovery is None or recovery.spared:
             return
         for at, rank, number, how in self.faults:
-            if (at, rank, number) == (point, recovery.run.world.number, step):
+            if (at, rank, number) != (point, recovery.run.world.number, step):
+                continue
+            if how in SIGNALS:
                 os.kill(os.getpid(), SIGNALS[how])
+            elif how == "wait":
+                time.sleep(1)
+            elif how == "fail":
+                self.faults.remove((at, rank, number, how))
+                raise RuntimeError("gloo: planted")
 
 
 def plant(faults: Faults) -> None:
@@ -89,7 +100,34 @@ def plant(faults: Faults) -> None:
     before(Recovery, "_adopt", lambda self, _: planted.reach("copied", self.member.generation.number))
 
 
+def keep_own_state() -> None:
+    """The mistake: each rank goes on from the weights that it has itself."""
+    copy = peer_copy.copy_state
+
+    def copy_all_else(state: TrainState, *arguments: Any, **options: Any) -> None:
+        own = [parameter.detach().clone() for _, parameter in state.parameters]
+        copy(state, *arguments, **options)
+        for (_, parameter), value in zip(state.parameters, own, strict=True):
+            parameter.data.copy_(value)
+
+    peer_copy.copy_state = copy_all_else
+
+
+def keep_old_mean() -> None:
+    """The mistake: sums are divided by the samples of a mean shard at the start."""
+    Loader.mean_shard = property(lambda loader: loader.size / loader.shard[1])  # type: ignore[assignment]
+
+
+def keep_own_shards() -> None:
+    """The mistake: each rank goes on with its own samples, and nobody takes those of the lost rank."""
+    Recovery._cut_batches = lambda *_: None  # type: ignore[method-assign]
+
+
+MISTAKES = {"own_state": keep_own_state, "old_mean": keep_old_mean, "own_shards": keep_own_shards}
+
 if __name__ == "__main__":
-    name, faults = sys.argv.pop(1), sys.argv.pop(1)
+    (name, _, mistake), faults = sys.argv.pop(1).partition("+"), sys.argv.pop(1)
     plant(parse_faults(faults))
+    if mistake:
+        MISTAKES[mistake]()
     start(importlib.import_module(f"experiments.{name}").main, config.import_schema(name))

@@ -37,7 +37,8 @@ def differences(found: Folder, alone: Folder) -> list[str]:
     rows, expected = found.metrics(), alone.metrics()
     keys = [[(row["global_step"], "test_loss" in row) for row in given] for given in (rows, expected)]
     if keys[0] != keys[1]:
-        return [f"rows {keys[0]}, expected {keys[1]}"]
+        less, more = (sorted({*one} - {*other}) for one, other in ((keys[1], keys[0]), keys))
+        return [f"rows {less} are missing, {more} should not be there, or the order is another one"]
     return [
         f"step {row['global_step']}: {name} {row[name]}, expected {other[name]}"
         for row, other in zip(rows, expected, strict=True)

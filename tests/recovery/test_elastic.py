@@ -87,3 +87,46 @@ def test_accumulation_windows_are_done_again(
     done = train("reduction:0:6:kill", *words, *THREE, runs=tmp_path / "runs", name="amp_accum")
     assert done.status == 0, done.err
     assert not differences(done.folder, train_alone(tmp_path_factory, *words, name="amp_accum"))
+
+
+def test_a_step_that_only_some_ranks_have_taken_is_copied(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Rank 0 loses its connections when the others know already that all have come: they take the step."""
+    done = train("committed:0:9:fail", f"data.cache={cache}", *THREE, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert list_changes(done.folder) == [([], [])] and done.result["generations"][0]["step"] == 9
+
+
+def test_a_step_applied_by_some_ranks_only_leaves_different_models(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words = (f"data.cache={cache}", *THREE, "checkpoint.every_steps=0")
+    done = train("committed:0:9:fail", *words, runs=tmp_path / "runs", name="ddp_multinode+own_state")
+    assert done.status == 0, done.err
+    wrong = differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert wrong and wrong[0].startswith("step 10: loss"), wrong
+
+
+@pytest.mark.parametrize("mistake", ["old_mean", "own_shards"])
+def test_a_group_of_fewer_ranks_has_another_sum(
+    mistake: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Divided by the number of ranks at the start, or without the samples of the lost one."""
+    words = (f"data.cache={cache}", *THREE, "elastic.rejoin=0")
+    done = train("begin:1:9:kill", *words, runs=tmp_path / "runs", name=f"ddp_multinode+{mistake}")
+    assert done.status == 0, done.err
+    wrong = differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert wrong and wrong[0].startswith("step 9: loss"), wrong
+
+
+def test_a_checkpoint_may_take_longer_than_the_timeout(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """All wait for rank 1, whose heartbeats go on; with a time-out of collectives it would be lost."""
+    words = (f"data.cache={cache}", *THREE, "elastic.timeout=0.4")
+    done = train("save:1:8:wait,evaluation:0:10:wait", *words, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert "generations" not in done.result

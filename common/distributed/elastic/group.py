@@ -9,10 +9,12 @@ import os
 import socket
 import stat
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from common.distributed.elastic.member import Member
+from common.distributed.rendezvous import World
 
 Connections = list[tuple[int, int]]  # file descriptor and inode of each
 
@@ -45,6 +47,12 @@ def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None
     dist.init_process_group(
         "gloo", store=CoordinatorStore(member), rank=members.index(number), world_size=len(members), timeout=timeout
     )
+
+
+def change_world(world: World, **facts: Any) -> None:
+    """Change facts in place, for all who hold this object, where an elastic run goes on with other ranks."""
+    for name, value in facts.items():
+        object.__setattr__(world, name, value)
 
 
 def list_connections(*spared: socket.socket) -> Connections:

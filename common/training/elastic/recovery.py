@@ -48,12 +48,12 @@ class Recovery:
             raise UserError("elastic=true: ranks on GPUs cannot go on without each other; add launch.device=cpu")
         if not world.coordinator:
             raise UserError(
-                f"elastic=true: {world.launcher} ends all ranks when one is lost; start the experiment's script itself, or "
-                "leave elastic out"
+                f"elastic=true: {world.launcher} ends all ranks when one is lost; start the experiment's script "
+                "itself, or leave elastic out"
             )
         assert isinstance(run.metrics, SharedMetricsLog)
         self.run, self.state, self.metrics = run, state, run.metrics
-        world.change_members(launched_as=world.number)
+        group.change_world(world, launched_as=world.number)
         self.joining = world.joins
         self.in_vain = 0
         self.began = time.perf_counter()
@@ -170,8 +170,8 @@ class Recovery:
         group.form_group(self.member, world.timeout, world.number)
         self._watch_connections()
         rank, members = dist.get_rank(), tuple(generation.members)
-        world.change_members(rank=rank, size=len(members), local_rank=rank, local_size=len(members), joins=False)
-        world.change_members(hosts=tuple(world.all_gather(socket.gethostname())), store=None)
+        group.change_world(world, rank=rank, size=len(members), local_rank=rank, local_size=len(members), joins=False)
+        group.change_world(world, hosts=tuple(world.all_gather(socket.gethostname())), store=None)
         facts = objects.broadcast_json(
             self._collect_facts() if rank == generation.source else None, generation.source, world.device
         )
