@@ -21,6 +21,7 @@ from common.core.config import ROOT
 from common.measure import plots
 from common.pipeline import report, schedules
 from common.pipeline.schedules import Action, Span
+from tests.benchmarks.collectives import SIDES
 
 FOLDER = ROOT / "experiments" / "figures"
 PLANNED = ("naive", "gpipe", "1f1b")
@@ -104,7 +105,7 @@ def draw_collectives(path: Path, part: Mapping[str, Any]) -> None:
     series: dict[str, list[tuple[float, float, float]]] = {}
     for name, seconds in medians.items():
         point, _, side = name.partition(": ")
-        if point.startswith("all_reduce, ") and point.endswith(" bytes"):
+        if point.startswith("all_reduce, ") and point.endswith(" bytes") and side in SIDES:
             size = float(point.removeprefix("all_reduce, ").removesuffix(" bytes").replace(",", ""))
             series.setdefault(side, []).append((size, 1e6 * seconds, 0.0))
     lines: dict[str, list[tuple[float, float, float]]] = {}
