@@ -239,6 +239,6 @@ class Coordinator:
         }
         self.lost, self.store = [], {}
         for line in lines:
-            line.signed, line.joins = None, False
+            line.signed, line.joins, line.wanted = None, False, []
         for line in lines:
             line.send({"generation": generation})

@@ -44,6 +44,8 @@ def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None
     if dist.is_initialized():
         dist.destroy_process_group()
     members = member.generation.members
+    # torch counts groups, also those that failed to form, and the count names the keys of their store
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "gloo", store=CoordinatorStore(member), rank=members.index(number), world_size=len(members), timeout=timeout
     )

@@ -52,14 +52,15 @@ class Member:
         self.socket, self.pause = connect(address), timeout / BEATS
         self.generation = Generation(0 if joins else 1)
         self.on_end: Callable[[], None] = lambda: None
-        """Called in the thread when the generation is over, to wake the main thread."""
+        """Called in the thread when the generation is over, and again until `sign_in`, to wake the main thread."""
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.sending, self.closed, self.over = threading.Lock(), False, joins
+        self.sending, self.closed, self.over, self.signed = threading.Lock(), False, joins, False
         self._send({"hello": number, "key": key, "joins": joins})
         threading.Thread(target=self._listen, daemon=True, name="elastic").start()
 
     def sign_in(self, progress: Sequence[int], *, done: bool = False) -> Generation:
         """Ask for the next generation and wait until it is formed. `progress` orders states, the newest is highest."""
+        self.signed = True
         self._send({"sign_in": {"progress": list(progress), "done": done}})
         while "generation" not in self.answers.get():
             pass  # of the generation before
@@ -96,6 +97,8 @@ class Member:
                 if now >= next_beat:
                     next_beat = now + self.pause
                     self._send({"beat": True})
+                    if self.over and not self.signed:  # it may be in a collective that began meanwhile
+                        self.on_end()
                 if not select.select([self.socket], [], [], max(0.0, next_beat - now))[0]:
                     continue
                 part = self.socket.recv(1 << 16)
@@ -116,7 +119,8 @@ class Member:
             self.over = True
             self.on_end()
         elif "generation" in message:
-            self.generation, self.over = Generation(**({"number": 0} | message["generation"])), False
+            self.generation = Generation(**({"number": 0} | message["generation"]))
+            self.over = self.signed = False
         self.answers.put(message)
 
     def _leave(self, why: str) -> None:
