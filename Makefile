@@ -12,7 +12,7 @@ override PY := .venv/bin/python
 override READY := .venv/.ready
 override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
 override VERBS := exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
-  new-experiment cluster-up cluster-down cluster-status cluster-shell
+  new-experiment check-optimizer cluster-up cluster-down cluster-status cluster-shell
 
 .DEFAULT_GOAL := help
 .PHONY: $(VERBS) help test test-all test-slurm lint bench tables requirements clean .settings
@@ -57,6 +57,7 @@ leet:  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE=
 prune-runs:  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
 tour:  ## every experiment at its smallest, then all of them side by side
 new-experiment:  ## write the files of a new experiment that trains as it is: NAME=my_mlp
+check-optimizer:  ## try an optimizer of your own with schedules, checkpoints, skipped steps and shards: FILE=lion.py:Lion
 cluster-up:  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [RATE=200mbit] [DELAY=5ms] [DB=1, with accounting]
 cluster-down:  ## end it [NAME=local]
 cluster-status:  ## its hosts and their state [NAME=local]

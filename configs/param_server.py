@@ -42,6 +42,9 @@ class Config(Replicated):
         if self.servers > self.processes:
             what = f"servers={self.servers}: a rank serves one shard at most, and there are {self.processes} ranks"
             raise ValueError(f"{what}; use at most servers={self.processes}")
+        if self.optim.name not in ("sgd", "adam", "adamw") or self.optim.decayed != "all":
+            what = f"optim.name={self.optim.name} with optim.decayed={self.optim.decayed}"
+            raise ValueError(f"{what}: servers know no layers; use sgd, adam or adamw, and optim.decayed=all")
         if self.launch.device != "cpu":
             what = f"launch.device={self.launch.device}: messages come in no fixed order, for which nccl is not made"
             raise ValueError(f"{what}; use launch.device=cpu")

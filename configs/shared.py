@@ -20,6 +20,8 @@ RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # param
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that take images only
 DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # where they are known beforehand
+OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
+DECAYS = ("linear", "cosine", "constant", "step")
 OF_TRAINING = ("epochs", "batch", "eval_batch", "dtype", "data", "optim")  # settings and groups that need a model
 
 
@@ -77,28 +79,45 @@ class Data:
 class Optim:
     """Settings of the optimizer and of the learning rate."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
-    """sgd is SGD with momentum; adam and adamw have their usual betas."""
+    name: str = "sgd"
+    """sgd is SGD with momentum; adam, adamw and lamb have their usual betas; lars and lamb set a layer's step in
+    proportion to its weights; FILE.py:Class is a subclass of torch.optim.Optimizer of your own."""
     lr: float = between(0, 100, 0.02)
     """Peak learning rate."""
     base_batch: int = at_least(0, 0)
     """The batch that `lr` is meant for: with another batch, lr * batch / base_batch is used (linear scaling rule, arXiv
     1706.02677). 0 does not scale."""
     momentum: float = between(0, 0.9999, 0.9)
-    """Momentum of sgd; 0 is plain SGD."""
+    """Momentum of sgd and lars; 0 is plain SGD."""
     nesterov: bool = True
     """Whether the momentum of sgd is Nesterov's; else the classical one."""
     weight_decay: float = between(0, 10, 0)
-    """L2 penalty added to the gradient; with adamw, weights shrink by lr * weight_decay a step instead."""
+    """L2 penalty added to the gradient; with adamw, weights shrink by lr * weight_decay a step instead; lamb adds it to
+    the step before that is scaled."""
+    decayed: Literal["all", "matrices"] = "all"
+    """Which parameters have weight decay: all, or those of two dimensions and more, which leaves biases and the scales
+    of normalisation out."""
+    trust: float = between(0, 1, 0.001)
+    """LARS coefficient: the largest step of a layer, by the norm of its weights, at a learning rate of 1. Biases and
+    the scales of normalisation take steps of SGD."""
     warmup: int = at_least(0, 0)
     """Steps in which the learning rate rises to its peak in equal parts."""
-    decay: Literal["linear", "cosine", "constant"] = "linear"
-    """Learning rate after the warm-up: linear and cosine fall to zero at the end of the run."""
+    decay: str = "linear"
+    """Learning rate after the warm-up: linear and cosine fall to zero at the end of the run; step is a tenth after half
+    of the steps and a hundredth after three quarters; with FILE.py:function it is function(step, total), the factor
+    of the peak in a step, from 0, of as many as are left after the warm-up."""
 
     @property
     def tensors_per_parameter(self) -> int:
         """Return the number of tensors as large as the parameters: these, gradients, and the optimizer's state."""
-        return 2 + (int(self.momentum > 0) if self.name == "sgd" else 2)
+        return 2 + {"sgd": int(self.momentum > 0), "lars": 1}.get(self.name, 2)
+
+    def check(self) -> None:
+        """Raise ValueError for a name that is neither built in nor looks like one of a file."""
+        if self.name not in OPTIMIZERS and ":" not in self.name:
+            raise ValueError(f"optim.name={self.name} is unknown; use {', '.join(OPTIMIZERS)} or FILE.py:Class")
+        if self.decay not in DECAYS and ":" not in self.decay:
+            raise ValueError(f"optim.decay={self.decay} is unknown; use {', '.join(DECAYS)} or FILE.py:function")
 
 
 @dataclass
@@ -261,6 +280,7 @@ class Experiment:
     def check_data(self) -> None:
         """Raise ValueError, with the remedy, where data, model and batch do not fit together."""
         self.data.check()
+        self.optim.check()
         if self.data.name == "vectors":
             self.check_shape((10,))
         if self.data.name == "vectors" and self.data.augment != "none":

@@ -66,6 +66,8 @@ VERBS = {
         Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run"))),
     "new-experiment": Verb("slurm.launch.new_experiment", "write the files of a new experiment that trains as it is", (
         Setting("NAME", "name", "name of the new experiment, such as my_mlp"),)),
+    "check-optimizer": Verb("slurm.launch.check_optimizer", "try an optimizer of one's own before a run does", (
+        Setting("FILE", "file", "its file and class, such as lion.py:Lion; also a name that optim.name has"),)),
     "rerun": Verb("slurm.launch.rerun", "repeat a run from its own settings and source, and compare to the bit", (
         RUN, ARGS, LAUNCH, CLUSTER)),
     "evaluate": Verb("slurm.reports.trained_model", "measure the trained model of a finished run again", (

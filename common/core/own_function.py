@@ -1,4 +1,4 @@
-"""Functions of a user's own file, written `FILE.py:function`: loading one, and its errors with file and line.
+"""Functions and classes of a user's own file, written `FILE.py:name`: loading one, and its errors with file and line.
 
 Imports no torch.
 """
@@ -17,12 +17,17 @@ from typing import Any
 
 from common.core.errors import UserError
 
+MODULE = "own_function"  # what such a file is called while it is executed
 
-def locate_function_file(setting: str, value: str, known: str) -> str:
-    """Return the file of `FILE.py:function`; `known` are the other values of the setting. Raises UserError."""
+
+def locate_function_file(setting: str, value: str, known: str, kind: str = "function") -> str:
+    """Return the file of `FILE.py:function`; `known` are the other values of the setting. Raises UserError.
+
+    `kind` is what the file has to define, in words.
+    """
     file = value.rpartition(":")[0]
     if Path(file).suffix != ".py" or not Path(file).is_file():
-        raise UserError(f"{setting}={value}: neither one of {known} nor an existing FILE.py:function")
+        raise UserError(f"{setting}={value}: neither one of {known} nor an existing FILE.py:{kind}")
     return file
 
 
@@ -43,18 +48,20 @@ def prefer_kept(value: str, kept: Path | None) -> str:
     return f"{kept}:{value.rpartition(':')[2]}" if kept is not None and kept.is_file() else value
 
 
-def load_function(setting: str, value: str, known: str) -> Callable[..., Any]:
-    """Return the function that `setting=FILE.py:function` names.
+def load_function(setting: str, value: str, known: str, kind: str = "function") -> Callable[..., Any]:
+    """Return the function, or with `kind` Class the class, that `setting=FILE.py:name` names.
 
     `known` are the other values of the setting, for messages. Raises UserError.
     """
-    file, name = locate_function_file(setting, value, known), value.rpartition(":")[2]
+    file, name = locate_function_file(setting, value, known, kind), value.rpartition(":")[2]
     with locate_errors(setting, value):
-        found = runpy.run_path(file, run_name="own_function")  # an import would leave a __pycache__ beside the file
+        found = runpy.run_path(file, run_name=MODULE)  # an import would leave a __pycache__ beside the file
+    fits = inspect.isclass if kind == "Class" else inspect.isfunction
     function: Callable[..., Any] | None = found.get(name)
-    if not callable(function):
-        defined = [name for name, one in found.items() if inspect.isfunction(one)]
-        raise UserError(f"{setting}={value}: {file} has no function {name!r}; it has {', '.join(defined) or 'none'}")
+    if not callable(function) or (kind == "Class" and not inspect.isclass(function)):
+        defined = [name for name, one in found.items() if fits(one) and one.__module__ == MODULE]
+        what = f"{file} has no {kind.lower()} {name!r}; it has {', '.join(defined) or 'none'}"
+        raise UserError(f"{setting}={value}: {what}")
     return function
 
 

@@ -28,6 +28,7 @@ from common.pipeline import schedules
 from common.runs import provenance, wandb_tracker
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
+from common.training.optimization import own_files
 from configs.shared import Experiment
 
 
@@ -73,6 +74,7 @@ class Attempt:
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         schedules.copy_schedule_file(cfg, self.folder.path / "code")
         algorithms.keep_file(cfg.launch, self.folder.path / "code")
+        own_files.keep_files(cfg.optim, self.folder.path / "code")
         provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()
 

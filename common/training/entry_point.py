@@ -33,6 +33,8 @@ from common.runs import provenance, wandb_account, wandb_tracker
 from common.runs.folder import Folder
 from common.training import host_checks, sweep
 from common.training.attempt import Attempt, is_finished, lock_run
+from common.training.contract import optimizer
+from common.training.optimization import own_files
 from common.training.run import Run
 from configs.elastic import find_elastic
 from configs.shared import Experiment
@@ -60,6 +62,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
     path = config.parse_command_line(sys.argv[1:]).resume
     given = Folder(path.absolute()) if path else None
     schedules.check_schedule_of_config(cfg, given.path / "code" if given else None)
+    own_files.check_files_of_config(cfg.optim, given.path / "code" if given else None)
     if rank_info is None or rank_info.rank == 0:  # which tells the others
         algorithms.check_algorithm_of_config(cfg, given.path / "code" if given else None)
     private_folder.check_tls(cfg.launch, rank_info)
@@ -247,6 +250,9 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     run = Run(cfg, attempt.folder, world, attempt.prepared, stop)
     try:
         stop.all_saved = True
+        optimizer.check_optimizer_of_run(
+            cfg.optim, attempt.folder.path / "code", named=attempt.is_new and not world.joins
+        )
         algorithm_choice.settle_algorithm(cfg.launch, attempt.folder.path, world)
         main(cfg, run)
         if world.is_main and not run.finished:

@@ -30,6 +30,7 @@ from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs import provenance, result
 from common.runs.folder import Folder, disk_errors, read_json
+from common.training.optimization import own_files
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import split_settings
@@ -40,7 +41,8 @@ from slurm.scheduling.entry_points import find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 DIFFERENT = 3  # exit status
-OWN_FUNCTIONS = ("schedule", "launch.algorithm", "data.name")  # settings that may name one, whose file a run keeps
+OWN_FUNCTIONS = ("schedule", "launch.algorithm", "data.name", "optim.name", "optim.decay")
+"""Settings that may name one, whose file a run keeps."""
 PLACES = ("runs", "data.root", "data.cache")  # where things lie changes no number
 Lines = Iterator[tuple[str, Any, Any]]
 
@@ -103,6 +105,7 @@ def create_folder(
         found.copy_own_data_file(new.path / "code")
         schedules.copy_schedule_file(settings, new.path / "code", anew="schedule" in named)
         algorithms.keep_file(settings.launch, new.path / "code", anew="launch.algorithm" in named)
+        own_files.keep_files(settings.optim, new.path / "code", anew=named)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
@@ -249,6 +252,7 @@ def main(given: argparse.Namespace) -> int:
     kept = {key: None if key in named else old.path / "code" for key in OWN_FUNCTIONS}
     schedules.check_schedule_of_config(settings, kept["schedule"])
     algorithms.check_algorithm_of_config(settings, kept["launch.algorithm"])
+    own_files.check_files_of_config(settings.optim, old.path / "code", named)
     found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=kept["data.name"])
     prepare.check_model_fits_data(settings, found)
     print(f"repeats     {old.path}", flush=True)

@@ -27,6 +27,7 @@ from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account
 from common.runs.folder import Folder
+from common.training.optimization import own_files
 from configs.elastic import find_elastic
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -91,6 +92,7 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
         found.copy_own_data_file(folder.path / "code")
         schedules.copy_schedule_file(settings, folder.path / "code")
         algorithms.keep_file(settings.launch, folder.path / "code")
+        own_files.keep_files(settings.optim, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, found.to_dict())
     return folder
@@ -119,6 +121,7 @@ def submit_run(
     if resumed:
         schedules.copy_schedule_file(settings, resumed.path / "code")
         algorithms.keep_file(settings.launch, resumed.path / "code")
+        own_files.keep_files(settings.optim, resumed.path / "code")
         text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)
     folder = prepare_run_folder(name, settings, scheduler)
@@ -196,6 +199,7 @@ def main(given: argparse.Namespace) -> int:
     settings = config.load_config(config.import_schema(name), words)
     schedules.check_schedule_of_config(settings, resumed.path / "code" if resumed else None)
     algorithms.check_algorithm_of_config(settings, resumed.path / "code" if resumed else None)
+    own_files.check_files_of_config(settings.optim, resumed.path / "code" if resumed else None)
     if resumed is None:
         initial_weights.check_weights_of_config(settings)
     else:

@@ -34,6 +34,7 @@ from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import wandb_account
+from common.training.optimization import own_files
 from configs.shared import Experiment
 from configs.sweeps import format_settings
 from slurm.arguments import check_experiment_name, parse_count, suggest_nearest
@@ -187,6 +188,7 @@ def make_point(
             raise UserError("runs is the same for all points; write it under settings")
         schedules.check_schedule_of_config(settings)
         algorithms.check_algorithm_of_config(settings)
+        own_files.check_files_of_config(settings.optim)
         initial_weights.check_weights_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:

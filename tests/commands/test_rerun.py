@@ -19,6 +19,7 @@ from common.data.prepare import Prepared
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs.folder import Folder, write_json
+from common.training.optimization import own_files
 from configs import ddp_multinode, mnist_pipeline
 from configs.profile import Profile
 from slurm.launch import rerun
@@ -107,6 +108,26 @@ def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path)
     with pytest.raises(UserError, match=f"launch.algorithm={own}:star: .* rank 0 ends without the values of rank 1"):
         algorithms.check_algorithm_of_config(settings)
     algorithms.check_algorithm_of_config(settings, old.path / "code")
+
+
+def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tmp_path: Path) -> None:
+    files = write_example(tmp_path, "lion.py"), write_example(tmp_path, "halving.py")
+    words = [f"optim.name={files[0]}:Lion", f"optim.decay={files[1]}:halve", f"runs={tmp_path / 'new'}"]
+    settings = config.load_config(ddp_multinode.Config, words, {})
+    old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
+    own_files.keep_files(settings.optim, old.path / "code")
+    for file in files:
+        file.write_text("def halve(step, total):\n    return -1\n")
+    found = Prepared("digits", tmp_path, {})
+    for named in ([], ["optim.name"], ["optim.decay"]):
+        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, named=named)
+        decay, optimizer = sorted((new.path / "code" / "own").iterdir())
+        assert (optimizer.read_text() == files[0].read_text()) is ("optim.name" in named)
+        assert (decay.read_text() == files[1].read_text()) is ("optim.decay" in named)
+    for code, named in ((None, []), (old.path / "code", ["optim.decay"])):
+        with pytest.raises(UserError, match=f"optim.decay={files[1]}:halve: .* it returned -1 for step 0 of 100"):
+            own_files.check_files_of_config(settings.optim, code, named)
+    own_files.check_files_of_config(settings.optim, old.path / "code")
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,7 +178,7 @@ def test_the_two_short_scripts_differ_in_their_technique_only() -> None:
 def test_answers_need_no_torch() -> None:
     free = ["data.prepare", "data.sources", "checkpoint.storage", "models.initial_weights", "pipeline.schedules"]
     free += ["distributed.transport.algorithms", "distributed.transport.cost"]
-    free += ["distributed.transport.connecting"]
+    free += ["distributed.transport.connecting", "training.optimization.own_files"]
     free += [
         f"{package}.{file.stem}"
         for package in ("core", "runs")
@@ -186,7 +186,8 @@ def test_answers_need_no_torch() -> None:
     ]
     assert "runs.wandb_tracker" in free
     commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status", "reports.logs"]
-    commands += ["launch.new_experiment", "reports.compare", "reports.doctor", "local_cluster.cli"]
+    commands += ["launch.new_experiment", "launch.check_optimizer", "local_cluster.cli"]
+    commands += ["reports.compare", "reports.doctor"]
     modules = ", ".join([*(f"slurm.{name}" for name in commands), *(f"common.{name}" for name in free)])
     program = f"import sys, {modules}\nprint('torch' in sys.modules, 'wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -59,6 +59,12 @@ SETTINGS = [
     settings("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
     settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "whole number")),
     settings("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
+    settings("no such optimizer", "optim.name=sdg", parts=("optim.name=sdg", "sgd, adam, adamw, lars, lamb or FILE")),
+    settings(
+        "no file of an optimizer", "optim.name=no.py:Own", parts=("optim.name=no.py:Own", "existing FILE.py:Class")
+    ),
+    settings("no file of a decay", "optim.decay=no.py:f", parts=("optim.decay=no.py:f", "existing FILE.py:function")),
+    settings("no such decay", "optim.decay=sine", parts=("optim.decay=sine", "linear, cosine, constant, step or FILE")),
     *(
         settings(f"{key}=0", f"{key}=0", parts=(f"{key}=0: out of range; allowed: int ",))
         for key in ("batch", "stages", "microbatches", "epochs", "eval_batch", "launch.nodes", "stages_per_process")

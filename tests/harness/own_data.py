@@ -1,4 +1,4 @@
-"""The data set of one's own that CONTRIBUTING.md shows, and a schedule of one's own."""
+"""Files of one's own: the data set, optimizer and decay that CONTRIBUTING.md shows, and a schedule."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 
 from tests.harness.warm import ROOT
 
+EXAMPLES = ("shapes.py", "lion.py", "halving.py")
 
-def write_example(folder: Path) -> Path:
-    """Write the page's file into a folder."""
-    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    (folder / "shapes.py").write_text(text)
-    return folder / "shapes.py"
+
+def write_example(folder: Path, name: str = "shapes.py") -> Path:
+    """Write one of the page's files into a folder."""
+    texts = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    (folder / name).write_text(dict(zip(EXAMPLES, texts, strict=True))[name])
+    return folder / name
 
 
 def write_schedule(folder: Path, kinds: str = "FB") -> Path:

@@ -32,6 +32,10 @@ ELSEWHERE = {
     "make tour": "tests/complete/test_tour.py",
     "make new-experiment NAME=my_mlp": "tests/commands/test_new_experiment.py",
     "make exp NAME=ddp_multinode ARGS=data.name=shapes.py:load": "tests/experiments/test_own_data.py",
+    "make check-optimizer FILE=lion.py:Lion": "tests/parity/test_optimizers.py",
+    "make exp NAME=ddp_multinode 'ARGS=optim.name=lion.py:Lion optim.lr=0.001 optim.decay=halving.py:halve'": (
+        "tests/recovery/test_own_optimizer.py"
+    ),
     "make exp NAME=my_mlp": "tests/commands/test_new_experiment.py",
     "make exp NAME=mnist_pipeline NODES=2": "tests/commands/test_make.py",
     "make exp NAME=mnist_pipeline NODES=2 FOLLOW=1": "tests/commands/test_make.py",

@@ -144,7 +144,7 @@ def test_what_could_not_be_read_again_is_refused_at_once(disk: Disk, thing: Any,
     assert place in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lars", "lamb"])
 def test_an_optimizer_goes_on_to_the_bit(disk: Disk, name: Any) -> None:
     settings = Optim(name=name, lr=0.01, weight_decay=0.01)
 

@@ -135,7 +135,7 @@ def test_help_names_every_key_with_default_type_and_meaning() -> None:
         assert key.doc, f"{key.name} has no documentation"
         assert f"  {key.name}=" in text
     assert "  epochs=5  (int >= 1)" in text
-    assert "  optim.decay=linear  (linear | cosine | constant)" in text
+    assert "  optim.decayed=all  (all | matrices)" in text
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:

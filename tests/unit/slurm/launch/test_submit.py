@@ -22,6 +22,7 @@ from common.data import prepare
 from common.pipeline import schedules
 from common.runs import provenance
 from common.runs.folder import Folder, write_json
+from common.training.optimization import own_files
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import check_experiment_name
@@ -161,12 +162,12 @@ def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
     assert re.search(r"nodes: 2", (folder.path / "config.yaml").read_text())
 
 
-def test_the_files_of_a_data_set_and_a_schedule_of_ones_own_are_in_the_source_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, order = write_example(tmp_path), write_schedule(tmp_path)
     monkeypatch.chdir(tmp_path)
-    words = [f"data.name={file.name}:load", f"schedule={order.name}:own", "data.cache=sets", "runs=mine"]
+    optimizer, decay = (write_example(tmp_path, name) for name in ("lion.py", "halving.py"))
+    own = [f"optim.name={optimizer.name}:Lion", f"optim.decay={decay.name}:halve"]
+    words = [f"data.name={file.name}:load", f"schedule={order.name}:own", *own, "data.cache=sets", "runs=mine"]
     folder = prepare_run_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words, {}), None)
     assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
     monkeypatch.chdir("/")  # where the job may start
@@ -174,6 +175,9 @@ def test_the_files_of_a_data_set_and_a_schedule_of_ones_own_are_in_the_source_of
     schedules.check_schedule_of_config(written, folder.path / "code")
     with pytest.raises(UserError, match="neither one of naive, gpipe, 1f1b nor an existing"):
         schedules.check_schedule_of_config(written)
+    own_files.check_files_of_config(written.optim, folder.path / "code")
+    with pytest.raises(UserError, match=r"neither one of sgd, adam, adamw, lars, lamb nor an existing FILE\.py:Class"):
+        own_files.check_files_of_config(written.optim)
     found = prepare.prepare_dataset(written.data, code=folder.path / "code")
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 

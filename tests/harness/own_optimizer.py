@@ -1,0 +1,72 @@
+"""Optimizers of one's own: one that keeps the contract, and such that break a part of it each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+KEEPS = """import torch
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "foreach": False})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p)
+                state["mean"].mul_(0.9).add_(p.grad)
+                p.add_(state["mean"], alpha=-group["lr"])
+"""
+
+
+class Breach(NamedTuple):
+    """What is written instead of a part of the file, and what the message holds."""
+
+    of: str
+    by: str
+    told: str
+
+
+BREACHES = {
+    "no optimizer": Breach("class Own(torch.optim.Optimizer)", "class Own", "no subclass of torch.optim.Optimizer"),
+    "another class": Breach("class Own", "class Other", "has no class 'Own'; it has Other"),
+    "no defaults": Breach('{"lr": lr, "foreach": False}', "{}", "own.py:8: its parameter groups have no lr: pass"),
+    "an error": Breach("super()", "1 / 0; super()", "own.py:6: ZeroDivisionError: division by zero"),
+    "no step": Breach("def step", "def stride", "it has no method step(self)"),
+    "needs a closure": Breach("closure=None", "closure", "own.py:8: step needs closure: a run calls step()"),
+    "calls a closure": Breach("        for group", "        closure()\n        for group", "own.py:10: TypeError"),
+    "rate outside the groups": Breach('group["lr"]', "0.1", "step changes parameters at a learning rate of 0"),
+    "rate of the first step": Breach(
+        '-group["lr"]', '-self.state[p].setdefault("lr", group["lr"])', "keeps the learning rate of the first step"
+    ),
+    "add for add_": Breach("p.add_(", "p.add(", "step leaves 0.weight as it was: p.add_ changes a parameter"),
+    "state elsewhere": Breach(
+        "self.state[p]", "vars(self).setdefault('memory', {}).setdefault(p, {})", "after a resume it does not go on"
+    ),
+    "takes inf": Breach(
+        "    @torch", "    _step_supports_amp_scaling = True\n\n    @torch", "a step that GradScaler leaves out"
+    ),
+    "divides by zero": Breach(
+        "if not state:",
+        "p.grad.div_(p.grad.norm())\n                if not state:",
+        "gradients of 0 make parameters that are no finite number",
+    ),
+    "every gradient is needed": Breach("if p.grad is None", "if False", "own.py:17: TypeError"),
+    "another foreach": Breach(
+        '-group["lr"]', '-group["lr"] * (1 + group["foreach"])', "foreach=True gives other parameters"
+    ),
+}
+
+
+def write_own(folder: Path, breach: Breach | None = None) -> str:
+    """Write the file into a folder, as it should be or with a breach; returns the value of optim.name."""
+    assert breach is None or breach.of in KEEPS
+    (folder / "own.py").write_text(KEEPS.replace(breach.of, breach.by) if breach else KEEPS)
+    return f"{folder / 'own.py'}:Own"

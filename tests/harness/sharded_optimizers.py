@@ -1,0 +1,31 @@
+"""Compare parameters that FSDP2 shards with full ones, on two ranks, for each optimizer that is named.
+
+    python -m tests.harness.sharded_optimizers NAME ...      names of optim.name
+
+Prints what is wrong, one line an optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from common.distributed import local_launcher, rendezvous
+from common.distributed.rank_info import RankInfo
+from common.training.contract.optimizer import compare_sharded
+from configs.launch import Launch
+from configs.shared import Optim
+
+
+def compare(info: RankInfo) -> None:
+    with rendezvous.joined_world(info, Launch(device="cpu", setup_timeout=60, step_timeout=60)) as world:
+        for name in sys.argv[1:]:
+            for settings in (Optim(name=name), Optim(name=name, weight_decay=0.01, decayed="matrices")):
+                try:
+                    compare_sharded(settings, world.size)
+                except ValueError as error:
+                    if world.is_main:
+                        print(f"{name}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(local_launcher.run_ranks(compare, 2, 1, lambda: None))
