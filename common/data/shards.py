@@ -78,17 +78,27 @@ class AutoShards:
         if not self._improve(1, f"n samples take {lines}"):
             self.say(f"shards=auto: equal ones, because n samples take {lines}")
 
-    def follow(self, step: int, seconds: float) -> None:
+    @property
+    def own_samples(self) -> int:
+        """Samples of this rank in a full batch, or microbatch."""
+        return self.loader.own_samples
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The samples of each rank, as values of metrics.jsonl."""
+        return {f"shard_{rank}": float(count) for rank, count in enumerate(self.loader.counts)}
+
+    def follow(self, step: int, seconds: float) -> bool:
         """Choose the shards from the step after `step` on; `seconds` is what this rank's steps took of late.
 
-        All ranks call it, after steps that all had the present shards.
+        All ranks call it, after steps that all had the present shards. Return True where they have changed.
         """
         found, counts = self.world.all_gather(seconds), self.loader.counts
         self.speeds = [
             speed.correct(count, took) for speed, count, took in zip(self.speeds, counts, found, strict=True)
         ]
         lines = ", ".join(f"rank {rank} {took * 1e3:.3g} ms" for rank, took in enumerate(found))
-        self._improve(step + 1, f"before the others are waited for, {lines}")
+        return self._improve(step + 1, f"before the others are waited for, {lines}")
 
     def _improve(self, step: int, reason: str) -> bool:
         """Change the shards, and say so, if others make the slowest rank clearly faster."""

@@ -11,7 +11,7 @@ runs/<name>-<time>-<4 hex>/
     passed_on.json     the number of its rows that W&B has
     world.json         ranks, hosts, device, backend
     logs/rank-0.log    one file per rank
-    heartbeat-0.json   one file per rank: step, time, and the seconds of its steps until backward begins
+    heartbeat-0.json   one file per rank: step, time, the seconds of its steps until backward begins, and its samples
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
   .private*/           the key of launch.tls=true while ranks connect; that of local runs lies in the attempt
@@ -240,9 +240,9 @@ class Folder:
     def log_file(self, rank: int) -> Path:
         return self.attempt / "logs" / f"rank-{rank}.log"
 
-    def write_heartbeat(self, rank: int, step: int, time: float, before_backward: float | None = None) -> None:
-        """Write a rank's newest step, the time since 1970 and its seconds until backward begins. Raises UserError."""
-        beat = {"step": step, "time": time} | ({"before_backward": before_backward} if before_backward else {})
+    def write_heartbeat(self, rank: int, step: int, time: float, **measured: float | None) -> None:
+        """Write a rank's newest step, the time since 1970, and what is measured of its steps. Raises UserError."""
+        beat = {"step": step, "time": time} | {name: value for name, value in measured.items() if value}
         write_json(self.attempt / f"heartbeat-{rank}.json", beat)
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -103,6 +103,20 @@ class Result:
         sent, exposed, step = map(self.find_number, ("communication_seconds", "communication_exposed", "step_seconds"))
         return None if sent is None or exposed is None or not step else sent * exposed / step
 
+    def format_partition(self) -> str | None:
+        """Return the layers that begin a stage; None for a run without stages, or with one."""
+        stages = self.measured.get("stages")
+        if not isinstance(stages, list) or not all(isinstance(names, list) and names for names in stages):
+            return None
+        return ",".join(str(names[0]) for names in stages[1:]) or None
+
+    def format_shards(self) -> str | None:
+        """Return the samples that each rank has of a batch at the end; None for a run with equal shards."""
+        try:
+            return "+".join(str(int(count)) for count in self.measured["shards"][-1][1])
+        except (LookupError, TypeError, ValueError):
+            return None
+
     def find_peak_mb(self) -> float | None:
         """Return the highest peak of a rank or device, in MB (1e6 bytes)."""
         found = [one / 1e6 for one in map(to_number, self.memory.values()) if one is not None]

@@ -107,6 +107,7 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
     if run.state is not state:
         run.resume(state)
     run.open_metrics(state, source)
+    record_shards(run)
     if source == MEAN and state.parts:
         sharded = (layer for layer in state.parts[0].children() if hasattr(layer, "unshard"))  # by fully_shard
         run.times = StepTimes(state.parts[0], run.device, sharded)
@@ -169,8 +170,14 @@ def follow_speeds(run: RunContext, number: int) -> None:
     if run.shards is None or run.times is None or number % WINDOW or number == run.total:
         return
     seconds = run.times.measure_own_seconds(WINDOW)
-    if seconds is not None:
-        run.shards.follow(number, seconds)
+    if seconds is not None and run.shards.follow(number, seconds):
+        record_shards(run)
+
+
+def record_shards(run: RunContext) -> None:
+    """Write the shards that run.shards chose to metrics.jsonl. All ranks call it after the same step."""
+    if run.shards is not None and run.metrics is not None:
+        run.metrics.write(run.step, run.shards.values)
 
 
 def record_step(run: RunContext, step: Step) -> None:

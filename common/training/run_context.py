@@ -215,9 +215,12 @@ class RunContext:
         """Write this rank's heartbeat, at most every HEARTBEAT seconds; `now` by time.perf_counter()."""
         if now - self.beat > HEARTBEAT:
             self.beat = now
-            before_backward = self.times.estimate_seconds_to_backward() if self.times else None
+            measured = {
+                "before_backward": self.times.estimate_seconds_to_backward() if self.times else None,
+                "samples": self.shards.own_samples if self.shards else None,
+            }
             with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
-                self.folder.write_heartbeat(self.world.number, self.step, time.time(), before_backward)
+                self.folder.write_heartbeat(self.world.number, self.step, time.time(), **measured)
 
     def log_image(self, step: int, name: str, pixels: Tensor) -> None:
         """Log an image [H, W] or [3, H, W], uint8 or floats from 0 to 1, to the run folder and W&B.

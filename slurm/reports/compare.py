@@ -90,15 +90,9 @@ class Compared:
             "efficiency": self.find_value("efficiency"),
             "waiting": self.result.compute_waiting_share(),
             "memory_mb": self.result.find_peak_mb(),
-            "cut": format_partition(self.result),
+            "cut": self.result.format_partition(),
+            "shards": self.result.format_shards(),
         }
-
-
-def format_partition(result: results.Result) -> str | None:
-    """The layers that begin a stage; None for a run without stages, or with one."""
-    stages = result.measured.get("stages")
-    named = isinstance(stages, list) and all(isinstance(names, list) and names for names in stages)
-    return ",".join(str(names[0]) for names in stages[1:]) or None if named else None  # type: ignore[index]
 
 
 def find_last_number(curve: metric_curves.Curve) -> float | None:
@@ -152,6 +146,7 @@ SHOWN = {
     "processes": "{}",
     "restarts": "{}",
     "cut": "{}",
+    "shards": "{}",
 }
 """Columns of the table, the most telling first, and how their values are written."""
 HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "processes": "ranks"}

@@ -22,6 +22,8 @@ class Heartbeat:
     """Seconds since 1970; 0 where there is none."""
     before_backward: float | None
     """Seconds of its newest steps until backward begins, where they are measured."""
+    samples: int | None = None
+    """With shards=auto, its samples of a batch."""
 
 
 def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
@@ -34,9 +36,15 @@ def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
     for rank in sorted(numbers):
         beat = read_json(attempt.attempt / f"heartbeat-{rank}.json")
         host, early = hosts[rank] if rank < len(hosts) else "?", beat.get("before_backward")
-        step, time = (result.to_number(beat.get(name)) or 0.0 for name in ("step", "time"))
-        found.append(Heartbeat(rank, host, int(step), time, result.to_number(early)))
+        step, time, samples = (result.to_number(beat.get(name)) or 0.0 for name in ("step", "time", "samples"))
+        found.append(Heartbeat(rank, host, int(step), time, result.to_number(early), int(samples) or None))
     return found
+
+
+def describe_shards(ranks: Sequence[Heartbeat]) -> str:
+    """Describe the shards that shards=auto has chosen; empty without it."""
+    samples = [str(rank.samples) for rank in ranks if rank.samples]
+    return f"shards {'+'.join(samples)}" if samples else ""
 
 
 def find_slow_rank(ranks: Sequence[Heartbeat]) -> Heartbeat | None:

@@ -103,7 +103,9 @@ def read_status(folder: Folder) -> Status:
     state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":
         changed = describe_newest_generation(newest) if newest else ""
-        detail = "; ".join(filter(None, (detail, changed, heartbeats.describe_slow_rank(signs))))
+        detail = "; ".join(
+            filter(None, (detail, changed, heartbeats.describe_shards(signs), heartbeats.describe_slow_rank(signs)))
+        )
     speed = rate or measure_speed(rows)
     if not speed and state == "FINISHED":  # the newest attempt had too few steps left
         earlier = [read_last_rows(attempt.metrics_file, TAIL) for attempt, _ in folder.trace_attempts()[1:2]]

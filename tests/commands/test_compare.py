@@ -112,6 +112,14 @@ def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
     assert "  split at" in head and "layer2_1,fc" in first
 
 
+def test_the_shards_at_the_end_are_shown(tmp_path: Path) -> None:
+    for number, shards in enumerate(([[1, [64, 64]], [16, [96, 32]]], None, "damaged")):
+        measured = {} if shards is None else {"shards": shards}
+        Made("ddp_multinode", number, 20, result={"format": 2, "measured": measured}).write(tmp_path)
+    assert [run["shards"] for run in as_json(tmp_path)["runs"]] == ["96+32", None, None]
+    assert "  shards" in compare(tmp_path).stdout.splitlines()[0]
+
+
 def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:
     first, again, scaled, failed, running, lost = as_json(made)["runs"]
     assert (first["restarts"], again["restarts"]) == (0, 2)

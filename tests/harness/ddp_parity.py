@@ -149,7 +149,10 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
     slow = step_timing.ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
     shards = run.shards.history if run.shards else []
-    return found | {"sums": sums, "before": before, "straggler": slow, "shards": shards} if world.is_main else {}
+    named = {"sums": sums, "before": before, "straggler": slow, "shards": shards}
+    rows = [row for row in folder.read_own_rows() if "shard_0" in row] if world.is_main else []
+    written = [(row["global_step"] + 1, tuple(row[f"shard_{rank}"] for rank in range(world.size))) for row in rows]
+    return found | named | {"written": written} if world.is_main else {}
 
 
 @functools.cache

@@ -99,5 +99,6 @@ def test_shards_that_follow_a_rank_that_slows_down_change_nothing_else(tmp_path:
     case = f"{ddp_parity.SLOWS_DOWN},shards=auto,{long}"
     found = train_cases("ddp_parity", tmp_path, cache, 2, [case])[case]
     assert wrong(found, ddp_parity.expected(cache, long)) == []
+    assert found["written"] == found["shards"], "metrics.jsonl has each change"
     (step, (first, second)) = found["shards"][-1]
     assert ddp_parity.SLOW_FROM < step <= ddp_parity.SLOW_FROM + 31 and second < 6 < first, found["shards"]

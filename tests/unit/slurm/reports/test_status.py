@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, m
     assert listed() == [names[2], names[1], "not listed: 1 older run; make status ALL=1 lists them"]
     assert listed("--all=1") == names[::-1]
     assert sum("samples_per_second" in line for line in listed("--json=1")) == 3, "programs get all"
+
+
+def test_the_shards_of_a_run_are_shown(tmp_path: Path) -> None:
+    folder = Made("ddp_multinode", state="running", steps=200).write(tmp_path)
+    assert "shards" not in inside.run_verb("status", f"--runs={tmp_path}").stdout
+    for rank, samples in ((0, 96), (1, 32)):
+        folder.attempts()[-1].write_heartbeat(rank, 100, time.time(), samples=samples)
+    assert "shards 96+32" in inside.run_verb("status", f"--runs={tmp_path}").stdout
 
 
 def test_waiting_needs_a_run(tmp_path: Path) -> None:
