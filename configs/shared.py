@@ -99,7 +99,8 @@ class Optim:
     of normalisation out."""
     trust: float = between(0, 1, 0.001)
     """LARS coefficient: the largest step of a layer, by the norm of its weights, at a learning rate of 1. Biases and
-    the scales of normalisation take steps of SGD."""
+    the scales of normalisation take steps of SGD at the full rate; where that is too high for them, a larger
+    coefficient and a smaller `lr` leave the steps of the others as they are."""
     warmup: int = at_least(0, 0)
     """Steps in which the learning rate rises to its peak in equal parts."""
     decay: str = "linear"

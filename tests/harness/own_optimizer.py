@@ -46,7 +46,7 @@ BREACHES = {
     "rate of the first step": Breach(
         '-group["lr"]', '-self.state[p].setdefault("lr", group["lr"])', "keeps the learning rate of the first step"
     ),
-    "add for add_": Breach("p.add_(", "p.add(", "step leaves 0.weight as it was: p.add_ changes a parameter"),
+    "add for add_": Breach("p.add_(", "p.add(", "5 steps leave 0.weight as it was: p.add_ changes a parameter"),
     "state elsewhere": Breach(
         "self.state[p]", "vars(self).setdefault('memory', {}).setdefault(p, {})", "after a resume it does not go on"
     ),

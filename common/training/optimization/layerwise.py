@@ -1,8 +1,9 @@
 """LARS and LAMB: the step of each layer in proportion to the norm of its weights, for large batches.
 
-Parameters of fewer than two dimensions, biases and the scales of normalisation, take the step as it is: they are small
-where the weights are not, and a step in proportion to them would hardly move them. Norms are those of the full tensor,
-also where ranks hold shards of it.
+Parameters of fewer than two dimensions, biases and the scales of normalisation, take the step as it is, at the full
+learning rate: they are small where the weights are not, and a step in proportion to them would hardly move them. The
+papers do not tell these apart; the implementations of TensorFlow's model garden and of SimCLR leave them out likewise.
+Norms are those of the full tensor, also where ranks hold shards of it.
 """
 
 from __future__ import annotations

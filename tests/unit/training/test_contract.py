@@ -14,6 +14,14 @@ from common.training.optimization import own_files
 from configs.shared import OPTIMIZERS, Optim
 from tests.harness.own_optimizer import BREACHES, KEEPS, Breach, write_own
 
+GATHERS = Breach(  # a step at every third call
+    'p.add_(state["mean"], ',
+    'state["calls"] = state.get("calls", 0) + 1\n'
+    '                if state["calls"] % 3 == 0:\n'
+    '                    p.add_(state["mean"], ',
+    "",
+)
+
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("weight_decay", [0, 0.01])
@@ -28,6 +36,7 @@ def test_one_of_ones_own_keeps_it_and_may_draw_numbers(tmp_path: Path) -> None:
     check_optimizer(Optim(name=write_own(tmp_path)))
     noise = Breach("p.add_(", 'p.add_(torch.randn_like(p), alpha=group["lr"]).add_(', "")
     check_optimizer(Optim(name=write_own(tmp_path, noise)))
+    check_optimizer(Optim(name=write_own(tmp_path, GATHERS)))
     assert torch.equal(torch.get_rng_state(), before), "a run draws what it would without"
 
 

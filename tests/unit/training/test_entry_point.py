@@ -1,0 +1,30 @@
+"""From a command line to ranks: what is refused before a folder is made and a rank is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.core.errors import UserError
+from common.training.entry_point import run_command_line
+from configs.ddp_multinode import Config
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("optim.name=no.py:Own", "optim.name=no.py:Own: neither one of sgd, adam, adamw, lars, lamb nor an existing"),
+        ("optim.decay={}/own.py:f", "own.py:1: it returned -1 for step 0 of 100"),
+    ],
+)
+def test_files_of_ones_own_are_read_before_anything_starts(
+    setting: str, told: str, tmp_path: Path, digits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text("def f(step, total): return -1")
+    words = (*digits, "wandb.mode=disabled", f"runs={tmp_path / 'runs'}", setting.format(tmp_path))
+    monkeypatch.setattr("sys.argv", ["ddp_multinode.py", *words])
+    with pytest.raises(UserError) as caught:
+        run_command_line(lambda cfg, run: None, Config, None)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
