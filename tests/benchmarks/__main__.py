@@ -37,6 +37,7 @@ def all_parts() -> list[Part]:
         collectives,
         ddp_multinode,
         mnist_pipeline,
+        optimizers,
         param_server,
         ranks,
         resnet_dataparallel,
@@ -46,7 +47,9 @@ def all_parts() -> list[Part]:
     )
 
     modules = (mnist_pipeline, ddp_multinode, resnet_modelparallel, resnet_dataparallel, amp_accum, sparse_prune)
-    parts = [part for module in (*modules, collectives, param_server, checkpoint, tools) for part in module.PARTS]
+    parts = [
+        part for module in (*modules, collectives, param_server, optimizers, checkpoint, tools) for part in module.PARTS
+    ]
     known = {part.name.partition("/")[0] for part in parts}
     return parts + [ranks.make_part(name) for name in config.list_experiments() if name not in known]
 

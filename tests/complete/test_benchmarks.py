@@ -16,6 +16,7 @@ from tests.benchmarks import (
     collectives,
     figures,
     mnist_pipeline,
+    optimizers,
     param_server,
     parts,
     ranks,
@@ -74,6 +75,28 @@ def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: 
     assert found["seconds"] > 0 and found["first_loss"] > 0 and found["last_loss"] > 0
     missing = [name for name in KEEP.get(entry.name, ()) if not any(key.startswith(name) for key in found)]
     assert not missing
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_rate_of_the_lowest_training_loss_is_chosen_and_one_that_diverges_is_not(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = (
+        "data.name=digits",
+        f"data.cache={cache}",
+        "data.train_limit=640",
+        "data.test_limit=50",
+        "epochs=2",
+        "optim.warmup=0",
+    )
+    sides = [optimizers.tune(tmp_path, side, 64, (1e-5, 0.03, 100), brief) for side in optimizers.OPTIMIZERS]
+    taken = interleave(sides, Pace(1, 0, 60), lambda _: None)
+    assert [found["rate"] for found in taken.values.values()] == [[0.03], [0.03]]
+    monkeypatch.setattr(optimizers, "BATCHES", (64,))
+    (row,) = optimizers.table(taken).rows
+    assert row.what == "64" and row.cells[3] == "4,685" and all(isinstance(cell, Number) for cell in row.cells[:3])
+    with pytest.raises(RuntimeError, match="all of 1 learning rates diverged"):
+        optimizers.tune(tmp_path, optimizers.SGD, 64, (100,), brief).run(0)
 
 
 @pytest.mark.usefixtures("forked")

@@ -1,0 +1,114 @@
+"""Large batches: test accuracy of SGD with Nesterov momentum and of LARS, tuned with equal budgets.
+
+Each optimizer tries as many learning rates for each batch, a factor of three apart, on one seed a round; the rate of
+the lowest training loss in the last epoch is chosen, and the test set is not looked at before. Both follow the linear
+scaling rule with a warm-up (Goyal et al. 2017, arXiv 1706.02677). No winner is required: Nado et al. 2021 (arXiv
+2102.06356) found tuned Nesterov momentum as good as LARS.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+
+from common.core.errors import DIVERGENCE
+from configs.shared import TRAIN_SAMPLES
+from tests.benchmarks.measure import Samples, Task
+from tests.benchmarks.mnist_pipeline import no_mnist
+from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.records import Cell, Row, Table
+
+NAME, EXPERIMENT = "optimizers", "ddp_multinode"
+EPOCHS, BATCHES, BASE = 5, (64, 512, 2048, 8192), 64
+WORDS = (
+    *("model=mlp", "processes_per_node=1", "launch.threads=1", "data.fallback=none", "data.test_limit=0"),
+    *("checkpoint.every_steps=0", f"epochs={EPOCHS}", f"optim.base_batch={BASE}", "optim.decay=cosine"),
+)
+SGD, LARS = "SGD, Nesterov", "LARS"
+OPTIMIZERS = {SGD: ("optim.name=sgd",), LARS: ("optim.name=lars", "optim.trust=0.02")}
+RATES = {SGD: (0.1, 0.033, 0.011, 0.0037, 0.0012, 0.0004), LARS: (0.3, 0.1, 0.033, 0.011, 0.0037, 0.0012)}  # at BASE
+DIVERGED: dict[str, float] = {"loss": math.inf}
+
+
+def count_steps(batch: int) -> int:
+    """Return the steps of a run; the last partial batch of an epoch is left out."""
+    return EPOCHS * (TRAIN_SAMPLES["mnist"] // batch)
+
+
+def try_rate(scratch: Path, label: str, rate: float, *settings: str) -> dict[str, float]:
+    """Train once; return the mean loss of the last epoch, the test accuracy and the rate, or an infinite loss alone."""
+    try:
+        folder = finish(scratch, label, EXPERIMENT, *settings, f"optim.lr={rate}")
+    except RuntimeError as error:
+        if not re.search(DIVERGENCE, str(error)):
+            raise
+        return DIVERGED
+    losses = [row["loss"] for row in folder.metrics() if row.get("loss") is not None]
+    last = losses[-max(1, len(losses) // EPOCHS) :]
+    found = {"loss": mean(last), "rate": rate, "test_accuracy": folder.result["scores"]["test_accuracy"]}
+    shutil.rmtree(folder.path.parent)
+    return found
+
+
+def choose_best(tried: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the trial of the lowest loss. Raises RuntimeError where all diverged."""
+    best = min(tried, key=lambda found: found["loss"])
+    if best == DIVERGED:
+        raise RuntimeError(f"all of {len(tried)} learning rates diverged")
+    return best
+
+
+def tune(scratch: Path, optimizer: str, batch: int, rates: Sequence[float], words: Sequence[str] = ()) -> Task:
+    """A side that tries all rates, two runs at a time, and keeps the numbers of the best one."""
+    label = f"{optimizer}, {batch}"
+    settings = [*WORDS, *OPTIMIZERS[optimizer], f"batch={batch}", f"optim.warmup={count_steps(batch) // 10}", *words]
+
+    def run(number: int) -> dict[str, float]:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(2) as pool:
+            tried = pool.map(lambda rate: try_rate(scratch, label, rate, *settings, f"seed={number}"), rates)
+            best = choose_best(list(tried))
+        # other programs change the seconds alone, which no table shows
+        return {"seconds": time.perf_counter() - began, "others": 0.0, **best}
+
+    return Task(label, run)
+
+
+def sides(scratch: Path) -> list[Task]:
+    return [tune(scratch, optimizer, batch, RATES[optimizer]) for batch in BATCHES for optimizer in OPTIMIZERS]
+
+
+def table(taken: Samples) -> Table:
+    rows = []
+    for batch in BATCHES:
+        sgd, lars = f"{SGD}, {batch}", f"{LARS}, {batch}"
+        cells: list[Cell] = [
+            taken.number(sgd, "test_accuracy", 100),
+            taken.number(lars, "test_accuracy", 100),
+            taken.difference(lars, sgd, "test_accuracy", 100),
+            f"{count_steps(batch):,}",
+            taken.number(sgd, "rate", batch / BASE),
+            taken.number(lars, "rate", batch / BASE),
+        ]
+        rows.append(Row(f"{batch:,}", cells))
+    columns = ("SGD: test accuracy, %", "LARS: test accuracy, %", "LARS - SGD, points", "steps")
+    return Table(("batch", *columns, "SGD: learning rate", "LARS: learning rate"), rows)
+
+
+PARTS = [
+    Part(
+        f"{NAME}/large_batch",
+        f"a multilayer perceptron on MNIST, {EPOCHS} epochs, by batch: the best of {len(RATES[SGD])} learning rates",
+        sides,
+        table,
+        rounds=3,
+        facts={"threads": "1 in each of 2 runs at a time", "learning rates tried": len(RATES[SGD])},
+        missing=no_mnist,
+    ),
+]
