@@ -163,6 +163,8 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
         follow_speeds(run, step.number)
         if step.number == run.total and step.number % per_epoch:  # at an epoch's end the loader turns to the next one
             return
+        if recovery is not None and step.number % per_epoch:  # there, an evaluation comes first
+            recovery.leave_for_join()
 
 
 def follow_speeds(run: RunContext, number: int) -> None:
@@ -220,8 +222,8 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     saver, metrics, last = run.saver, run.metrics, run.step >= run.total
     assert metrics is not None
     metrics.flush()
+    saver.unevaluated = True  # also where a rank is lost in what follows
     saver.raise_if_diverged()
-    saver.unevaluated = True
     state.snapshot_buffers()
     for part in state.parts:
         part.eval()

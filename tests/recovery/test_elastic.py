@@ -33,6 +33,16 @@ def test_each_rank_may_be_killed_at_each_point(
     assert list_changes(done.folder) == [([rank], [])], fault
 
 
+def test_an_evaluation_is_not_lost_with_a_rank(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The others have read an epoch's last batch when they notice; batches come from data workers here."""
+    words = (f"data.cache={cache}", *THREE, "elastic.rejoin=1", "data.workers=1")
+    done = train("updated:1:10:kill", *words, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_frozen_rank_is_lost_and_comes_back(
     ranks: int, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

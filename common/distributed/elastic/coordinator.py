@@ -19,6 +19,7 @@ from typing import Any
 from configs.elastic import Elastic
 
 LONGEST = 1 << 20  # bytes of a line; a member sends far less
+OVER = {"leave": "the run is over"}
 
 
 @dataclass(eq=False)
@@ -33,7 +34,8 @@ class Line:
     """True for a rank that was started again, until it belongs to a generation."""
     received: bytes = b""
     signed: dict[str, Any] | None = None
-    """Its word that it wants a new generation: `progress`, and `done` where it has nothing left to do."""
+    """Its word that it wants a new generation: `progress`; `done` where it has nothing left to do; `together` where all
+    leave this one after the same step."""
     wanted: list[str] = field(default_factory=list)
     """Keys of the store that it waits for."""
 
@@ -154,7 +156,7 @@ class Coordinator:
                 raise ValueError
             line.member, line.joins = message["hello"], message["joins"]
             if line.joins and self.finished:
-                line.send({"leave": "the run is over"})
+                line.send(OVER)
             self.came.add(line.member)
             if not self.number and len(self.came) == self.size:
                 self.number, self.members = 1, sorted({one.member for one in self.lines} - {-1})
@@ -166,9 +168,9 @@ class Coordinator:
             raise ValueError
         elif "sign_in" in message:
             line.signed = message["sign_in"]
-            if line.joins and self.finished:
-                line.send({"leave": "the run is over"})
-            elif not line.signed["done"]:
+            if line.joins:
+                self._announce_join(line)
+            elif not line.signed["done"] and not line.signed["together"]:
                 self._end_generation()
             self._try_to_form()
         elif "set" in message:
@@ -202,6 +204,15 @@ class Coordinator:
                 self._end_generation()
         self._try_to_form()
 
+    def _announce_join(self, line: Line) -> None:
+        """Tell the members that a rank waits: once all know it they leave together, between two steps."""
+        if self.finished:
+            line.send(OVER)
+        elif self.is_active and not self.over:
+            for member in self.lines:
+                if not member.joins:
+                    member.send({"join": True})
+
     def _end_generation(self) -> None:
         """Tell all members that their generation is over: their collectives will not end otherwise."""
         if self.over or not self.is_active:
@@ -217,10 +228,10 @@ class Coordinator:
         lines = [line for line in self.lines if line.member in self.members and not line.joins]
         if not self.is_active or not lines or not all(line.signed for line in lines):
             return
-        if not self.over:
+        if not self.over and all(line.signed["done"] for line in lines if line.signed):
             self.finished = True
-            for line in lines:
-                line.send({"generation": {"done": True}})
+            for line in self.lines:
+                line.send(OVER if line.joins else {"generation": {"done": True}})
             return
         joined = [line for line in self.lines if line.joins and line.signed]
         lines = sorted([*lines, *joined], key=lambda line: line.member)

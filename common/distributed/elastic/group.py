@@ -73,11 +73,12 @@ def list_connections(*spared: socket.socket) -> Connections:
 
 
 def cut_connections(connections: Connections) -> None:
-    """Shut down connections, so that collectives on them fail at once, in this rank and in the others.
+    """Shut down what connections receive, so that collectives that wait for them fail at once.
 
     gloo cannot abort a collective, and its time-out would have to be longer than any step, evaluation or checkpoint.
+    Shut down in both directions, a connection that has received a part of a message wakes nobody.
     """
     for fd, inode in connections:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
             if os.fstat(copy.fileno()).st_ino == inode:  # else gloo has closed it, and the number is another file's
-                copy.shutdown(socket.SHUT_RDWR)
+                copy.shutdown(socket.SHUT_RD)

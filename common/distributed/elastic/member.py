@@ -22,7 +22,7 @@ BEATS = 5  # heartbeats in the time after which a rank is lost
 
 
 class GenerationOver(RuntimeError):
-    """A member of this generation is lost, or one joins: its collectives do not end any more."""
+    """A member of this generation is lost: its collectives do not end any more. Or all leave it because one joins."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,18 @@ class Member:
         """Called in the thread when the generation is over, and again until `sign_in`, to wake the main thread."""
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         self.sending, self.closed, self.over, self.signed = threading.Lock(), False, joins, False
+        self.join_waits = False
+        """True where a rank waits to belong to the next generation."""
         self._send({"hello": number, "key": key, "joins": joins})
         threading.Thread(target=self._listen, daemon=True, name="elastic").start()
 
-    def sign_in(self, progress: Sequence[int], *, done: bool = False) -> Generation:
-        """Ask for the next generation and wait until it is formed. `progress` orders states, the newest is highest."""
+    def sign_in(self, progress: Sequence[int], *, done: bool = False, together: bool = False) -> Generation:
+        """Ask for the next generation and wait until it is formed. `progress` orders states, the newest is highest.
+
+        Without `done` and `together`, which all members say after the same step, it ends the generation of the others.
+        """
         self.signed = True
-        self._send({"sign_in": {"progress": list(progress), "done": done}})
+        self._send({"sign_in": {"progress": list(progress), "done": done, "together": together}})
         while "generation" not in self.answers.get():
             pass  # of the generation before
         return self.generation
@@ -118,9 +123,12 @@ class Member:
         if "over" in message:
             self.over = True
             self.on_end()
+        elif "join" in message:
+            self.join_waits = True
+            return
         elif "generation" in message:
             self.generation = Generation(**({"number": 0} | message["generation"]))
-            self.over = self.signed = False
+            self.over = self.signed = self.join_waits = False
         self.answers.put(message)
 
     def _leave(self, why: str) -> None:

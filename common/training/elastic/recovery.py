@@ -9,6 +9,7 @@ the losses.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from common.data.rounds import Rounds
 from common.distributed import ddp, objects
 from common.distributed.elastic import group
 from common.distributed.elastic.generations import FILE, describe_generation
-from common.distributed.elastic.member import Generation, Member
+from common.distributed.elastic.member import Generation, GenerationOver, Member
 from common.measure.metrics_log import SharedMetricsLog, Values
 from common.runs.folder import write_json
 from common.runs.progress import Screen
@@ -55,6 +56,11 @@ class Recovery:
         self.run, self.state, self.metrics = run, state, run.metrics
         group.change_world(world, launched_as=world.number)
         self.joining = world.joins
+        self.join_agreed = False
+        """True where all ranks know that another one waits for them to leave their generation."""
+        self.leaving = False
+        """True where all leave it between two steps."""
+        os.register_at_fork(after_in_child=gc.freeze)  # process groups that a data worker frees would end it
         self.in_vain = 0
         self.began = time.perf_counter()
         """When the newest step began."""
@@ -78,12 +84,21 @@ class Recovery:
     def commit(self, values: Values) -> Values:
         """Return the means of a step's values over the ranks, before its update: each rank then knows them.
 
-        Raises RuntimeError where a rank is lost.
+        They know, too, whether a rank waits to join. Raises RuntimeError where a rank is lost.
         """
         names = sorted(name for name, value in values.items() if value is not None)
-        table = torch.tensor([float(values[name] or 0.0) for name in names] or [0.0], dtype=torch.float64)
+        own = [float(self.member.join_waits), *(float(values[name] or 0.0) for name in names)]
+        table = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(table)
-        return values | dict(zip(names, (table / self.run.world.size).tolist(), strict=False))
+        waits, *means = (table / self.run.world.size).tolist()
+        self.join_agreed, self.in_vain = waits > 0, 0
+        return values | dict(zip(names, means, strict=True))
+
+    def leave_for_join(self) -> None:
+        """Leave the generation between two steps, where a rank waits to join: all do. Raises GenerationOver then."""
+        if self.join_agreed:
+            self.leaving = True
+            raise GenerationOver("a rank joins")
 
     @torch.no_grad()
     def discard_step(self) -> None:
@@ -101,7 +116,8 @@ class Recovery:
 
     def is_loss(self, error: object) -> bool:
         """Return whether an error may come from the loss of another rank, or from one that joins."""
-        return isinstance(error, RuntimeError) and (self.member.over or "gloo" in str(error))
+        known = isinstance(error, GenerationOver) or self.member.over
+        return isinstance(error, RuntimeError) and (known or "gloo" in str(error))
 
     def finish(self) -> bool:
         """Return True once all ranks have nothing left to do; False where they go on as another generation."""
@@ -126,7 +142,8 @@ class Recovery:
         failed, lost, joined = time.perf_counter(), list[int](), list[int]()
         while True:
             self._give_up_step()
-            generation = generation or self.member.sign_in(self._measure_progress())
+            generation = generation or self.member.sign_in(self._measure_progress(), together=self.leaving)
+            self.join_agreed = self.leaving = False
             lost += generation.lost
             joined += generation.joined
             self.in_vain = 0 if generation.lost or generation.joined else self.in_vain + 1
@@ -143,7 +160,8 @@ class Recovery:
 
     @torch.no_grad()
     def _give_up_step(self) -> None:
-        group.cut_connections(self.connections)
+        if not self.leaving:  # else the others may be about to end their last collective
+            group.cut_connections(self.connections)
         for _, parameter in self.state.parameters:
             parameter.grad = None
         if self.state.held is not None:  # an evaluation has begun, and may have averaged buffers

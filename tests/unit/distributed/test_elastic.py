@@ -51,12 +51,12 @@ class Run:
         self.members[rank].closed = True
         self.members[rank].socket.shutdown(socket.SHUT_RDWR)
 
-    def sign_in(self, **progress: int) -> dict[str, Generation]:
+    def sign_in(self, together: bool = False, **progress: int) -> dict[str, Generation]:
         """Sign in ranks, named r0 and so on, with the steps they have done, all at once; what each is told."""
         found: dict[str, Generation] = {}
 
         def ask(name: str, step: int) -> None:
-            found[name] = self.members[int(name[1:])].sign_in([step, 0, 1])
+            found[name] = self.members[int(name[1:])].sign_in([step, 0, 1], together=together)
 
         threads = [threading.Thread(target=ask, args=item, daemon=True) for item in progress.items()]
         for thread in threads:
@@ -116,6 +116,7 @@ def test_a_rank_that_comes_late_belongs_to_no_generation(path: Path) -> None:
 
 
 def test_a_rank_joins_with_nothing_and_gets_all(path: Path) -> None:
+    """The others learn that it waits, and leave together when all know: their generation goes on until then."""
     run = begin(path, 2)
     run.kill(1)
     run.sign_in(r0=5)
@@ -124,8 +125,9 @@ def test_a_rank_joins_with_nothing_and_gets_all(path: Path) -> None:
     found: dict[str, Generation] = {}
     joining = threading.Thread(target=lambda: found.update(run.sign_in(r1=-1)), daemon=True)
     joining.start()
-    wait_until(lambda: run.members[0].over, "word that one joins")
-    found |= run.sign_in(r0=6)
+    wait_until(lambda: run.members[0].join_waits, "word that one joins")
+    assert not run.members[0].over
+    found |= run.sign_in(True, r0=6)
     joining.join(30)
     assert found["r0"] == found["r1"] == Generation(3, [0, 1], 0, True, [], [1], False)
 
