@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from common.models import networks, pruning_masks
 from common.models.initial_weights import find_weights
 from common.models.networks import Recipe
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
-from configs.dataparallel import DataParallel
 
 FORMAT = 1
 NEEDED = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}  # in model.json
@@ -135,7 +134,18 @@ def load_initial_weights(model: nn.Sequential, weights: str, runs: str) -> None:
         networks.load_weights(model, read_weights(weights, Path(runs)), weights)
 
 
-def init_network(cfg: DataParallel, shape: Sequence[int], classes: int) -> nn.Sequential:
+class ModelSettings(Protocol):
+    """Settings that name a network and the weights it begins with, as those of configs.optional.InitialWeights."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def weights(self) -> str: ...
+    @property
+    def runs(self) -> str: ...
+
+
+def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> nn.Sequential:
     """Build cfg.model for images of one shape ([H, W] or [C, H, W]), with the weights that cfg.weights names.
 
     Raises UserError where they do not fit.

@@ -29,6 +29,8 @@ class Entry:
     """The settings that give a run so many processes; they take a batch of 24."""
     others: tuple[tuple[str, ...], ...] = ()
     """Settings under which resuming is no matter of course: each must go on to the bit, too."""
+    keeps_ranks: bool = False
+    """Whether only as many ranks as saved a checkpoint can go on from it."""
 
     @property
     def trains(self) -> bool:
@@ -91,6 +93,19 @@ EXPERIMENTS = [
         produces=(*SCORES, "pushes", "bytes_received", "staleness_counts"),
         spread=lambda count: (f"processes_per_node={count}", f"servers={min(2, count)}", "model=mlp", "plot=false"),
         others=(("servers=3", "processes_per_node=3", "optim.name=adam", "plot=false"),),
+    ),
+    Entry(
+        name="local_sgd",
+        smallest=(*SMALLEST["local_sgd"], "model=mlp"),
+        processes=2,
+        produces=(*SCORES, "exchanges", "bytes_sent", "exchange_seconds"),
+        # the settings with which it is what one process does
+        spread=lambda count: (f"processes_per_node={count}", "every=1", "momentum_of=averaged", "model=mlp"),
+        others=(
+            ("model=mlp", "every=4", "start=2", "outer=nesterov", "outer_lr=0.7", "optim.name=adamw", "optim.lr=0.001"),
+            ("model=resnet18", "every=2", "momentum_of=reset", *FEW_STEPS),
+        ),
+        keeps_ranks=True,
     ),
     Entry(
         name="resnet_dataparallel",

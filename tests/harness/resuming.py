@@ -77,6 +77,12 @@ def final_state(folder: Folder) -> dict[str, torch.Tensor]:
         part = torch.load(file, weights_only=True)
         found |= part["model"]
         found |= {f"scaler/{key}": torch.tensor(value) for key, value in part["common"].get("scaler", {}).items()}
+        own = part["local"].get("worker", {"vectors": {}, "optimizer": {}})  # of local_sgd
+        alone = own["vectors"] | {
+            f"{name}/{key}": value for name, of in own["optimizer"].items() for key, value in of.items()
+        }
+        found |= {f"{file.stem}/{name}": value for name, value in alone.items() if isinstance(value, torch.Tensor)}
+        found |= part["common"].get("tensors", {})
         memory = {f"{name}/{key}": value for name, of in part["optimizer"].items() for key, value in of.items()}
         found |= {name: value for name, value in memory.items() if isinstance(value, torch.Tensor)}
     return found

@@ -76,7 +76,7 @@ def test_a_run_that_misses_only_the_last_evaluation_makes_it(
     assert read_status(folder).samples_per_second > 0, "that of the steps before"
 
 
-@training
+@pytest.mark.parametrize("entry", [one for one in TRAINING if not one.keeps_ranks], ids=lambda entry: entry.name)
 def test_a_run_goes_on_with_fewer_processes_and_then_with_more(
     entry: Entry, tmp_path: Path, quick: tuple[str, ...]
 ) -> None:

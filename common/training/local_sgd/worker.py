@@ -1,0 +1,148 @@
+"""A worker of local SGD: its own parameters, the reference of all workers, and the exchange between them.
+
+All vectors [n] hold the n parameters of the network, in its order.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import Optimizer
+
+from common.core.errors import UserError
+from common.distributed.rendezvous import World
+from common.training.local_sgd.exchange import Exchange
+
+MOMENTA = ("momentum_buffer", "exp_avg")  # of SGD and LARS; of Adam, AdamW and LAMB
+EXCHANGES, BYTES, SENT_AFTER = range(3)  # in `counts`
+
+
+class LocalWorker:
+    """Parameters of this rank, which trains alone between two exchanges.
+
+    `momentum_of` says what an exchange does to the momentum of the optimizer: it stays each worker's own, is averaged,
+    or begins anew with the rest of the optimizer's state.
+    """
+
+    def __init__(
+        self, network: nn.Module, optimizer: Optimizer, world: World, exchange: Exchange, momentum_of: str
+    ) -> None:
+        self.network, self.optimizer, self.world, self.momentum_of = network, optimizer, world, momentum_of
+        self.exchange = exchange
+        self.reference = self.flatten()
+        """Parameters after the last outer step, the same on all workers."""
+        self.momentum = torch.zeros_like(self.reference)
+        """Momentum of the outer steps, the same on all workers."""
+        self.counts = torch.zeros(3, dtype=torch.int64)
+        """Exchanges begun, bytes this worker has sent for them, and the step of the exchange whose outer step is not
+        yet taken, 0 if there is none."""
+        self.average = copy.deepcopy(network)
+        self.seconds = 0.0
+        """Seconds that this attempt waited in exchanges."""
+
+    @property
+    def sent_after(self) -> int:
+        """The step after which an exchange began whose outer step is not yet taken; 0 if there is none."""
+        return int(self.counts[SENT_AFTER])
+
+    @torch.no_grad()
+    def flatten(self) -> Tensor:
+        """Return a copy of this worker's parameters [n]."""
+        return parameters_to_vector(self.network.parameters())
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Replace the gradients by their means over all workers: the step that follows is that of DDP."""
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        mean = self._average(parameters_to_vector(gradients))
+        vector_to_parameters(mean, gradients)
+
+    def set_reference(self) -> None:
+        """Take the parameters, which are the same on all workers, as what later ones are compared with."""
+        self.reference.copy_(self.flatten())
+
+    # ---- an exchange
+
+    @torch.no_grad()
+    def begin_exchange(self, step: int) -> None:
+        """Begin to send how far this worker's parameters are from the reference. All workers call it after a step."""
+        before, began = self.exchange.bytes_sent, time.perf_counter()
+        self.exchange.begin(self.reference - self.flatten())
+        self.counts += torch.tensor([1, self.exchange.bytes_sent - before, step])
+        self.seconds += time.perf_counter() - began
+
+    def finish_exchange(self) -> Tensor:
+        """Return the mean difference [n] over the workers; all of them call it, and then take the outer step."""
+        before, began = self.exchange.bytes_sent, time.perf_counter()
+        mean = self.exchange.finish()
+        self.counts[BYTES] += self.exchange.bytes_sent - before
+        self.counts[SENT_AFTER] = 0
+        self.seconds += time.perf_counter() - began
+        return mean
+
+    @torch.no_grad()
+    def adopt_reference(self) -> None:
+        """Go on from the reference, after the outer step. All workers call it."""
+        vector_to_parameters(self.reference.clone(), self.network.parameters())
+        if self.momentum_of == "reset":
+            self.optimizer.state.clear()
+        elif self.momentum_of == "averaged":
+            momenta = self._find_momenta()
+            mean = self._average(torch.cat([m.flatten() for m in momenta]))
+            for momentum, values in zip(momenta, mean.split([m.numel() for m in momenta]), strict=True):
+                momentum.copy_(values.view_as(momentum))
+
+    def _find_momenta(self) -> list[Tensor]:
+        """Return the first moments of the optimizer, not the second ones of Adam. Raises UserError if it has none."""
+        states = [self.optimizer.state[p] for p in self.network.parameters() if p in self.optimizer.state]
+        found = [state[name] for state in states for name in MOMENTA if isinstance(state.get(name), Tensor)]
+        if not found:
+            kind = type(self.optimizer).__name__
+            raise UserError(f"momentum_of=averaged: {kind} keeps no {' or '.join(MOMENTA)}; use own or reset")
+        return found
+
+    def _average(self, vector: Tensor) -> Tensor:
+        before, began = self.exchange.bytes_sent, time.perf_counter()
+        mean = self.exchange.average(vector)
+        self.counts[BYTES] += self.exchange.bytes_sent - before
+        self.seconds += time.perf_counter() - began
+        return mean
+
+    # ---- between exchanges
+
+    @torch.no_grad()
+    def average_parameters(self) -> Tensor:
+        """Return the mean of the parameters [n] over the workers, which go on with their own. All of them call it."""
+        total = self.flatten()
+        dist.all_reduce(total)
+        return total.div_(self.world.size)
+
+    @torch.no_grad()
+    def load_average(self) -> nn.Module:
+        """Return a copy of the network with the mean of the parameters over the workers, in eval mode."""
+        vector_to_parameters(self.average_parameters(), self.average.parameters())
+        for buffer, own in zip(self.average.buffers(), self.network.buffers(), strict=True):
+            buffer.copy_(own)
+        return self.average.eval()
+
+    # ---- state
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The tensors that are the same on all workers, to be saved and to be loaded into."""
+        return {"reference": self.reference, "momentum": self.momentum, "counts": self.counts}
+
+    def collect_own(self) -> dict[str, Any]:
+        """Return the vectors of this worker alone."""
+        return {"parameters": self.flatten()}
+
+    @torch.no_grad()
+    def load_own(self, saved: dict[str, Any]) -> None:
+        """Load what `collect_own` returned."""
+        vector_to_parameters(saved["parameters"].to(self.reference.device), self.network.parameters())

@@ -1,0 +1,56 @@
+"""Settings of experiments/local_sgd.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from configs.dataparallel import Replicated
+from configs.optional import InitialWeights
+from configs.shared import at_least, between
+
+OUTER_MOMENTUM = 0.9
+
+
+@dataclass
+class Config(Replicated, InitialWeights):
+    """Settings of local SGD."""
+
+    model: Literal["mlp", "convnet", "resnet18"] = "convnet"
+    """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 has the CIFAR
+    stem, and BatchNorm, whose statistics are each worker's own and are averaged for an evaluation."""
+    every: int = at_least(1, 8)
+    """Optimizer steps that each worker takes from one exchange to the next; the last step of a run is followed by one,
+    too."""
+    start: int = at_least(0, 0)
+    """Steps at the beginning in which gradients are averaged, as in DDP (post-local SGD, arXiv 1808.07217)."""
+    outer: Literal["mean", "nesterov"] = "mean"
+    """What an exchange does with the mean difference of the workers' parameters from those of the last exchange: a
+    step of SGD, or of SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)."""
+    outer_lr: float = between(0.001, 2, 1)
+    """Learning rate of the outer step; with outer=mean 1 gives the mean of the workers' parameters."""
+    outer_momentum: float = between(0, 0.9999, OUTER_MOMENTUM)
+    """Momentum of the outer step with outer=nesterov."""
+    momentum_of: Literal["own", "averaged", "reset"] = "own"
+    """Momentum of a worker's optimizer at an exchange: it stays the worker's own; is averaged over the workers, where
+    second moments stay their own; or begins anew, as all of the optimizer's state does."""
+
+    def check(self) -> None:
+        super().check()
+        if self.outer == "mean" and self.outer_momentum != OUTER_MOMENTUM:
+            what = f"outer_momentum={self.outer_momentum:g} is a setting of outer=nesterov"
+            raise ValueError(f"{what}; leave it out, or use that")
+        if self.momentum_of == "averaged" and self.optim.name == "sgd" and not self.optim.momentum:
+            raise ValueError("momentum_of=averaged: with optim.momentum=0 there is none; leave it out")
+        held = self.data.train_samples
+        if held:
+            self.check_rounds(self.total_steps(held // self.batch))
+
+    def check_rounds(self, steps: int) -> None:
+        """Raise ValueError where a run of so many steps has no full round of local steps."""
+        local = steps - self.start
+        if local < 1:
+            raise ValueError(f"start={self.start}: the run has {steps} steps, and none is left; use start={steps // 2}")
+        if self.every > local:
+            what = f"every={self.every}: the run has {local} local steps"
+            raise ValueError(f"{what}, and so no round of that length; use at most every={local}")

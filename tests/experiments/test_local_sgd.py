@@ -1,0 +1,73 @@
+"""Local SGD in runs: exchanges and bytes by their formulas, each worker's own state in a checkpoint, bad settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.api import networks
+from common.checkpoint import storage
+from common.core import config
+from common.core.errors import UserError
+from configs.local_sgd import Config
+from tests.harness.processes import Done
+from tests.harness.registry import BY_NAME
+from tests.harness.resuming import cut_off, resume
+from tests.harness.shared import run_once
+
+STEPS, EVERY, START = 30, 8, 5
+N = sum(p.numel() for p in networks.build_network("mlp", (28, 28), 10).parameters())
+
+
+@pytest.fixture
+def trained(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A run that saves between exchanges, too."""
+    words = ("model=mlp", f"every={EVERY}", f"start={START}", "momentum_of=averaged")
+    return run_once(tmp_path_factory, "local", "local_sgd", *quick, *words)
+
+
+def test_exchanges_and_bytes_are_counted(trained: Done) -> None:
+    """Steps 13, 21 and 29 end a round, and 30 the run; each exchange has parameters and momentum."""
+    assert trained.status == 0, trained.err
+    assert trained.result["exchanges"] == 4 and trained.result["bytes_sent"] == 4 * N * (START + 2 * 4)
+    assert "4 in 30 steps" in trained.out and "after every 8 steps after 5 synchronous steps" in trained.out
+
+
+def test_a_checkpoint_has_each_worker_s_own_parameters_and_their_mean(trained: Done) -> None:
+    for saved in storage.list_checkpoints(trained.folder.attempts()[0]):
+        parts = [torch.load(saved.path / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+        one, two = (part["local"]["worker"]["vectors"]["parameters"] for part in parts)
+        together = saved.step <= START or (saved.step - START) % EVERY == 0 or saved.step == STEPS
+        assert torch.equal(one, two) == together, saved.step
+        mean = torch.cat([parts[0]["model"][name].flatten() for name in parts[0]["model"]])
+        assert torch.allclose(mean, (one + two) / 2, atol=1e-7) and not parts[1]["model"]
+
+
+def test_another_number_of_ranks_is_refused(trained: Done, tmp_path: Path) -> None:
+    folder = cut_off(trained.folder, 15, tmp_path)
+    done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert (
+        "the checkpoint is of 2 ranks with parameters of their own, and here are 1; go on with 2 ranks" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("every=0", "every=0: out of range"),
+        ("every=41 steps=40", "every=41: the run has 40 local steps, and so no round of that length; use at most"),
+        ("every=20 start=21 steps=40", "every=20: the run has 19 local steps"),
+        ("every=1 start=40 steps=40", "start=40: the run has 40 steps, and none is left; use start=20"),
+        ("outer_lr=0", "outer_lr=0: out of range"),
+        ("outer_lr=2.5", "outer_lr=2.5: out of range"),
+        ("outer=nesterov outer_momentum=1", "outer_momentum=1: out of range"),
+        ("outer_momentum=0.5", "is a setting of outer=nesterov"),
+        ("momentum_of=averaged optim.momentum=0", "with optim.momentum=0 there is none"),
+    ],
+)
+def test_bad_settings_are_refused(words: str, part: str) -> None:
+    with pytest.raises(UserError, match=part.replace("+", r"\+")):
+        config.load_config(Config, words.split(), {})
