@@ -20,8 +20,9 @@ class Launch:
     algorithm: str = "ring"
     """How builtin adds up tensors over all ranks: ring, halving_doubling, tree, star, sharded_star, two_level (as few
     bytes as possible between hosts); several by size, such as tree<65536<ring: from 65,536 bytes on the ring; auto
-    measures the links once and chooses such ones, which then stand in config.yaml; or FILE.py:function, whose
-    function(ranks) returns for each rank a list of ('send', 'receive' or 'add', chunk, peer).
+    measures the links once and chooses such ones, which then stand in config.yaml (with more than 256 ranks without
+    ring and sharded_star, whose moves are then too many to compare); or FILE.py:function, whose function(ranks)
+    returns for each rank a list of ('send', 'receive' or 'add', chunk, peer).
     `python -m common.distributed.transport.algorithms` draws one."""
     transport: Literal["auto", "network"] = "auto"
     """What builtin sends through between ranks of one host: auto is its memory, network is sockets."""

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
@@ -21,6 +22,9 @@ from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, exit_on_u
 from common.core.processes import exit_at_once
 from common.runs.folder import Folder
 from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
+
+if TYPE_CHECKING:
+    from common.training.entry_point import LaunchedRank
 
 
 class Job:
@@ -55,26 +59,29 @@ def exit_resumable(number: int, frame: object) -> None:
 
 def train_as_rank(folder: Folder) -> int:
     """Train as the rank that srun started here; return the exit status. Raises UserError."""
-    from common.core import config
-    from common.distributed.rank_info import read_rank_info
-    from common.training import entry_point  # takes seconds
-
-    schema = config.import_schema(folder.experiment)
-    settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
-    rank_info = read_rank_info(os.environ)
-    assert rank_info is not None, "srun starts this"
+    rank: LaunchedRank | None = None
     try:
+        from common.core import config
+        from common.distributed.rank_info import read_rank_info
+        from common.training import entry_point  # takes seconds
+
+        schema = config.import_schema(folder.experiment)
+        settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
+        rank_info = read_rank_info(os.environ)
+        assert rank_info is not None, "srun starts this"
         rank = entry_point.LaunchedRank(rank_info, settings)
         main = importlib.import_module(f"experiments.{folder.experiment}").main
         return entry_point.run_experiment(main, settings, rank, folder, submitted=True)[1]
     except UserError as error:
         is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
         if not (is_restart and isinstance(error, Unreachable)):
-            note_refusal(folder, rank_info.rank, str(error))
+            note_refusal(folder, int(os.environ.get("SLURM_PROCID", "0")), str(error))
             raise
         print(f"error: {error}", file=sys.stderr)  # another attempt may get another host
     except Exception:  # noqa: BLE001 (it ends the rank, with a status of its own)
         traceback.print_exc()
-    if not rank.stop.wait_for_request():  # others may have been noticed, or have failed, a moment earlier
+    if (
+        rank is None or not rank.stop.wait_for_request()
+    ):  # others may have been noticed, or have failed, a moment earlier
         note_failure(folder)
-    return 1 if rank.stop.number == signal.SIGUSR2 else EXIT_FAILED
+    return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED

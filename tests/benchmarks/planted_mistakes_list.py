@@ -29,7 +29,7 @@ MISTAKES = [
     ),
     Mistake(
         "last-window-dropped",  # an epoch's last microbatches are no step
-        "common/data/loader.py",
+        "common/data/accumulation.py",
         "return -(-self.loader.steps // self.count)",
         "return self.loader.steps // self.count",
     ),
@@ -72,7 +72,7 @@ MISTAKES = [
     Mistake(
         "buffers-averaged-over-all",  # not over the replicas of a stage alone
         "common/checkpoint/train_state.py",
-        "average_tensors(floating, self.peers.group, self.weight)",
+        "average_tensors(floating, peers.group, self.weight)",
         "average_tensors(floating, None, self.weight)",
     ),
     Mistake(
@@ -131,7 +131,7 @@ MISTAKES = [
     ),
     Mistake(
         "preparing-not-alone",
-        "common/data/prepare.py",
+        "common/data/sources.py",
         "fcntl.flock(handle, fcntl.LOCK_EX)",
         "fcntl.flock(handle, fcntl.LOCK_SH)",
     ),
@@ -177,8 +177,8 @@ MISTAKES = [
     Mistake(
         "requeued-without-limit",
         "slurm/scheduling/requeue.py",
-        "count_failures(folder) if status != EXIT_RESUMABLE else 0",
-        "count_failures(folder) if status == EXIT_RESUMABLE else 0",
+        "0 if status in NOTICED_STATUSES else record_failure(folder)",
+        "record_failure(folder) if status in NOTICED_STATUSES else 0",
     ),
     Mistake(
         "signal-is-success",  # the exit status of a job that a signal ended
@@ -213,8 +213,8 @@ MISTAKES = [
     Mistake(
         "missing-steps-are-equal",
         "slurm/launch/rerun.py",
-        "return bool(both) and not wrong and not missing and not odd",
-        "return bool(both) and not wrong and not odd",
+        "return bool(both) and not wrong and not missing",
+        "return bool(both) and not wrong",
     ),
     Mistake(
         "first-error-without-time",  # one whose time is not known is taken for the first

@@ -16,6 +16,8 @@ from common.distributed.transport.algorithms import build_algorithm
 from common.distributed.transport.moves import Algorithm, Move, Route, simulate_algorithm
 
 SIZES = tuple(4**power for power in range(1, 14))  # bytes for which an algorithm is chosen: 4 bytes to 64 MiB
+MOST_MOVES = 20_000  # of all ranks: an algorithm with more is played for two sizes alone, with a line between them
+LONGEST = 256  # ranks beyond which algorithms whose moves grow with their square are left out: playing takes too long
 WORTH = 0.99  # of the seconds of an algorithm, below which another one is taken instead
 
 
@@ -83,14 +85,31 @@ def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Sequenc
     """Return the algorithms of the least time for each of SIZES, as `launch.algorithm` takes them: `tree<65536<ring`.
 
     One that is less than a hundredth faster than that of the size before is not worth a change; of equal ones the
-    first is taken.
+    first is taken. With more than LONGEST ranks, ring and sharded_star are left out, and two_level where ranks times
+    hosts are more than LONGEST**2; rank 0 plays them while the others wait.
     """
-    known = {name: build_algorithm(name, size, hosts) for name in names}
+    known = {name: build_algorithm(name, size, hosts) for name in names if is_short(name, size, hosts)}
     built = {name: algorithm for name, algorithm in known.items() if not algorithm.note}  # else another one plays
+    predicted = {name: predict_sizes(algorithm, lines, hosts) for name, algorithm in built.items()}
     chosen: list[str] = []
-    for nbytes in SIZES:
-        seconds = {name: predict_seconds(algorithm, lines, nbytes, hosts) for name, algorithm in built.items()}
+    for position, nbytes in enumerate(SIZES):
+        seconds = {name: values[position] for name, values in predicted.items()}
         best = min(built, key=lambda name: WORTH * seconds[name] if name in chosen[-1:] else seconds[name])
         if best not in chosen[-1:]:
             chosen += [str(nbytes), best] if chosen else [best]
     return "<".join(chosen)
+
+
+def is_short(name: str, size: int, hosts: Sequence[Hashable]) -> bool:
+    """Check that a built-in algorithm has not too many moves to be played: size**2, for two_level size * hosts."""
+    hosts_or_ranks = len(set(hosts)) if name == "two_level" and hosts else size
+    grows = name in ("ring", "sharded_star", "two_level") or (name == "halving_doubling" and size & (size - 1))
+    return not grows or size * hosts_or_ranks <= LONGEST**2
+
+
+def predict_sizes(algorithm: Algorithm, lines: Lines, hosts: Sequence[Hashable]) -> list[float]:
+    """Return the seconds of an all-reduce of each of SIZES."""
+    if sum(map(len, algorithm.moves)) <= MOST_MOVES:
+        return [predict_seconds(algorithm, lines, nbytes, hosts) for nbytes in SIZES]
+    least, most = (predict_seconds(algorithm, lines, nbytes, hosts) for nbytes in (SIZES[0], SIZES[-1]))
+    return [least + (most - least) * (nbytes - SIZES[0]) / (SIZES[-1] - SIZES[0]) for nbytes in SIZES]

@@ -12,6 +12,7 @@ the end every rank holds the sum over all ranks in every chunk. Imports no torch
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ class _Simulation:
         self.clocks = [0.0] * len(algorithm.moves)
         self.waiting: dict[tuple[int, Hashable], deque[Parcel]] = defaultdict(deque)  # of a rank, for an outgoing cable
         self.arrived: dict[tuple[int, int], deque[tuple[float, int]]] = defaultdict(deque)  # by source and target
+        self.heads: list[tuple[float, float, int, tuple[int, Hashable]]] = []  # a heap: start, issued, number, queue
         self.outgoing_free: dict[Hashable, float] = defaultdict(float)
         self.incoming_free: dict[Hashable, float] = defaultdict(float)
 
@@ -137,8 +139,10 @@ class _Simulation:
             sent_by: int | None = None
             if move.kind == "send":
                 route = self.find_route(rank, move.peer, move)
-                parcel = Parcel(time, len(self.events), rank, move.peer, route)
-                self.waiting[rank, route.outgoing].append(parcel)
+                queue = self.waiting[rank, route.outgoing]
+                queue.append(Parcel(time, len(self.events), rank, move.peer, route))
+                if len(queue) == 1:
+                    self.push_head(rank, route.outgoing)
             elif messages := self.arrived[move.peer, rank]:
                 time, sent_by = messages.popleft()
                 self.clocks[rank] = max(self.clocks[rank], time)
@@ -149,15 +153,25 @@ class _Simulation:
 
     def carry_message(self) -> int | None:
         """Carry the message that can leave first, and return its target; None if there is none."""
-        heads = [(self.find_start(queue[0]), queue[0]) for queue in self.waiting.values() if queue]
-        if not heads:
-            return None
-        start, (_, number, source, target, route) = min(heads, key=lambda head: (head[0], head[1][:2]))
-        self.waiting[source, route.outgoing].popleft()
-        end = start + route.duration
-        self.outgoing_free[route.outgoing] = self.incoming_free[route.incoming] = end
-        self.arrived[source, target].append((end, number))
-        return target
+        while self.heads:
+            start, _, _, key = heapq.heappop(self.heads)
+            _, number, source, target, route = self.waiting[key][0]
+            if self.find_start(self.waiting[key][0]) > start:  # other messages have taken its cables meanwhile
+                self.push_head(*key)
+                continue
+            self.waiting[key].popleft()
+            end = start + route.duration
+            self.outgoing_free[route.outgoing] = self.incoming_free[route.incoming] = end
+            self.arrived[source, target].append((end, number))
+            if self.waiting[key]:
+                self.push_head(*key)
+            return target
+        return None
+
+    def push_head(self, rank: int, outgoing: Hashable) -> None:
+        """Let the oldest message of a queue wait for its start, which can only become later."""
+        parcel = self.waiting[rank, outgoing][0]
+        heapq.heappush(self.heads, (self.find_start(parcel), parcel.issued, parcel.number, (rank, outgoing)))
 
     def find_start(self, parcel: Parcel) -> float:
         """Return when a message can leave: once it was issued and both cables are free."""

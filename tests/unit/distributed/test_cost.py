@@ -7,6 +7,7 @@ from math import ceil, log2
 import pytest
 
 from common.core.errors import UserError
+from common.distributed.transport import cost
 from common.distributed.transport.algorithms import NAMES, build_algorithm
 from common.distributed.transport.cost import Line, Lines, choose_by_size, fit_line, predict_seconds
 
@@ -92,3 +93,14 @@ def test_the_choice_follows_the_size() -> None:
     assert choose_by_size(LINES, ["star"], 1) == "star"
     for size in range(2, 9):
         assert choose_by_size(LINES, ("sharded_star", "ring"), size) == "sharded_star"  # equal: the first
+
+
+def test_with_many_ranks_the_choice_takes_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 chooses while the others wait; a ring of p ranks has 4 p (p - 1) moves."""
+    played = choose_by_size(LINES, NAMES, 12, "aaabbbcccddd")
+    monkeypatch.setattr(cost, "MOST_MOVES", 0)
+    assert choose_by_size(LINES, NAMES, 12, "aaabbbcccddd") == played, "two sizes and a line between them say the same"
+    monkeypatch.setattr(cost, "LONGEST", 11)
+    assert "ring" not in choose_by_size(LINES, ("ring", "tree"), 12)
+    assert choose_by_size(LINES, ("two_level", "tree"), 12).endswith("tree")
+    assert choose_by_size(LINES, ("two_level", "tree"), 12, "aaaaaabbbbbb").endswith("two_level")

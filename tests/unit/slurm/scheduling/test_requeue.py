@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from common.core.errors import EXIT_RESUMABLE
+from common.core.errors import EXIT_RESUMABLE, UserError
 from common.runs.folder import Folder
 from slurm.scheduling import requeue
+from slurm.scheduling.job import train_as_rank
 from tests.harness.fake_slurm import Fake, call
 
 OURS, ELSEWHERE, QUEUED = "JobState=RUNNING Restarts=1", "JobState=RUNNING Restarts=2", "JobState=PENDING Restarts=2"
@@ -110,6 +111,17 @@ def test_a_rank_that_failed_first_counts_before_one_that_srun_killed(
     requeue.note_failure(folder)
     assert "failed with exit status 1;" in end(fake, folder, EXIT_RESUMABLE, OURS).stdout
     assert end(fake, folder, 137, OURS).returncode == 1 and folder.result["exit_status"] == 1
+
+
+def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    assert train_as_rank(folder) == requeue.EXIT_FAILED, "it is no task of srun"
+    assert requeue.locate_failure_note(folder).exists() and not requeue.read_refusal(folder)
+    (folder.path / "submit" / "config.yaml").write_text("epoch: 1\n")
+    with pytest.raises(UserError, match="unknown key epoch"):
+        train_as_rank(folder)
+    assert "did you mean epochs?" in requeue.read_refusal(folder)
 
 
 def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
