@@ -37,7 +37,7 @@ class Data:
     really used."""
     root: str = "data"
     """Folder with the raw files, as torchvision lays them out. The variable DATA_ROOT sets the default; another one
-    has to exist for mnist."""
+    has to exist for mnist, which is downloaded into it where it is not there yet."""
     cache: str = "data/prepared"
     """Folder for prepared sets (uint8 arrays). Writable, and visible from every node."""
     fallback: Literal["digits", "none"] = "digits"

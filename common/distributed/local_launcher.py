@@ -137,7 +137,10 @@ class StopForwarder:
             return
         self.number, self.received = number, time.monotonic()
         if number == signal.SIGINT:
-            print("\nsaving after the next step; Ctrl-C once more ends at once", file=sys.stderr)
+            print(
+                "\nstopping: once it trains, it saves after the next step; Ctrl-C again ends at once",
+                file=sys.stderr,
+            )
         self.signal_ranks()
 
     def signal_ranks(self) -> None:

@@ -184,7 +184,8 @@ def test_only_rows_that_were_passed_on_are_known(offline: Offline, tmp_path: Pat
     write_json(note, {"rows": 22})
     assert len(wandb_tracker.read_forwarded_rows(second)) == 22
     note.unlink()
-    assert not wandb_tracker.read_forwarded_rows(second)
+    write_json(second.attempt / wandb_tracker.FORWARDED, {"rows": 3})
+    assert not wandb_tracker.read_forwarded_rows(second), "its own rows are still to come"
 
 
 def copy_with_two_starts(whole: Folder, place: Path) -> Folder:
