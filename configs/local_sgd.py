@@ -9,7 +9,7 @@ from configs.dataparallel import Replicated
 from configs.optional import InitialWeights
 from configs.shared import at_least, between
 
-OUTER_MOMENTUM = 0.9
+OUTER_MOMENTUM, TOPK, RANK = 0.9, 0.01, 8  # defaults
 
 
 @dataclass
@@ -34,9 +34,20 @@ class Config(Replicated, InitialWeights):
     momentum_of: Literal["own", "averaged", "reset"] = "own"
     """Momentum of a worker's optimizer at an exchange: it stays the worker's own; is averaged over the workers, where
     second moments stay their own; or begins anew, as all of the optimizer's state does."""
+    communication: Literal["none", "bf16", "int8", "topk", "powersgd"] = "none"
+    """How differences are sent: as they are; in half the bits; in a quarter, with a scale for each parameter; the
+    largest numbers only; or as products of thin matrices (arXiv 1905.13727). What is left out is added to the next
+    difference."""
+    topk: float = between(1e-6, 1, TOPK)
+    """Share of the numbers that topk sends."""
+    powersgd_rank: int = at_least(1, RANK)
+    """Columns of PowerSGD's matrices. Differences of several steps need more of them than gradients do."""
+    delay: int = at_least(0, 0)
+    """Steps that workers take on while an exchange is under way, before its outer step is taken (arXiv 2501.18512)."""
 
     def check(self) -> None:
         super().check()
+        self.check_exchange()
         if self.outer == "mean" and self.outer_momentum != OUTER_MOMENTUM:
             what = f"outer_momentum={self.outer_momentum:g} is a setting of outer=nesterov"
             raise ValueError(f"{what}; leave it out, or use that")
@@ -45,6 +56,23 @@ class Config(Replicated, InitialWeights):
         held = self.data.train_samples
         if held:
             self.check_rounds(self.total_steps(held // self.batch))
+
+    def check_exchange(self) -> None:
+        """Raise ValueError where settings of the exchange do not fit together."""
+        own = {"topk": ("topk", TOPK), "powersgd": ("powersgd_rank", RANK)}
+        for kind, (name, default) in own.items():
+            if self.communication != kind and getattr(self, name) != default:
+                what = f"{name}={getattr(self, name):g} is a setting of communication={kind}"
+                raise ValueError(f"{what}; leave it out, or use that")
+        if self.communication in ("bf16", "int8") and self.dtype == "float64":
+            what = f"communication={self.communication} takes dtype=float32"
+            raise ValueError(f"{what}; with float64 use none, topk or powersgd")
+        if self.delay >= self.every:
+            what = f"delay={self.delay}: an exchange must be over when the next one begins"
+            raise ValueError(f"{what}, after every={self.every} steps; use at most delay={self.every - 1}")
+        if self.delay and self.momentum_of == "averaged":
+            what = f"delay={self.delay}: averaged momentum would be that of older parameters"
+            raise ValueError(f"{what}; use momentum_of=own or reset")
 
     def check_rounds(self, steps: int) -> None:
         """Raise ValueError where a run of so many steps has no full round of local steps."""

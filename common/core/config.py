@@ -44,6 +44,7 @@ FIXED = (
     "seed",
     "batch",
     "accumulate",
+    "start",
     "dtype",
     *("ops", "dtypes", "sizes", "algorithms", "transports"),
     "optim.name",

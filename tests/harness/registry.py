@@ -103,7 +103,9 @@ EXPERIMENTS = [
         spread=lambda count: (f"processes_per_node={count}", "every=1", "momentum_of=averaged", "model=mlp"),
         others=(
             ("model=mlp", "every=4", "start=2", "outer=nesterov", "outer_lr=0.7", "optim.name=adamw", "optim.lr=0.001"),
-            ("model=resnet18", "every=2", "momentum_of=reset", *FEW_STEPS),
+            ("model=mlp", "every=5", "delay=3", "communication=powersgd", "optim.lr=0.05", "momentum_of=reset"),
+            ("model=mlp", "every=4", "communication=int8", "momentum_of=averaged"),
+            ("model=mlp", "every=3", "delay=2", "communication=topk", "topk=0.1"),
         ),
         keeps_ranks=True,
     ),

@@ -46,8 +46,13 @@ def test_an_exchange_after_each_step_equals_ddp_and_own_momentum_equals_torch(
 
 
 def test_one_worker_equals_plain_training_for_any_round(tmp_path: Path, cache: Path) -> None:
-    same = ["every=3", "every=7,start=4", "every=5,momentum_of=averaged"]
-    others = ["every=3,outer=nesterov", "every=3,outer_lr=0.5", "every=3,momentum_of=reset"]
+    same = ["every=3", "every=7,start=4", "every=5,momentum_of=averaged", "every=6,delay=4"]
+    others = [
+        "every=3,outer=nesterov",
+        "every=3,outer_lr=0.5",
+        "every=3,momentum_of=reset",
+        "every=3,delay=1,outer_lr=0.5",
+    ]
     found = train_cases("local_sgd", tmp_path, cache, 1, ["ddp,seed=0", *same, *others])
     assert max(find_gap(found[case], found["ddp,seed=0"]) for case in same) <= TOLERANCE
     assert min(find_gap(found["ddp,seed=0"], found[case]) for case in others) > 1e-6

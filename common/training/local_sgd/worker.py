@@ -5,8 +5,10 @@ All vectors [n] hold the n parameters of the network, in its order.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,6 +39,10 @@ class LocalWorker:
         self.exchange = exchange
         self.reference = self.flatten()
         """Parameters after the last outer step, the same on all workers."""
+        self.sent = self.reference
+        """This worker's parameters when the last exchange began."""
+        self.received = self.reference
+        """The result of the last exchange."""
         self.momentum = torch.zeros_like(self.reference)
         """Momentum of the outer steps, the same on all workers."""
         self.counts = torch.zeros(3, dtype=torch.int64)
@@ -72,24 +78,40 @@ class LocalWorker:
     @torch.no_grad()
     def begin_exchange(self, step: int) -> None:
         """Begin to send how far this worker's parameters are from the reference. All workers call it after a step."""
-        before, began = self.exchange.bytes_sent, time.perf_counter()
-        self.exchange.begin(self.reference - self.flatten())
-        self.counts += torch.tensor([1, self.exchange.bytes_sent - before, step])
-        self.seconds += time.perf_counter() - began
+        with self.count():
+            self.sent = self.flatten()
+            self.exchange.begin(self.reference - self.sent)
+        self.counts[EXCHANGES] += 1
+        self.counts[SENT_AFTER] = step
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for an exchange that is in flight, whose result is kept for the outer step. All workers call it."""
+        if self.exchange.in_flight:
+            with self.count():
+                self.received = self.exchange.finish()
 
     def finish_exchange(self) -> Tensor:
         """Return the mean difference [n] over the workers; all of them call it, and then take the outer step."""
-        before, began = self.exchange.bytes_sent, time.perf_counter()
-        mean = self.exchange.finish()
-        self.counts[BYTES] += self.exchange.bytes_sent - before
+        self.receive()
         self.counts[SENT_AFTER] = 0
+        return self.received
+
+    @contextlib.contextmanager
+    def count(self) -> Iterator[None]:
+        """Count the bytes and seconds of the block as those of exchanges."""
+        before, began = self.exchange.bytes_sent, time.perf_counter()
+        yield
+        self.counts[BYTES] += self.exchange.bytes_sent - before
         self.seconds += time.perf_counter() - began
-        return mean
 
     @torch.no_grad()
     def adopt_reference(self) -> None:
-        """Go on from the reference, after the outer step. All workers call it."""
-        vector_to_parameters(self.reference.clone(), self.network.parameters())
+        """Go on from the reference after the outer step, with the steps since the exchange began. All workers call it.
+
+        Where none was taken since, the parameters of all workers are the reference, to the bit.
+        """
+        vector_to_parameters(self.reference + (self.flatten() - self.sent), self.network.parameters())
         if self.momentum_of == "reset":
             self.optimizer.state.clear()
         elif self.momentum_of == "averaged":
@@ -108,11 +130,8 @@ class LocalWorker:
         return found
 
     def _average(self, vector: Tensor) -> Tensor:
-        before, began = self.exchange.bytes_sent, time.perf_counter()
-        mean = self.exchange.average(vector)
-        self.counts[BYTES] += self.exchange.bytes_sent - before
-        self.seconds += time.perf_counter() - began
-        return mean
+        with self.count():
+            return self.exchange.average(vector)
 
     # ---- between exchanges
 
@@ -139,10 +158,15 @@ class LocalWorker:
         return {"reference": self.reference, "momentum": self.momentum, "counts": self.counts}
 
     def collect_own(self) -> dict[str, Any]:
-        """Return the vectors of this worker alone."""
-        return {"parameters": self.flatten()}
+        """Return the vectors of this worker alone. All workers call it; an exchange in flight is waited for."""
+        self.receive()
+        waiting = {"sent": self.sent, "received": self.received} if self.sent_after else {}
+        return {"parameters": self.flatten()} | waiting | self.exchange.collect()
 
     @torch.no_grad()
     def load_own(self, saved: dict[str, Any]) -> None:
         """Load what `collect_own` returned."""
-        vector_to_parameters(saved["parameters"].to(self.reference.device), self.network.parameters())
+        own = {name: value.to(self.reference.device) for name, value in saved.items()}
+        vector_to_parameters(own["parameters"], self.network.parameters())
+        self.sent, self.received = own.get("sent", self.sent), own.get("received", self.received)
+        self.exchange.load(own)
