@@ -13,8 +13,8 @@ class Elastic:
     """Settings of going on without a lost rank; `elastic=true` is short for elastic.on=true."""
 
     on: bool = False
-    """Go on in flight when a rank is killed or does not answer: the others do the step again, and take its shard of the
-    batch. Losses stay those of the undisturbed run. Ranks on CPUs only."""
+    """Go on in flight when a rank is killed or does not answer, or its host is gone: the others do the step again, and
+    take its shard of the batch. Losses stay those of the undisturbed run. Ranks on CPUs only."""
     timeout: float = between(0.2, 600, 3)
     """Seconds without a heartbeat after which a rank is lost. Heartbeats come from a thread: a slow step, an evaluation
     or a checkpoint is no silence. A rank that is killed is noticed at once."""
@@ -22,6 +22,8 @@ class Elastic:
     """Fewest ranks to go on with; with fewer, the rest save and end with status 75, to be resumed with all."""
     rejoin: int = at_least(0, 3)
     """How often a lost rank is started again, to join between two steps with a copy of another rank's state."""
+    spares: int = between(0, 64, 0)
+    """Hosts that a job asks for beside those it needs, for ranks of a host that is lost; without SLURM of no use."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from common.core.errors import EXIT_RESUMABLE, UserError
 from common.core.processes import die_with_parent, exit_at_once
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
-from common.distributed.elastic.supervisor import Supervisor
+from common.distributed.elastic.supervisor import Supervisor, open_listener
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import disk_errors
 from configs.elastic import Elastic
@@ -59,7 +59,9 @@ def run_ranks(
     address = str(private / "coordinator") if elastic else ""
     forker = RankForker(body, size, nodes, private, address, children)
     try:
-        supervisor = Supervisor(address, size, elastic, forker.kill, forker.fork_again) if elastic else None
+        supervisor = None
+        if elastic:
+            supervisor = Supervisor(open_listener(address, size), size, elastic, forker.kill, forker.fork_again)
         for rank in range(size):
             forker.fork(rank)
         if stop.number:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+COORDINATOR = "ELASTIC_COORDINATOR"  # variable with the address of the coordinator of a job's elastic run
+KEY = "ELASTIC_KEY"  # variable with the key that this coordinator asks for
+JOINS_AS = "ELASTIC_JOINS_AS"  # variable with the rank that a new process takes the place of
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -63,6 +67,16 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
     if {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
         size, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
         attempt = (environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0"))
+        coordinator = environ.get(COORDINATOR, "")
+        if JOINS_AS in environ:
+            return RankInfo(
+                nodes=int(environ["SLURM_JOB_NUM_NODES"]),
+                launcher="slurm",
+                master=coordinator.rpartition(":")[0],
+                coordinator=coordinator,
+                joins=True,
+                launched_as=int(environ[JOINS_AS]),
+            )
         return RankInfo(
             rank=int(environ["SLURM_PROCID"]),
             size=size,
@@ -74,6 +88,7 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
             master=parse_first_host(environ["SLURM_STEP_NODELIST"]),
             attempt_id=".".join(attempt),
             is_restart=is_restart,
+            coordinator=coordinator,
         )
     return None
 

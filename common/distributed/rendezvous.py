@@ -166,7 +166,8 @@ def set_up_rendezvous(
             check_rank0_name(rank_info)
         store: dist.Store = dist.FileStore(str(private / "store"), rank_info.size)
     else:
-        store = (open_torchrun_store if rank_info.launcher == "torchrun" else open_slurm_store)(rank_info, setup)
+        open_store = open_torchrun_store if rank_info.launcher == "torchrun" else open_slurm_store
+        store = dist.HashStore() if rank_info.joins else open_store(rank_info, setup)
     address = network.resolve_ipv4(rank_info.master.partition(":")[0])
     chosen = chosen or ("lo" if rank_info.nodes == 1 else network.find_interface(address))
     set_interface(chosen)

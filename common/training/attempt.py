@@ -52,6 +52,13 @@ class Attempt:
         return cls(folder, prepared, given is None)
 
     @classmethod
+    def join(cls, cfg: Experiment, given: Folder | None) -> Attempt:
+        """Join the attempt that other ranks of the run are at. Raises UserError where the data is missing here."""
+        assert given is not None
+        prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=given.path / "code")
+        return cls(given.attempts()[-1], prepared, is_new=False)
+
+    @classmethod
     def from_content(cls, content: dict[str, Any]) -> Attempt:
         """Make the attempt that another rank has opened, from its `content`."""
         prepared = Prepared(**content["prepared"] | {"path": Path(content["prepared"]["path"])})

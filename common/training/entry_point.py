@@ -178,13 +178,18 @@ class LaunchedRank:
 
     def __init__(self, rank_info: RankInfo, cfg: Experiment) -> None:
         """Raise UserError if torchrun or SLURM started another number of ranks than the config needs."""
-        if rank_info.size != cfg.processes:
+        if rank_info.size != cfg.processes and not rank_info.joins:
             raise UserError(
                 f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, "
                 f"the settings need {cfg.processes}"
             )
-        self.rank_info, self.is_main = rank_info, rank_info.rank == 0
+        self.rank_info = rank_info
         self.stop = listen_for_stop(cfg, sys.stderr)
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which may be another one at the end of an elastic run."""
+        return self.rank_info.rank == 0 and not self.rank_info.joins
 
     @contextlib.contextmanager
     def acquire_run(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
@@ -193,6 +198,7 @@ class LaunchedRank:
         launch = algorithms.choose_file(cfg.launch, given.path / "code") if given else cfg.launch
         private = private_folder.name_folder(given.path if given else Path(cfg.runs), self.rank_info)
         with rendezvous.joined_world(self.rank_info, launch, private) as self.world:
+            self.rank_info = self.world  # follows its changes
             if given is None and self.rank_info.is_restart:
                 name = config.get_experiment_name(type(cfg))
                 mine = provenance.find_earlier_run(Path(cfg.runs), name, sys.argv) if self.is_main else None
@@ -202,6 +208,8 @@ class LaunchedRank:
 
     def open_attempt(self, cfg: Experiment, given: Folder | None) -> Attempt | int:
         """Let rank 0 claim and document the attempt; an exit status where there is none, a UserError on rank 0."""
+        if self.rank_info.joins:
+            return Attempt.join(cfg, given)
         self.stop.all_saved = True
         try:
             opened = self._try_open(cfg, given) if self.is_main else None
@@ -232,8 +240,8 @@ class LaunchedRank:
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Ending:
         """Train as one rank, and track the attempt on rank 0."""
         folder = attempt.folder
-        self.stop.log = open(folder.log_file(self.rank_info.rank), "a")  # noqa: SIM115 (open as long as the process)
-        if self.is_main:
+        self.stop.log = open(folder.log_file(self.rank_info.number), "a")  # noqa: SIM115 (open as long as the process)
+        if self.is_main and not self.rank_info.coordinator:  # else the launcher tracks, which outlives every rank
             attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
         try:
             train_rank(main, cfg, self.world, attempt, self.stop)
@@ -244,7 +252,7 @@ class LaunchedRank:
 
 def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: StopRequest) -> None:
     """Call the experiment's main on one rank, and log why it failed."""
-    if world.nodes > 1 and world.launcher != "local":
+    if world.nodes > 1 and world.launcher != "local" and not world.joins:
         host_checks.check_hosts(world, attempt.folder.path, mixed=cfg.launch.mixed)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
     run = Run(cfg, attempt.folder, world, attempt.prepared, stop)

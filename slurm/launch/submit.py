@@ -113,11 +113,6 @@ def submit_run(
     name: str, settings: Experiment, profile: Profile, scheduler: Scheduler, resumed: Folder | None
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
-    if find_elastic(settings):
-        raise UserError(
-            "elastic=true goes on without a lost rank on one machine; leave it out on a cluster, where the job is "
-            "queued again, or use LAUNCH=local"
-        )
     if resumed:
         schedules.copy_schedule_file(settings, resumed.path / "code")
         algorithms.keep_file(settings.launch, resumed.path / "code")
@@ -132,11 +127,13 @@ def submit_run(
 def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
     """Submit a run folder that holds all the job needs; `text` are its settings as YAML. Returns the job id."""
     nodes = settings.launch.nodes
-    per_node, entry_points = settings.processes // nodes, find_entry_points(folder)
+    per_node, entry_points, elastic = settings.processes // nodes, find_entry_points(folder), find_elastic(settings)
+    if elastic and not entry_points.elastic:
+        raise UserError(f"{folder.path.name} was made with a source that knows elastic=true on one machine only")
     asked = sbatch.make_submitit_parameters(
-        profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points
+        profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points, elastic=elastic
     )
-    made = sbatch.make_executor(folder, scheduler, asked)
+    made = sbatch.make_executor(folder, scheduler, asked, elastic)
     sbatch.write_settings_and_retire_result(folder, text)
     job = sbatch.submit_job(made)
     provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
@@ -180,8 +177,9 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
     nodes = settings.launch.nodes
     with tempfile.TemporaryDirectory() as scratch:
         folder = Folder(Path(scratch))
-        asked = sbatch.make_submitit_parameters(profile, name, nodes, settings.processes // nodes, folder.path)
-        text = sbatch.make_executor(folder, None, asked).make_job_script()
+        per_node, elastic = settings.processes // nodes, find_elastic(settings)
+        asked = sbatch.make_submitit_parameters(profile, name, nodes, per_node, folder.path, elastic=elastic)
+        text = sbatch.make_executor(folder, None, asked, elastic).make_job_script()
     print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
     print(f"# {name}: settings\n{config.format_yaml(settings)}", end="")
 
@@ -228,7 +226,8 @@ def main(given: argparse.Namespace) -> int:
         return 0
     if resumed:
         check_source_knows_settings(resumed, words)
-    scheduler.check_enough_hosts(settings.launch.nodes, profile.partition)
+    elastic = find_elastic(settings)
+    scheduler.check_enough_hosts(settings.launch.nodes + (elastic.spares if elastic else 0), profile.partition)
     resolve_processes_per_node(settings, profile)
     folder, job = submit_run(name, settings, profile, scheduler, resumed)
     print_job(folder, settings, job, scheduler)

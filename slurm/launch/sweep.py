@@ -26,6 +26,7 @@ from common.core.errors import UserError
 from common.core.text import format_count
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, write_json
+from configs.elastic import find_elastic
 from configs.profile import Profile
 from slurm.arguments import parse_switch, split_settings
 from slurm.launch import submit, sweep_file
@@ -138,6 +139,10 @@ def submit_points(
     for point, _ in chosen:
         submit.resolve_processes_per_node(point.settings, profile)
         submit.check_step_timeout(point.settings, profile)
+        if find_elastic(point.settings):
+            raise UserError(
+                "elastic=true is for single jobs, and a sweep is an array of jobs: use make exp, or LAUNCH=local"
+            )
     for nodes in {point.settings.launch.nodes for point, _ in chosen}:
         scheduler.check_enough_hosts(nodes, profile.partition)
     ordered = sorted(chosen, key=lambda one: find_task_shape(*one))

@@ -26,13 +26,18 @@ class EntryPoints:
     """Executed by the job script after the tasks, with the run folder and their exit status."""
     submit: tuple[str, ...]
     """Words after `python -m` that check the settings of an experiment."""
+    elastic: str = ""
+    """Starts the ranks of an elastic run, with the run folder and the command of srun; empty where there are none."""
 
 
 VERSIONS = {
     1: EntryPoints("slurm.job", "slurm.after", ("slurm.submit",)),
     2: EntryPoints("slurm.scheduling.job", "slurm.scheduling.requeue", ("slurm", "exp")),
+    3: EntryPoints(
+        "slurm.scheduling.job", "slurm.scheduling.requeue", ("slurm", "exp"), "slurm.scheduling.elastic_launcher"
+    ),
 }
-CURRENT = VERSIONS[2]
+CURRENT = VERSIONS[3]
 
 
 def find_entry_points(folder: Folder) -> EntryPoints:

@@ -20,6 +20,7 @@ from submitit.helpers import DelayedSubmission
 
 from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, exit_on_user_error
 from common.core.processes import exit_at_once
+from common.distributed.rank_info import JOINS_AS, read_rank_info
 from common.runs.folder import Folder
 from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
 
@@ -44,7 +45,7 @@ class Job:
             with exit_on_user_error():
                 sys.exit(train_as_rank(folder))
         except SystemExit as end:
-            if end.code:
+            if end.code or JOINS_AS in os.environ:  # Submitit would write the result of another task
                 exit_at_once(end.code)
 
     def checkpoint(self) -> DelayedSubmission:
@@ -60,9 +61,9 @@ def exit_resumable(number: int, frame: object) -> None:
 def train_as_rank(folder: Folder) -> int:
     """Train as the rank that srun started here; return the exit status. Raises UserError."""
     rank: LaunchedRank | None = None
+    joins = JOINS_AS in os.environ
     try:
         from common.core import config
-        from common.distributed.rank_info import read_rank_info
         from common.training import entry_point  # takes seconds
 
         schema = config.import_schema(folder.experiment)
@@ -73,6 +74,8 @@ def train_as_rank(folder: Folder) -> int:
         main = importlib.import_module(f"experiments.{folder.experiment}").main
         return entry_point.run_experiment(main, settings, rank, folder, submitted=True)[1]
     except UserError as error:
+        if joins:  # the others go on without it
+            raise
         is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
         if not (is_restart and isinstance(error, Unreachable)):
             note_refusal(folder, int(os.environ.get("SLURM_PROCID", "0")), str(error))
@@ -80,8 +83,7 @@ def train_as_rank(folder: Folder) -> int:
         print(f"error: {error}", file=sys.stderr)  # another attempt may get another host
     except Exception:  # noqa: BLE001 (it ends the rank, with a status of its own)
         traceback.print_exc()
-    if (
-        rank is None or not rank.stop.wait_for_request()
-    ):  # others may have been noticed, or have failed, a moment earlier
+    # others may have been noticed, or have failed, a moment earlier
+    if not joins and (rank is None or not rank.stop.wait_for_request()):
         note_failure(folder)
     return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED

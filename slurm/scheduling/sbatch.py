@@ -20,6 +20,7 @@ from common.core import config
 from common.core.config import ROOT
 from common.core.errors import UserError
 from common.runs.folder import Folder, disk_errors, write_atomic
+from configs.elastic import Elastic
 from configs.profile import Profile
 from slurm.scheduling.entry_points import CURRENT, EntryPoints, JobReference, find_entry_points
 from slurm.scheduling.scheduler import Scheduler, clean_environment
@@ -57,6 +58,7 @@ def make_submitit_parameters(
     folder: Path,
     tasks: Path | None = None,
     entry_points: EntryPoints = CURRENT,
+    elastic: Elastic | None = None,
 ) -> dict[str, Any]:
     """Make Submitit's parameters; empty values are left out, so that the cluster's own defaults hold.
 
@@ -68,7 +70,7 @@ def make_submitit_parameters(
         setup = [f'RUN="$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(tasks))})"']
     asked: dict[str, Any] = {
         "job_name": name,
-        "nodes": nodes,
+        "nodes": nodes + (elastic.spares if elastic else 0),
         "ntasks_per_node": per_node,
         "cpus_per_task": profile.cpus,
         "time": profile.time,
@@ -80,9 +82,11 @@ def make_submitit_parameters(
         "setup": [*setup, f"export PYTHONPATH={here}/code PYTHONSAFEPATH=1", *profile.setup],
         # outside the step, where no rank's death reaches it
         "teardown": [f"{shlex.quote(sys.executable)} -m {entry_points.requeue} {here} $?"],
-        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={profile.cpus}", *profile.container],
+        "srun_args": [f"--kill-on-bad-exit={int(not elastic)}", f"--cpus-per-task={profile.cpus}", *profile.container],
         "additional_parameters": {"requeue" if profile.requeue else "no-requeue": True},
     }
+    if elastic:  # SLURM goes on without a host
+        asked["additional_parameters"]["no-kill"] = True
     if profile.memory_gb:
         asked["mem"] = f"{round(profile.memory_gb * 1024)}M"
     return asked | {key.replace("-", "_"): value for key, value in choose_host_options(profile).items()}
@@ -100,8 +104,9 @@ def choose_host_options(profile: Profile) -> dict[str, str]:
 class Executor(SlurmExecutor):
     """Submitit's executor, on a chosen SLURM, keeping the text of a job before it is submitted."""
 
-    def __init__(self, folder: Folder, scheduler: Scheduler | None) -> None:
-        self.run_folder, self.scheduler = folder, scheduler
+    def __init__(self, folder: Folder, scheduler: Scheduler | None, launcher: str = "") -> None:
+        """`launcher` is a command, as the shell takes it, to which srun's is given."""
+        self.run_folder, self.scheduler, self.launcher = folder, scheduler, launcher
         super().__init__(folder.path / "submit")
 
     @classmethod
@@ -132,6 +137,8 @@ class Executor(SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text: str = super()._make_submission_file_text(command, uid)
+        if self.launcher:
+            text = text.replace("\nsrun ", f"\n{self.launcher} srun ", 1)
         write_atomic(self.folder / "job.sh", text)
         return text
 
@@ -140,13 +147,17 @@ class Executor(SlurmExecutor):
         return self.scheduler.build_command("sbatch", str(submission_file_path))
 
 
-def make_executor(folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any]) -> Executor:
+def make_executor(
+    folder: Folder, scheduler: Scheduler | None, asked: dict[str, Any], elastic: Elastic | None = None
+) -> Executor:
     """Make an executor for one run folder. Raises UserError."""
     if not PATH.fullmatch(str(folder.path)):
         raise UserError(
             f"a job script cannot hold the path {str(folder.path)!r}; set runs=<path of letters and digits>"
         )
-    made = Executor(folder, scheduler)
+    module = find_entry_points(folder).elastic or CURRENT.elastic  # without source it is only shown
+    words = [sys.executable, "-m", module, str(folder.path)] if elastic else []
+    made = Executor(folder, scheduler, shlex.join(words))
     with disk_errors(made.folder):
         made.folder.mkdir(parents=True, exist_ok=True)
     made.update_parameters(**asked)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from common.distributed.rank_info import JOINS_AS
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster
@@ -125,12 +126,16 @@ class Lab:
 
     def submit(self, experiment: str, *more: str, own_disk: bool = False, **env: str) -> Running:
         """Submit a run on two hosts."""
+        return self.submit_on(2, experiment, *more, own_disk=own_disk, **env)
+
+    def submit_on(self, nodes: int, experiment: str, *more: str, own_disk: bool = False, **env: str) -> Running:
+        """Submit a run on so many hosts."""
         self.count += 1
         runs = (self.disk if own_disk else self.base) / f"runs-{self.count}"
         words = [*EXPERIMENTS[experiment], f"steps={STEPS}", f"runs={runs}", f"data.cache={self.shared / 'cache'}"]
         words += [f"data.root={self.shared / 'images'}", "log.seconds=0.1", "checkpoint.every_seconds=0"]
         words += [f"checkpoint.every_steps={EVERY}", f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *more]
-        self.command("exp", "--nodes=2", f"--args={' '.join(words)}", "--", experiment, env=env)
+        self.command("exp", f"--nodes={nodes}", f"--args={' '.join(words)}", "--", experiment, env=env)
         (path,) = runs.iterdir()
         return Running(self, Folder(path))
 
@@ -209,8 +214,9 @@ class Running:
             with contextlib.suppress(OSError, StopIteration):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if b"submitit.core._submit" in words and not words[0].endswith(b"srun"):
-                    found[pid] = int(next(line[13:] for line in environ if line.startswith(b"SLURM_PROCID=")))
+                named = dict(line.split(b"=", 1) for line in environ if b"=" in line)
+                if b"submitit.core._submit" in words and b"SLURM_STEP_NODELIST" in named:  # no srun, no launcher
+                    found[pid] = int(named.get(JOINS_AS.encode(), named[b"SLURM_PROCID"]))
                     parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return {pid: rank for pid, rank in found.items() if (parents[pid] in found) == of_a_rank}
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.distributed.elastic.member import send_at_once
 from configs.elastic import Elastic
 
 LONGEST = 1 << 20  # bytes of a line; a member sends far less
@@ -28,6 +29,7 @@ class Line:
 
     socket: socket.socket
     heard: float
+    pid: int = 0
     member: int = -1
     """The rank's number at the start of the run; -1 until it has said so."""
     joins: bool = False
@@ -38,6 +40,8 @@ class Line:
     leave this one after the same step."""
     wanted: list[str] = field(default_factory=list)
     """Keys of the store that it waits for."""
+    left: bool = False
+    """True once nobody waits for it any more; the connection lasts as long as the process."""
 
     def send(self, message: dict[str, Any]) -> bool:
         """Send a message; return False where that is not possible."""
@@ -87,6 +91,10 @@ class Coordinator:
         taken = {line.member for line in self.lines}
         return [] if not self.is_active or self.over else [rank for rank in range(self.size) if rank not in taken]
 
+    def find_pid(self, member: int) -> int:
+        """Return the process id of a member, as its host counts; 0 for one that is not there."""
+        return next((line.pid for line in self.lines if line.member == member), 0)
+
     def poll(self, seconds: float) -> bool:
         """Wait at most so long for messages, and answer them; then look for members that are silent.
 
@@ -105,7 +113,8 @@ class Coordinator:
             if stalled:
                 line.heard = now
             elif now - line.heard > self.settings.timeout:
-                self.on_silence(line.member)
+                if line.member >= 0 and not line.left:
+                    self.on_silence(line.member)
                 self._drop(line)
         return bool(ready)
 
@@ -128,6 +137,7 @@ class Coordinator:
         with contextlib.suppress(OSError):
             connection, _ = self.listener.accept()
             connection.settimeout(1.0)  # for sending; it is read only when there is something
+            send_at_once(connection)
             line = Line(connection, time.monotonic())
             self.lines.add(line)
             self.selector.register(connection, selectors.EVENT_READ, line)
@@ -154,7 +164,7 @@ class Coordinator:
         if "hello" in message:
             if message["key"] != self.key or message["hello"] not in range(self.size):
                 raise ValueError
-            line.member, line.joins = message["hello"], message["joins"]
+            line.member, line.joins, line.pid = message["hello"], message["joins"], int(message["pid"])
             if line.joins and self.finished:
                 line.send(OVER)
             self.came.add(line.member)
@@ -180,7 +190,8 @@ class Coordinator:
             line.wanted = message["get"]
             self._serve_store()
         elif "bye" in message:
-            self._drop(line, failed=False)
+            line.left = True
+            self._remove_member(line, failed=False)
 
     def _serve_store(self) -> None:
         for line in self.lines:
@@ -188,8 +199,8 @@ class Coordinator:
                 line.send({"values": [self.store[key] for key in line.wanted]})
                 line.wanted = []
 
-    def _drop(self, line: Line, *, failed: bool = True) -> None:
-        """Forget a member; where it has `failed`, its generation is over."""
+    def _drop(self, line: Line) -> None:
+        """Forget a connection; if it is that of a member of this generation, the generation is over."""
         if line not in self.lines:
             return
         self.lines.discard(line)
@@ -197,6 +208,9 @@ class Coordinator:
         with contextlib.suppress(OSError):
             line.socket.shutdown(socket.SHUT_RDWR)  # a rank that was forked since has a copy, too
         line.socket.close()
+        self._remove_member(line, failed=not line.left)
+
+    def _remove_member(self, line: Line, *, failed: bool) -> None:
         if line.member in self.members and not line.joins and not self.finished:
             self.members.remove(line.member)
             if failed:

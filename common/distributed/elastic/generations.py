@@ -21,9 +21,17 @@ def describe_generation(change: Mapping[str, Any]) -> str:
     return f"after step {change['step']}: {'; '.join(words) or 'connections failed'}; {left}"
 
 
+def read_generations(attempt: Folder) -> list[dict[str, Any]]:
+    """Read the changes of an attempt's ranks; none where the file is missing or cut off."""
+    try:
+        return list(json.loads((attempt.attempt / FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return []
+
+
 def describe_newest_generation(attempt: Folder) -> str:
     """Describe the newest change of an attempt's ranks; empty where there was none or the file is damaged."""
     try:
-        return describe_generation(json.loads((attempt.attempt / FILE).read_text())[-1])
-    except (OSError, ValueError, TypeError, LookupError):
+        return describe_generation(read_generations(attempt)[-1])
+    except (TypeError, LookupError):
         return ""

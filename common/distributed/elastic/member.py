@@ -54,10 +54,11 @@ class Member:
         self.on_end: Callable[[], None] = lambda: None
         """Called in the thread when the generation is over, and again until `sign_in`, to wake the main thread."""
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        os.register_at_fork(after_in_child=self.socket.close)  # it would last as long as a data worker
         self.sending, self.closed, self.over, self.signed = threading.Lock(), False, joins, False
         self.join_waits = False
         """True where a rank waits to belong to the next generation."""
-        self._send({"hello": number, "key": key, "joins": joins})
+        self._send({"hello": number, "key": key, "joins": joins, "pid": os.getpid()})
         threading.Thread(target=self._listen, daemon=True, name="elastic").start()
 
     def sign_in(self, progress: Sequence[int], *, done: bool = False, together: bool = False) -> Generation:
@@ -84,11 +85,10 @@ class Member:
         return list(answer["values"])
 
     def close(self) -> None:
-        """Leave orderly: nobody waits for this rank any more."""
+        """Leave orderly: nobody waits for this rank any more. The connection ends with the process."""
         self.closed = True
         with contextlib.suppress(OSError):
             self._send({"bye": True})
-            self.socket.close()
 
     def _send(self, message: dict[str, Any]) -> None:
         with self.sending:
@@ -144,4 +144,13 @@ def connect(address: str) -> socket.socket:
         line.connect(address)
         return line
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    line = socket.create_connection((host, int(port)), timeout=10)
+    line.settimeout(None)
+    send_at_once(line)
+    return line
+
+
+def send_at_once(connection: socket.socket) -> None:
+    """Let a TCP connection send each message at once, however short."""
+    if connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,10 +1,10 @@
-"""Supervisor of the forked ranks of an elastic run: kills those that do not answer, and starts lost ones again."""
+"""Supervisor of the ranks of an elastic run: ends those that do not answer, and starts lost ones again."""
 
 from __future__ import annotations
 
 import collections
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from common.distributed.elastic.coordinator import Coordinator
 from configs.elastic import Elastic
@@ -12,18 +12,30 @@ from configs.elastic import Elastic
 POLL_SECONDS = 0.01
 
 
+def open_listener(address: str, size: int) -> socket.socket:
+    """Listen for the ranks of a run at the path of a UNIX socket, or at host:port. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    listener = socket.socket(socket.AF_INET if port.isdecimal() else socket.AF_UNIX)
+    listener.bind((host, int(port)) if port.isdecimal() else address)
+    listener.listen(size + 1)
+    return listener
+
+
 class Supervisor:
-    """The launcher's view of an elastic run. `kill` and `start` end and fork the process of a rank."""
+    """The launcher's view of an elastic run. `kill` and `start` end and start the process of a rank."""
 
     def __init__(
-        self, path: str, size: int, settings: Elastic, kill: Callable[[int], None], start: Callable[[int], None]
+        self,
+        listener: socket.socket,
+        size: int,
+        settings: Elastic,
+        kill: Callable[[int], None],
+        start: Callable[[int], None],
+        key: str = "",
     ) -> None:
-        """`path` is where the coordinator's socket will lie, in a private folder."""
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
-        listener.listen(size + 1)
+        """`listener` is the coordinator's socket, `key` what a rank has to know where others can reach it."""
         self.settings, self.start = settings, start
-        self.coordinator = Coordinator(listener, size, settings)
+        self.coordinator = Coordinator(listener, size, settings, key)
         self.coordinator.on_silence = kill
         self.starts: collections.Counter[int] = collections.Counter()
         self.starting: set[int] = set()
@@ -33,12 +45,17 @@ class Supervisor:
         self.starting.discard(rank)
         return exit_code < 0 and self.coordinator.lose(rank)
 
-    def tend(self) -> None:
-        """Answer the ranks, and start those again that are missing once the others go on."""
+    def tend(self, ended: Container[int] | None = None) -> None:
+        """Answer the ranks, and start those again that are missing once the others go on.
+
+        Where it is not this process that sees how a rank ended, `ended` has those that may be started again.
+        """
         self.coordinator.poll(POLL_SECONDS)
         vacant = self.coordinator.vacant
         self.starting &= set(vacant)
         for rank in vacant:
+            if ended is not None and rank not in ended:
+                continue
             if rank not in self.starting and self.starts[rank] < self.settings.rejoin and not self.coordinator.stops:
                 self.starts[rank] += 1
                 self.starting.add(rank)

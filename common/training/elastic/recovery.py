@@ -28,6 +28,7 @@ from common.distributed import ddp, objects
 from common.distributed.elastic import group
 from common.distributed.elastic.generations import FILE, describe_generation
 from common.distributed.elastic.member import Generation, GenerationOver, Member
+from common.distributed.rank_info import KEY
 from common.measure.metrics_log import SharedMetricsLog, Values
 from common.runs.folder import write_json
 from common.runs.progress import Screen
@@ -35,7 +36,6 @@ from common.training.run_context import RunContext
 from configs.batch_plan import cut_batch
 from configs.elastic import Elastic
 
-KEY = "ELASTIC_KEY"  # the variable with the key that the coordinator of a job asks for
 IN_VAIN = 3  # generations in a row without a loss and without a step
 
 
@@ -49,8 +49,8 @@ class Recovery:
             raise UserError("elastic=true: ranks on GPUs cannot go on without each other; add launch.device=cpu")
         if not world.coordinator:
             raise UserError(
-                f"elastic=true: {world.launcher} ends all ranks when one is lost; start the experiment's script "
-                "itself, or leave elastic out"
+                f"elastic=true: {world.launcher} ends all ranks when one is lost; use make exp, or start the "
+                "experiment's script itself, or leave elastic out"
             )
         assert isinstance(run.metrics, SharedMetricsLog)
         self.run, self.state, self.metrics = run, state, run.metrics
@@ -188,8 +188,10 @@ class Recovery:
         group.form_group(self.member, world.timeout, world.number)
         self._watch_connections()
         rank, members = dist.get_rank(), tuple(generation.members)
-        group.change_world(world, rank=rank, size=len(members), local_rank=rank, local_size=len(members), joins=False)
-        group.change_world(world, hosts=tuple(world.all_gather(socket.gethostname())), store=None)
+        group.change_world(world, rank=rank, size=len(members), joins=False, store=None)
+        hosts = world.all_gather(socket.gethostname())
+        here = hosts[rank]
+        group.change_world(world, hosts=tuple(hosts), local_rank=hosts[:rank].count(here), local_size=hosts.count(here))
         facts = objects.broadcast_json(
             self._collect_facts() if rank == generation.source else None, generation.source, world.device
         )

@@ -1,0 +1,221 @@
+"""Launcher of an elastic job: starts its ranks with srun, and goes on without those that are lost. Imports no torch.
+
+    python -m slurm.scheduling.elastic_launcher RUN_FOLDER srun [OPTIONS] PYTHON ...
+
+The job's script executes it on the first host, where it outlives the ranks: it has their coordinator. srun leaves the
+other ranks alone when one ends or a host is lost, so it is the launcher that ends them where one fails by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.core import config, network
+from common.core.errors import EXIT_RESUMABLE, exit_on_user_error
+from common.distributed.elastic.supervisor import Supervisor, open_listener
+from common.distributed.rank_info import COORDINATOR, JOINS_AS, KEY
+from common.runs.folder import Folder
+from common.runs.wandb_tracker import Tracker
+from configs.elastic import find_elastic
+from configs.shared import Experiment
+from slurm.scheduling.scheduler import Scheduler
+
+GRACE = 5.0  # seconds for srun to end after its last rank, and after it was told to
+KILLED = 128 + signal.SIGKILL
+ALL_RANKS = ("--no-kill", "--wait=0")  # srun goes on without a rank, and without a host
+ONE_RANK = ("--overlap", "--open-mode=append", "--nodes=1", "--ntasks=1")
+GONE = -1  # in place of a rank that another process has become
+ENDED = re.compile(r"error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|\w+)")
+
+
+@dataclass
+class Step:
+    """Ranks that one srun started."""
+
+    process: subprocess.Popen[bytes]
+    ranks: list[int]
+    began: float = field(default_factory=time.monotonic)
+    received: bytes = b""
+
+    def read_endings(self) -> Iterator[tuple[int, int]]:
+        """Yield each rank that has ended meanwhile, and its exit status; KILLED stands for every signal.
+
+        srun tells of those that did not end with status 0. Its messages go to the job's log.
+        """
+        assert self.process.stderr is not None
+        with contextlib.suppress(BlockingIOError):
+            self.received += os.read(self.process.stderr.fileno(), 1 << 16)
+        *lines, self.received = self.received.split(b"\n")
+        for line in lines:
+            text = line.decode(errors="replace")
+            print(text, file=sys.stderr, flush=True)
+            if found := ENDED.search(text):
+                for task in expand_numbers(found[1]):
+                    yield self.ranks[task], int(found[2] or KILLED)
+
+    def end(self) -> None:
+        """End what is left of it: srun ends its ranks where it is told to."""
+        for ask in (self.process.terminate, self.process.kill):
+            ask()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
+                return
+
+
+def expand_numbers(text: str) -> list[int]:
+    """Return the numbers of a list such as 0-2,5."""
+    ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
+    return [number for one in ranges for number in range(one[0], one[-1] + 1)]
+
+
+class JobLauncher:
+    """The launcher of one attempt of a job."""
+
+    def __init__(self, folder: Folder, cfg: Experiment, command: list[str]) -> None:
+        """`command` is that of srun for all ranks."""
+        settings = find_elastic(cfg)
+        assert settings is not None
+        self.folder, self.cfg, self.settings = folder, cfg, settings
+        at = command.index(sys.executable)
+        self.options, self.task = command[:at], command[at:]
+        nodes = Scheduler("SLURM").call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+        self.hosts, self.spares = nodes[: cfg.launch.nodes], nodes[cfg.launch.nodes :]
+        address, key = network.resolve_ipv4(socket.gethostname()), secrets.token_hex(16)
+        listener = open_listener(f"{address}:0", cfg.processes)
+        self.environ = os.environ | {COORDINATOR: f"{address}:{listener.getsockname()[1]}", KEY: key}
+        self.supervisor = Supervisor(listener, cfg.processes, settings, self.note_silence, self.start_again, key)
+        self.coordinator = self.supervisor.coordinator
+        self.steps: list[Step] = []
+        self.killers: list[subprocess.Popen[bytes]] = []
+        self.places: dict[int, str] = {}
+        """Host of each rank."""
+        self.silent: set[int] = set()
+        """Ranks that were lost because they did not answer: their hosts may be gone."""
+        self.ended: set[int] = set()
+        """Ranks that are known to be lost, and not to have failed by themselves."""
+        self.tracker: Tracker | None = None
+        self.failed = 0
+        """Exit status of the first rank that failed by itself, or was lost when the run could not go on without it."""
+        self.stopped = False
+        """True once a rank has ended on request."""
+
+    def run(self) -> int:
+        """Start the ranks and wait for them; return the exit status of the job."""
+        everyone = list(range(self.cfg.processes))
+        hosts = [f"--nodes={len(self.hosts)}", f"--nodelist={','.join(self.hosts)}", f"--ntasks={len(everyone)}"]
+        self.start(everyone, self.options, [*ALL_RANKS, *hosts], {})
+        self.places = {rank: self.hosts[rank * len(self.hosts) // len(everyone)] for rank in everyone}
+        while not self.is_over:
+            self.supervisor.tend(self.ended)
+            self.read_endings()
+            self.forget_failed_starts()
+            if self.tracker is None and self.coordinator.is_active:
+                self.tracker = Tracker.start(self.cfg, self.folder.attempts()[-1])
+        self.end_steps()
+        status = self.failed or (EXIT_RESUMABLE if self.stopped else 0 if self.folder.result else KILLED)
+        if self.tracker is not None:
+            patience = self.cfg.wandb.finish_timeout
+            print(self.tracker.finish(min(patience, GRACE) if status == EXIT_RESUMABLE else patience), flush=True)
+        return status
+
+    @property
+    def is_over(self) -> bool:
+        """True once a rank has failed, or no process of a rank is left."""
+        alive = [step for step in self.steps if step.process.poll() is None]
+        return bool(self.failed) or not alive or (bool(self.coordinator.number) and not self.coordinator.lines)
+
+    def start(self, ranks: list[int], options: list[str], more: list[str], environ: dict[str, str]) -> None:
+        """Start ranks in a step of their own."""
+        process = subprocess.Popen(
+            [*options, *more, *self.task], env=self.environ | environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        assert process.stderr is not None
+        os.set_blocking(process.stderr.fileno(), False)
+        self.steps.append(Step(process, ranks))
+
+    def start_again(self, rank: int) -> None:
+        """Start a rank that was lost: on its host, or on a spare one where the host may be gone."""
+        for step in self.steps:
+            step.ranks = [GONE if one == rank else one for one in step.ranks]
+        home = self.places[rank]
+        hosts = [*self.spares, home] if rank in self.silent else [home, *self.spares]
+        self.places[rank] = host = hosts[(self.supervisor.starts[rank] - 1) % len(hosts)]
+        self.ended.discard(rank)
+        self.silent.discard(rank)
+        print(f"rank {rank} is started again on {host}", flush=True)
+        # unbuffered, srun gives a rank a terminal unless it writes one file a task; and python -u buffers nothing
+        options = [word.replace("%t", str(rank)) for word in self.options if word != "--unbuffered"]
+        self.start([rank], options, [*ONE_RANK, f"--nodelist={host}"], {JOINS_AS: str(rank)})
+
+    def note_silence(self, rank: int) -> None:
+        """Note that a rank does not answer, and end it as far as its host is there: it could wake later, and write."""
+        print(f"rank {rank} has not answered for {self.settings.timeout:g} s", flush=True)
+        self.silent.add(rank)
+        self.ended.add(rank)
+        words = ["srun", "--quiet", *ONE_RANK, f"--nodelist={self.places[rank]}", "kill", "-9"]
+        pid = str(self.coordinator.find_pid(rank))
+        self.killers.append(subprocess.Popen([*words, pid], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    def read_endings(self) -> None:
+        """Note how ranks have ended that srun tells of."""
+        for step in self.steps:
+            for rank, status in step.read_endings():
+                if rank != GONE:
+                    self.note_ending(rank, status)
+
+    def note_ending(self, rank: int, status: int) -> None:
+        """Note that a rank has ended with another status than 0: stopped on request, lost, or failed by itself."""
+        if status == EXIT_RESUMABLE:
+            self.stopped = True
+        elif rank in self.supervisor.starting:
+            pass  # it has not joined, and the others go on
+        elif status != KILLED or not self.coordinator.lose(rank):
+            self.failed = self.failed or status
+        else:
+            self.ended.add(rank)
+
+    def forget_failed_starts(self) -> None:
+        """Let a rank whose new start has ended before it joined be started once more, after a moment."""
+        for step in self.steps[1:]:
+            if step.process.poll() is not None and time.monotonic() - step.began > self.settings.timeout:
+                self.steps.remove(step)
+                self.supervisor.starting -= set(step.ranks)
+
+    def end_steps(self) -> None:
+        """Wait a moment for what is still there, then end it."""
+        for step in self.steps:
+            if not self.failed:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    step.process.wait(GRACE)
+            if step.process.poll() is None:
+                step.end()
+        self.read_endings()
+        for killer in self.killers:
+            killer.kill()  # where the host is gone, it waits
+            killer.wait()
+        self.coordinator.close()
+
+
+def main(path: str, command: list[str]) -> int:
+    """Launch the ranks of a run; returns the exit status of its job."""
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # they are for the ranks, which srun gives them to
+        signal.signal(number, lambda *_: None)
+    folder = Folder(Path(path))
+    given = config.read_config_file(folder.path / "submit" / "config.yaml")
+    return JobLauncher(folder, config.build_config(config.import_schema(folder.experiment), [given]), command).run()
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        sys.exit(main(sys.argv[1], sys.argv[2:]))
