@@ -32,8 +32,8 @@ class Config(Replicated, InitialWeights):
     outer_momentum: float = between(0, 0.9999, OUTER_MOMENTUM)
     """Momentum of the outer step with outer=nesterov."""
     momentum_of: Literal["own", "averaged", "reset"] = "own"
-    """Momentum of a worker's optimizer at an exchange: it stays the worker's own; is averaged over the workers, where
-    second moments stay their own; or begins anew, as all of the optimizer's state does."""
+    """Momentum of a worker's optimizer at an exchange: it stays the worker's own; is averaged over the workers,
+    with second moments if there are any; or begins anew, as all of the optimizer's state does."""
     communication: Literal["none", "bf16", "int8", "topk", "powersgd"] = "none"
     """How differences are sent: as they are; in half the bits; in a quarter, with a scale for each parameter; the
     largest numbers only; or as products of thin matrices (arXiv 1905.13727). What is left out is added to the next

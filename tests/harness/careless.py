@@ -9,8 +9,10 @@ import runpy
 import sys
 
 from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
+from common.checkpoint.train_state import TrainState
 from common.distributed import ddp
 from common.runs.folder import Folder
+from common.training.local_sgd.state import LocalState
 
 
 def drop_settling() -> None:
@@ -39,7 +41,18 @@ def drop_vote() -> None:
     SaveOrStopVote.decide = decide_alone  # type: ignore[method-assign,assignment]
 
 
-DROPS = {"": lambda: None, "settling": drop_settling, "attempts": drop_attempts, "vote": drop_vote}
+def drop_own() -> None:
+    """Each worker of local_sgd goes on from the mean of all, as if they held the same."""
+    LocalState.load = TrainState.load  # type: ignore[method-assign]
+
+
+DROPS = {
+    "": lambda: None,
+    "settling": drop_settling,
+    "attempts": drop_attempts,
+    "vote": drop_vote,
+    "own": drop_own,
+}
 
 if __name__ == "__main__":
     DROPS[sys.argv[1]]()

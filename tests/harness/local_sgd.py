@@ -2,7 +2,8 @@
 
     python -m tests.harness.local_sgd OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
 
-A case may begin with `ddp`, for the same training by DDP, or with `torch`, for that by torch's own optimizer.
+A case may begin with `ddp`, for the same training by DDP, with `torch`, for that by torch's own optimizer, or with one
+of MISTAKES, which it then makes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
@@ -22,6 +25,7 @@ from common.core import config
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
+from common.training.local_sgd.worker import LocalWorker
 from configs import ddp_multinode as ddp_settings
 from configs.local_sgd import Config
 from experiments import ddp_multinode, local_sgd
@@ -42,7 +46,9 @@ BASE = {
     "steps": "26",
     "checkpoint.every_seconds": "0",
 }
-SPECIAL = ("ddp", "torch")
+ADAMW = "optim.name=adamw,optim.lr=0.003"
+MISTAKES = ("sums_momentum", "momentum_of_rank_0", "averages_first_moments", "counts_workers")
+SPECIAL = ("ddp", "torch", *MISTAKES)
 
 
 def settings(text: str) -> tuple[Any, str]:
@@ -74,8 +80,37 @@ def train_with_torch(cfg: Config, run: Run) -> None:
 
 def train(cfg: Any, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
     """One case on this rank; on rank 0 its losses, parameters and scores."""
-    scripts = {"": local_sgd, "ddp": ddp_multinode, "torch": SimpleNamespace(main=train_with_torch)}
-    return train_script(scripts[special], Run(cfg, folder, world, prepared))
+    scripts = {"ddp": ddp_multinode, "torch": SimpleNamespace(main=train_with_torch)}
+    run = Run(cfg, folder, world, prepared)
+    found = train_script(scripts.get(special, local_sgd), run, *make_mistake(special, world))
+    worker = getattr(run.state, "worker", None)
+    return found | {"counts": worker.counts.tolist() if worker else []}
+
+
+def make_mistake(name: str, world: World) -> list[tuple[Any, str, Any]]:
+    """What to put in place of what in local_sgd."""
+
+    def average(worker: LocalWorker, vector: Tensor) -> Tensor:
+        total = worker.exchange.average(vector)
+        if name == "sums_momentum":
+            return total * world.size
+        dist.broadcast(vector, 0)
+        return vector
+
+    def ends_round(cfg: Config, step: int, total: int) -> bool:
+        return step * world.size % cfg.every == 0 or step == total
+
+    def find_first_moments(worker: LocalWorker) -> list[Tensor]:
+        return [state["exp_avg"] for state in worker.optimizer.state.values()]
+
+    match name:
+        case "sums_momentum" | "momentum_of_rank_0":
+            return [(LocalWorker, "_average", average)]
+        case "averages_first_moments":
+            return [(LocalWorker, "_find_moments", find_first_moments)]
+        case "counts_workers":
+            return [(local_sgd, "ends_round", ends_round)]
+    return []
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from common.core.errors import UserError
 from common.distributed.rendezvous import World
 from common.training.local_sgd.exchange import Exchange
 
-MOMENTA = ("momentum_buffer", "exp_avg")  # of SGD and LARS; of Adam, AdamW and LAMB
 EXCHANGES, BYTES, SENT_AFTER = range(3)  # in `counts`
 
 
@@ -115,18 +114,25 @@ class LocalWorker:
         if self.momentum_of == "reset":
             self.optimizer.state.clear()
         elif self.momentum_of == "averaged":
-            momenta = self._find_momenta()
-            mean = self._average(torch.cat([m.flatten() for m in momenta]))
-            for momentum, values in zip(momenta, mean.split([m.numel() for m in momenta]), strict=True):
-                momentum.copy_(values.view_as(momentum))
+            moments = self._find_moments()
+            mean = self._average(torch.cat([m.flatten() for m in moments]))
+            for moment, values in zip(moments, mean.split([m.numel() for m in moments]), strict=True):
+                moment.copy_(values.view_as(moment))
 
-    def _find_momenta(self) -> list[Tensor]:
-        """Return the first moments of the optimizer, not the second ones of Adam. Raises UserError if it has none."""
-        states = [self.optimizer.state[p] for p in self.network.parameters() if p in self.optimizer.state]
-        found = [state[name] for state in states for name in MOMENTA if isinstance(state.get(name), Tensor)]
+    def _find_moments(self) -> list[Tensor]:
+        """Return the tensors of the optimizer's state that are as large as a parameter. Raises UserError without any.
+
+        Adam's first and second moments go together: a mean of first ones over the root of a worker's own second one is
+        a huge step where this worker alone has had no gradient.
+        """
+        parameters = [p for p in self.network.parameters() if p in self.optimizer.state]
+        states = [(p, self.optimizer.state[p].values()) for p in parameters]
+        found = [
+            value for p, state in states for value in state if isinstance(value, Tensor) and value.shape == p.shape
+        ]
         if not found:
             kind = type(self.optimizer).__name__
-            raise UserError(f"momentum_of=averaged: {kind} keeps no {' or '.join(MOMENTA)}; use own or reset")
+            raise UserError(f"momentum_of=averaged: {kind} keeps no momentum in its state; use own")
         return found
 
     def _average(self, vector: Tensor) -> Tensor:
