@@ -35,6 +35,7 @@ def all_parts() -> list[Part]:
         amp_accum,
         checkpoint,
         collectives,
+        crossover,
         ddp_multinode,
         mnist_pipeline,
         optimizers,
@@ -47,9 +48,8 @@ def all_parts() -> list[Part]:
     )
 
     modules = (mnist_pipeline, ddp_multinode, resnet_modelparallel, resnet_dataparallel, amp_accum, sparse_prune)
-    parts = [
-        part for module in (*modules, collectives, param_server, optimizers, checkpoint, tools) for part in module.PARTS
-    ]
+    others = (collectives, param_server, crossover, optimizers, checkpoint, tools)
+    parts = [part for module in (*modules, *others) for part in module.PARTS]
     known = {part.name.partition("/")[0] for part in parts}
     return parts + [ranks.make_part(name) for name in config.list_experiments() if name not in known]
 

@@ -21,6 +21,7 @@ from common.core.config import ROOT
 from common.measure import plots
 from common.pipeline import report, schedules
 from common.pipeline.schedules import Action, Span
+from tests.benchmarks import crossover
 from tests.benchmarks.collectives import SIDES
 
 FOLDER = ROOT / "experiments" / "figures"
@@ -117,6 +118,26 @@ def draw_collectives(path: Path, part: Mapping[str, Any]) -> None:
     plots.draw_curves(path, series, "bytes", "microseconds", computed=lines, loglog=True, title="all-reduce, two ranks")
 
 
+def draw_crossover(path: Path, part: Mapping[str, Any]) -> None:
+    """Milliseconds of a step against the rate of the cable: measured points and the lines of the model."""
+    points, lines = crossover.trace_lines(part)
+    title = "the ConvNet on two hosts"
+    plots.draw_curves(path, points, "Mbit/s", "ms a step", computed=lines, loglog=True, title=title)
+
+
+def draw_accuracy(path: Path, part: Mapping[str, Any]) -> None:
+    """Test accuracy after an epoch against the bytes that a rank sends for it."""
+    at = plots.make_axes()
+    for side, found in part["samples"].items():
+        values = sorted(100 * value for value in found["test_accuracy"])
+        sent = statistics.median(found["bytes"]) / 1e6
+        at.errorbar(sent, statistics.median(values), (values[-1] - values[0]) / 2, marker="o", capsize=3, label=side)
+    at.set(xlabel="MB sent by a rank", ylabel="test accuracy, %", xscale="log", title="one epoch of MNIST, two ranks")
+    at.grid(alpha=0.3)
+    at.legend()
+    plots.save_figure(at, path)
+
+
 FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
     **steps_of(
         "mnist_pipeline/wide",
@@ -149,6 +170,8 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
     ),
     "sparse_prune": ("sparse_prune/criteria", draw_pruning),
     "collectives": ("collectives/sizes", draw_collectives),
+    "local_sgd_crossover": ("crossover/rates", draw_crossover),
+    "local_sgd_bytes": ("crossover/accuracy", draw_accuracy),
 }
 
 

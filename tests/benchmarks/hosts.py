@@ -13,6 +13,7 @@ from pathlib import Path
 from common.core.config import ROOT
 from common.core.errors import UserError
 from common.core.processes import Process
+from common.runs.folder import Folder
 from common.runs.result import parse_result
 from slurm.local_cluster import cables, daemons, namespaces, slurm_conf
 from slurm.local_cluster.cables import Shape
@@ -80,6 +81,13 @@ def shape_cable(cluster: Cluster, number: int, shape: Shape) -> None:
     cluster.run_as_root(shape_ends)
 
 
+def time_steps(folder: Folder, first: int = WARM_UP) -> tuple[float, float]:
+    """Return the seconds of a step and the samples/s by the clock of a run, from the end of step `first` + 1 on."""
+    rows = [row for row in folder.metrics() if "test_loss" not in row]
+    seconds, samples = (rows[-1][name] - rows[first][name] for name in ("time", "samples"))
+    return seconds / (len(rows) - first - 1), samples / seconds
+
+
 def run_on_hosts(
     scratch: Path, label: str, experiment: str, *settings: str, last: Shape, keep: Sequence[str] = ()
 ) -> Task:
@@ -93,9 +101,8 @@ def run_on_hosts(
         with local_cluster(scratch, last=last) as env:
             folder = finish(scratch, label, experiment, *settings, nodes=HOSTS, env=env)
         result = parse_result(folder.result).flatten_values()
-        rows = [row for row in folder.metrics() if "test_loss" not in row]
-        seconds, samples = (rows[-1][name] - rows[WARM_UP][name] for name in ("time", "samples"))
-        found = {"seconds": seconds / (len(rows) - WARM_UP - 1), "samples_per_second": samples / seconds, "others": 0.0}
+        seconds, rate = time_steps(folder)
+        found = {"seconds": seconds, "samples_per_second": rate, "others": 0.0}
         for name in keep:
             found |= flatten(name, result[name])
         shutil.rmtree(folder.path.parent)

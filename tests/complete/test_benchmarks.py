@@ -14,6 +14,7 @@ import pytest
 from tests.benchmarks import (
     amp_accum,
     collectives,
+    crossover,
     figures,
     mnist_pipeline,
     optimizers,
@@ -97,6 +98,33 @@ def test_the_rate_of_the_lowest_training_loss_is_chosen_and_one_that_diverges_is
     assert row.what == "64" and row.cells[3] == "4,685" and all(isinstance(cell, Number) for cell in row.cells[:3])
     with pytest.raises(RuntimeError, match="all of 1 learning rates diverged"):
         optimizers.tune(tmp_path, optimizers.SGD, 64, (100,), brief).run(0)
+
+
+def test_the_model_of_a_step_is_its_time_without_a_limit_and_that_of_its_bytes(tmp_path: Path) -> None:
+    assert [crossover.count_bytes(name) for name in crossover.STRATEGIES] == [3766104, 1883052, 79376, 470763]
+    free, taken = 0.05, Samples()
+    for rate in (crossover.FREE, *crossover.RATES):
+        found = dict.fromkeys(crossover.STRATEGIES, 0.05 if rate == crossover.FREE else 0.1)
+        taken.values[rate] = {name: [seconds] for name, seconds in (found | {"seconds": 0.4, "others": 0.0}).items()}
+    rows = {row.what: row.cells for row in crossover.table(taken).rows}
+    assert len(rows) == 16 and rows[f"{crossover.DDP}, 50mbit"][1] == f"{1e3 * (free + 3766104 / 6.25e6):.3g}"
+    assert crossover.predict_seconds(free, crossover.LOCAL, "1gbit") == pytest.approx(free + 470763 / 125e6)
+    figures.draw_crossover(tmp_path / "rates.svg", {"samples": taken.values})
+    assert "alpha + beta n" in (tmp_path / "rates.svg").read_text()
+
+
+@pytest.mark.usefixtures("forked")
+def test_accuracy_of_strategies_comes_with_the_bytes_that_were_sent(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = ("data.name=digits", f"data.cache={cache}", "data.train_limit=640", "data.test_limit=50", "batch=64")
+    monkeypatch.setattr(crossover, "ON_MNIST", brief)
+    sides = [crossover.measure_accuracy(tmp_path, name) for name in (crossover.DDP, crossover.LOCAL)]
+    taken = interleave(sides, Pace(1, 0, 60), lambda _: None)
+    exact = [found["bytes"] for found in taken.values.values()]
+    assert exact == [[10 * 3766104], [2 * 3766104]], "ten steps, and two rounds of at most eight"
+    assert len(crossover.accuracy_table(taken).rows) == 2
+    figures.draw_accuracy(tmp_path / "bytes.svg", {"samples": taken.values})
 
 
 @pytest.mark.usefixtures("forked")

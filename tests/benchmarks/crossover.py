@@ -1,0 +1,185 @@
+"""Which way of exchanging gradients or parameters wins on which cable, and what it costs in accuracy.
+
+Two hosts of a local cluster run each strategy on cables of several rates. The model of a step is alpha + beta n: alpha
+is what a step takes where the cable sets no limit, computing included, and beta n the time of its bytes at the rate of
+the cable (see common/distributed/transport/cost.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.models.networks import build_network
+from common.runs.result import parse_result
+from slurm.local_cluster.cables import parse_shape
+from tests.benchmarks import hosts
+from tests.benchmarks.measure import Samples, Task
+from tests.benchmarks.mnist_pipeline import no_mnist
+from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.records import Cell, Row, Table
+
+NAME = "crossover"
+COUNT, RATES, FREE = 2, ("50mbit", "200mbit", "1gbit"), "no limit"
+EVERY, RANK, NUMBER = 8, 2, 4  # local steps in a round, columns of PowerSGD's matrices, bytes of a float32
+FIRST = (
+    15  # the row of the step before the first one that counts: PowerSGD begins after ten, a round ends with the 16th
+)
+BATCH, ON_A_CABLE = 64, 32
+ON_MNIST = ("launch.threads=1", "data.fallback=none", "data.test_limit=0", "epochs=1", f"batch={BATCH}")
+BRIEF = ("data.name=digits", f"batch={ON_A_CABLE}", "launch.threads=1", "steps=40", "data.test_limit=10")
+
+
+class Strategy(NamedTuple):
+    """A way of training: the experiment and its settings."""
+
+    experiment: str
+    settings: tuple[str, ...] = ()
+
+
+DDP, LOCAL = "DDP, float32", f"local SGD, H = {EVERY}"
+STRATEGIES = {
+    DDP: Strategy("ddp_multinode"),
+    "DDP, bf16": Strategy("ddp_multinode", ("communication=bf16",)),
+    "DDP, PowerSGD": Strategy("ddp_multinode", ("communication=powersgd", f"powersgd_rank={RANK}", "optim.lr=0.01")),
+    LOCAL: Strategy("local_sgd", (f"every={EVERY}",)),
+}
+
+
+def list_shapes() -> Iterator[tuple[int, int]]:
+    """Yield rows and columns of each parameter of the ConvNet as PowerSGD sees it; a vector has one row."""
+    for parameter in build_network("convnet", (28, 28), 10).parameters():
+        rows = parameter.shape[0] if parameter.ndim > 1 else 1
+        yield rows, parameter.numel() // rows
+
+
+def count_bytes(strategy: str) -> float:
+    """Return the bytes that one of two ranks sends in a step, on average: as many as it holds, in a ring all-reduce.
+
+    PowerSGD sends r (rows + columns) numbers of a matrix where that is less than half of it, and vectors as they are.
+    """
+    shapes = list(list_shapes())
+    full = sum(rows * columns for rows, columns in shapes)
+    thin = (
+        min(RANK * (rows + columns), rows * columns) if is_thin(rows, columns) else rows * columns
+        for rows, columns in shapes
+    )
+    numbers = {DDP: full, "DDP, bf16": full / 2, "DDP, PowerSGD": sum(thin), LOCAL: full / EVERY}
+    return NUMBER * numbers[strategy]
+
+
+def is_thin(rows: int, columns: int) -> bool:
+    """Return whether torch's PowerSGD sends a parameter as thin matrices."""
+    return rows > 1 and 2 * RANK * (rows + columns) < rows * columns
+
+
+# ---- time by rate
+
+
+def measure_rate(scratch: Path, rate: str) -> Task:
+    """A cluster with cables of that rate, and a run of each strategy on it; of each the seconds of a step."""
+
+    def run(number: int) -> dict[str, float]:
+        found = {}
+        with hosts.local_cluster(scratch, COUNT, rate=rate) as env:
+            for name, (experiment, settings) in STRATEGIES.items():
+                words = (*BRIEF, *settings, f"seed={number}")
+                folder = finish(scratch, name, experiment, *words, nodes=COUNT, env=env)
+                found[name] = hosts.time_steps(folder, FIRST)[0]
+                shutil.rmtree(folder.path.parent)
+        # the cluster's processes belong to nobody: who else used the machine is not known
+        return {"seconds": sum(found.values()), "others": 0.0, **found}
+
+    return Task(rate or FREE, run)
+
+
+def predict_seconds(free: float, strategy: str, rate: str) -> float:
+    """Return alpha + beta n in seconds: a step on a cable of that rate, `free` being what it takes without a limit."""
+    return free + 8 * count_bytes(strategy) / parse_shape(rate, "").rate
+
+
+def table(taken: Samples) -> Table:
+    rows = []
+    for strategy in STRATEGIES:
+        alone = taken.number(FREE, strategy, 1e3)
+        rows.append(Row(f"{strategy}, {FREE}", [alone, "", "", f"{count_bytes(strategy) / 1e3:,.0f}"]))
+    for rate in RATES:
+        for strategy in STRATEGIES:
+            predicted = predict_seconds(taken.number(FREE, strategy).value, strategy, rate)
+            gain: Cell = "" if strategy == DDP else taken.ratio_of(rate, DDP, strategy)
+            rows.append(
+                Row(f"{strategy}, {rate}", [taken.number(rate, strategy, 1e3), f"{1e3 * predicted:,.3g}", gain, ""])
+            )
+    return Table(("strategy, cable", "ms a step", "alpha + beta n, ms", f"{DDP} / this", "kB a step"), rows)
+
+
+def trace_lines(part: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return measured points and the model's lines of each strategy, as (Mbit/s, ms, spread)."""
+    points, lines = dict[str, Any](), dict[str, Any]()
+    for strategy in STRATEGIES:
+        values = {rate: sorted(part["samples"][rate][strategy]) for rate in (*RATES, FREE)}
+        middle = {rate: found[len(found) // 2] for rate, found in values.items()}
+        points[strategy] = [
+            (parse_shape(rate, "").rate / 1e6, 1e3 * middle[rate], 500 * (values[rate][-1] - values[rate][0]))
+            for rate in RATES
+        ]
+        across = [30 * 50 ** (k / 40) for k in range(41)]  # Mbit/s
+        lines[f"{strategy}, alpha + beta n"] = [
+            (rate, 1e3 * predict_seconds(middle[FREE], strategy, f"{rate:.3f}mbit"), 0.0) for rate in across
+        ]
+    return points, lines
+
+
+# ---- accuracy by bytes
+
+
+def measure_accuracy(scratch: Path, name: str) -> Task:
+    """An epoch on MNIST with two ranks on this host; the test accuracy, and the bytes that a rank hands over."""
+    experiment, settings = STRATEGIES[name]
+
+    def run(number: int) -> dict[str, float]:
+        folder = finish(scratch, name, experiment, *ON_MNIST, *settings, f"seed={number}")
+        result = parse_result(folder.result).flatten_values()
+        losses = [row for row in folder.metrics() if row.get("loss") is not None]
+        shutil.rmtree(folder.path.parent)
+        sent = result.get("bytes_sent", count_bytes(name) * len(losses))
+        found = {"seconds": result["step_seconds"], "test_accuracy": result["test_accuracy"], "bytes": sent}
+        return found | {"others": 0.0}  # which would change the seconds alone
+
+    return Task(name, run)
+
+
+def accuracy_table(taken: Samples) -> Table:
+    rows = []
+    for name in taken.values:
+        less: Cell = "" if name == DDP else taken.difference(DDP, name, "test_accuracy", 100)
+        rows.append(Row(name, [taken.number(name, "test_accuracy", 100), less, taken.number(name, "bytes", 1e-6)]))
+    return Table(("strategy", "test accuracy, %", f"points below {DDP}", "MB sent by a rank"), rows)
+
+
+def sides(scratch: Path) -> Sequence[Task]:
+    return [measure_rate(scratch, rate) for rate in ("", *RATES)]
+
+
+PARTS = [
+    Part(
+        f"{NAME}/rates",
+        f"a step of two hosts by strategy, on cables of {', '.join(RATES)}: the ConvNet, batch {ON_A_CABLE}",
+        sides,
+        table,
+        rounds=3,
+        facts={"threads": "1 in each of 2 processes", "batch": ON_A_CABLE, "other programs": "not known"},
+        missing=lambda: hosts.find_obstacle(parse_shape(RATES[0], "")),
+    ),
+    Part(
+        f"{NAME}/accuracy",
+        "test accuracy after one epoch of MNIST by strategy, and the bytes that it takes",
+        lambda scratch: [measure_accuracy(scratch, name) for name in STRATEGIES],
+        accuracy_table,
+        rounds=3,
+        facts={"threads": "1 in each of 2 processes", "batch": BATCH},
+        missing=no_mnist,
+    ),
+]
