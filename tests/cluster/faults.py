@@ -3,9 +3,9 @@
     python -m tests.cluster.faults [--rounds=N] [--seed=S] [--only NAME ...] [--skip=N] [--list]
 
 Three hosts, two of them used, one to spare. ddp_multinode (on a folder of images, two data workers a rank) and
-mnist_pipeline take turns, a server is killed in a run of param_server; the step at which a fault strikes is drawn from
-a printed seed. The table goes to the screen and to tests/benchmarks/results/. Needs slurm-wlm and iproute2, and root
-for the fault that fills a disk.
+mnist_pipeline take turns, a server is killed in a run of param_server, and runs of local_sgd are struck between two
+exchanges; the step at which a fault strikes is drawn from a printed seed. The table goes to the screen and to
+tests/benchmarks/results/. Needs slurm-wlm and iproute2, and root for the fault that fills a disk.
 """
 
 from __future__ import annotations

@@ -38,6 +38,10 @@ EXPERIMENTS = {
         *("data.name=imagefolder", "data.image_size=8", "data.block=1", "model=mlp", "servers=2", "plot=false"),
         *("batch=16", "optim.base_batch=16", "epochs=6"),
     ),
+    "local_sgd": (  # an exchange is under way after each third step, and a checkpoint seldom where a round ends
+        *("data.name=imagefolder", "data.image_size=8", "data.block=1", "every=3", "delay=1", "communication=bf16"),
+        *("batch=16", "optim.base_batch=16", "epochs=6"),
+    ),
 }
 USUAL, SLOW, CRAWLING = "50mbit", "4mbit", "2mbit"  # of a cable: a step takes about 0.03, 0.4 and 0.8 s
 DISK = 2 << 30  # bytes of a disk that can be made full: a run refuses to begin with less than 1 GB
