@@ -96,10 +96,11 @@ def broadcast_bytes(own: bytes, source: int, device: torch.device, group: dist.P
     """Return the bytes of one rank of the group on all of them. All its ranks call it. Raises ValueError."""
 
     def collect(mine: Tensor) -> list[Tensor]:
-        dist.broadcast(mine, source, group)
+        # no broadcast: gloo wakes no rank that waits for the rest of one when the connection ends
+        dist.all_reduce(mine, group=group)  # the others give zeros
         return [mine]
 
-    return exchange_bytes(own, device, [source], collect)[0]
+    return exchange_bytes(own if dist.get_rank() == source else b"", device, [source], collect)[0]
 
 
 def exchange_bytes(own: bytes, device: torch.device, senders: Sequence[int], collect: Collect) -> list[bytes]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import warm
 from tests.harness.elastic_runs import differences, list_changes, train, train_alone
+from tests.harness.processes import environment
 from tests.harness.registry import BY_NAME
 from tests.harness.resuming import resume
 
@@ -76,6 +79,12 @@ def test_several_are_lost(faults: str, cache: Path, tmp_path: Path, tmp_path_fac
     assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
     lost = sorted(rank for gone, _ in list_changes(done.folder) for rank in gone)
     assert lost == sorted(int(fault.split(":")[1]) for fault in faults.split(","))
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:
+    """As where it copies its state; in a broadcast of gloo, the others wait for the time-out, here of 12 s."""
+    done = warm.execute([sys.executable, "-m", "tests.harness.half_sent", str(tmp_path)], env=environment(), timeout=60)
+    assert float(done.stdout) < 8, done.stderr
 
 
 def test_too_few_ranks_save_and_are_resumed_with_all(
