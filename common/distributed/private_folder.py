@@ -15,10 +15,12 @@ from common.core.errors import Unreachable, UserError
 from common.distributed.rank_info import RankInfo
 from common.distributed.transport import certificates
 from common.distributed.transport.certificates import Identity
+from common.runs import provenance
+from common.runs.folder import Folder
 from configs.launch import Launch
 
 DAYS = 86400.0
-LIFE = 7 * DAYS  # seconds of a certificate where SLURM sets no end; it is looked at only when ranks connect
+LIFE = 7 * DAYS  # seconds of a certificate where no end is known; it is looked at only when ranks connect
 LONGEST = 365 * DAYS
 PAUSE = 0.05  # seconds between two looks
 
@@ -48,7 +50,7 @@ def open_identity(folder: Path, rank_info: RankInfo, seconds: float) -> Identity
     """
     if rank_info.rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        certificates.make_identity(folder, find_life())
+        certificates.make_identity(folder, find_life(folder.parent))
     deadline = time.monotonic() + seconds
     while not is_listed(folder):
         if time.monotonic() > deadline:
@@ -68,10 +70,17 @@ def is_listed(folder: Path) -> bool:
         return False
 
 
-def find_life() -> float:
-    """Return for how many seconds a certificate is needed: until the end of the job's time limit, if there is one."""
+def find_life(run: Path) -> float:
+    """Return for how many seconds a certificate is needed: until the end of the job's time limit, if there is one.
+
+    Older versions of SLURM do not tell the end: then the time limit of the profile counts with which it was submitted.
+    """
     end = os.environ.get("SLURM_JOB_END_TIME", "")
-    return min(max(0.0, int(end) - time.time()), LONGEST) if end.isdecimal() else LIFE
+    if end.isdecimal():
+        return min(max(0.0, int(end) - time.time()), LONGEST)
+    profile = (provenance.read_metadata(Folder(run)).get("job") or {}).get("profile") or {}
+    minutes = profile.get("time") if "SLURM_JOB_ID" in os.environ else None
+    return min(60.0 * minutes, LONGEST) if isinstance(minutes, int) and minutes > 0 else LIFE
 
 
 def delete_key(folder: Path) -> None:

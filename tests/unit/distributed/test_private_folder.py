@@ -10,9 +10,10 @@ import pytest
 from common.core.errors import Unreachable
 from common.distributed import private_folder
 from common.distributed.rank_info import RankInfo
+from common.runs.folder import write_json
 
 
-def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = int(time.time())
     for end, least, most in (
         (str(now + 5000), 4000, 5000),
@@ -21,7 +22,11 @@ def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.Mon
         ("", private_folder.LIFE, private_folder.LIFE),
     ):
         monkeypatch.setenv("SLURM_JOB_END_TIME", end)
-        assert least <= private_folder.find_life() <= most, end
+        assert least <= private_folder.find_life(tmp_path) <= most, end
+    write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": {"time": 90}}})
+    assert private_folder.find_life(tmp_path) == private_folder.LIFE, "this attempt is in no job"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert private_folder.find_life(tmp_path) == 90 * 60
 
 
 @pytest.mark.parametrize("runs", ["", "new"])
