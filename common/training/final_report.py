@@ -58,6 +58,7 @@ def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
     redone = sum(change["discarded"] > 0 for change in changes)
     shown = [*map(describe_generation, changes), f"{lost:.3f} s in all, {format_count(redone, 'step')} done again"]
     measured = {"generations": list(changes), "seconds_lost": lost, "steps_redone": redone}
+    measured["ranks_lost"] = sum(len(change["lost"]) for change in changes)
     return [Facts({"ranks lost": "\n".join(shown)}, measured=measured)]
 
 

@@ -92,6 +92,7 @@ class Compared:
             "memory_mb": self.result.find_peak_mb(),
             "cut": self.result.format_partition(),
             "shards": self.result.format_shards(),
+            **{name: self.find_value(name) for name in ("ranks_lost", "seconds_lost", "steps_redone")},
         }
 
 
@@ -147,6 +148,9 @@ SHOWN = {
     "restarts": "{}",
     "cut": "{}",
     "shards": "{}",
+    "ranks_lost": "{:.0f}",
+    "seconds_lost": "{:.2f}",
+    "steps_redone": "{:.0f}",
 }
 """Columns of the table, the most telling first, and how their values are written."""
 HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "processes": "ranks"}

@@ -17,6 +17,7 @@ from typing import Any
 from common.checkpoint import storage
 from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT, SOURCE_ERROR
 from common.core.text import format_duration
+from common.distributed.elastic.generations import describe_generations
 from common.runs import provenance
 from common.runs.folder import Folder
 from slurm.reports import status
@@ -241,6 +242,7 @@ def examine_run(folder: Folder) -> dict[str, Any]:
         "attempts": len(folder.attempts()),
         "ranks": [rank.to_dict() for rank in ranks],
         "first_error": first,
+        "ranks_changed": [line for attempt in folder.attempts()[-1:] for line in describe_generations(attempt)],
         "straggler": slow.rank if slow else None,
         "cause": find_cause(folder, state, detail, ranks),
     }
@@ -276,6 +278,8 @@ def print_diagnosis(folder: Folder, as_json: bool) -> int:
         print(f"  rank {rank['rank']:<3}  {rank['host']:<12}  step {rank['step']:>7}  {age:>10}{early}")
         if rank["stands"]:
             print(f"            stood at {rank['stands']}")
+    for line in found["ranks_changed"]:
+        print(f"  ranks changed: {line}")
     if found["first_error"]:
         first = found["first_error"]
         print(f"  first error  {first['when']} rank {first['rank']} on {first['host']}: {first['error']}")

@@ -22,7 +22,7 @@ from typing import Any
 from common.core.errors import UserError
 from common.core.processes import Process
 from common.core.text import format_count, format_duration
-from common.distributed.elastic.generations import describe_newest_generation
+from common.distributed.elastic.generations import describe_generations
 from common.runs import provenance
 from common.runs import result as results
 from common.runs.folder import Folder
@@ -102,10 +102,9 @@ def read_status(folder: Folder) -> Status:
     step = max([row["global_step"] for row in rows] + begun, default=0)
     state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":
-        changed = describe_newest_generation(newest) if newest else ""
-        detail = "; ".join(
-            filter(None, (detail, changed, heartbeats.describe_shards(signs), heartbeats.describe_slow_rank(signs)))
-        )
+        changed = describe_generations(newest)[-1:] if newest else []
+        words = (detail, *changed, heartbeats.describe_shards(signs), heartbeats.describe_slow_rank(signs))
+        detail = "; ".join(filter(None, words))
     speed = rate or measure_speed(rows)
     if not speed and state == "FINISHED":  # the newest attempt had too few steps left
         earlier = [read_last_rows(attempt.metrics_file, TAIL) for attempt, _ in folder.trace_attempts()[1:2]]

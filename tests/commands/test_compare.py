@@ -120,6 +120,16 @@ def test_the_shards_at_the_end_are_shown(tmp_path: Path) -> None:
     assert "  shards" in compare(tmp_path).stdout.splitlines()[0]
 
 
+def test_what_the_loss_of_ranks_cost_is_shown(tmp_path: Path) -> None:
+    lost = {"ranks_lost": 2, "seconds_lost": 0.254, "steps_redone": 1, "generations": []}
+    for number, measured in enumerate((lost, {})):
+        Made("ddp_multinode", number, 20, result={"format": 2, "measured": measured}).write(tmp_path)
+    told = [[run[name] for name in lost if name in run] for run in as_json(tmp_path)["runs"]]
+    assert told == [[2, 0.254, 1], [None] * 3]
+    head, _, first, *_ = compare(tmp_path).stdout.splitlines()
+    assert "  ranks lost" in head and first.split()[-1] == "2"
+
+
 def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:
     first, again, scaled, failed, running, lost = as_json(made)["runs"]
     assert (first["restarts"], again["restarts"]) == (0, 2)

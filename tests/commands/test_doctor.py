@@ -207,6 +207,15 @@ def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: st
     assert advice.strip().removeprefix("go on  ").startswith(f"{new}{folder.path}/code" if mended else resumed)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_ranks_that_an_elastic_run_lost_are_told(damaged: bool, tmp_path: Path) -> None:
+    folder = Made().write(tmp_path)
+    change = {"step": 16, "lost": [1], "joined": [], "ranks": [0, 2], "seconds": 0.05}
+    write_json(folder.attempts()[-1].attempt / "generations.json", ["damaged"] if damaged else [change])
+    told = "  ranks changed: after step 16: lost rank 1; ranks 0, 2 go on after 0.050 s"
+    assert (told in doctor(f"--run={folder.path}")) is not damaged
+
+
 def test_a_run_that_was_cancelled_needs_no_cause(tmp_path: Path) -> None:
     folder = Made(state="failed", result={"state": "cancelled", "reason": "stopped by Ctrl-C"}).write(tmp_path)
     found = doctor(f"--run={folder.path}")

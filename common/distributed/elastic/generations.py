@@ -29,9 +29,9 @@ def read_generations(attempt: Folder) -> list[dict[str, Any]]:
         return []
 
 
-def describe_newest_generation(attempt: Folder) -> str:
-    """Describe the newest change of an attempt's ranks; empty where there was none or the file is damaged."""
+def describe_generations(attempt: Folder) -> list[str]:
+    """Describe the changes of an attempt's ranks; none where the file is damaged."""
     try:
-        return describe_generation(read_generations(attempt)[-1])
-    except (TypeError, LookupError):
-        return ""
+        return [describe_generation(change) for change in read_generations(attempt)]
+    except (TypeError, ValueError, LookupError):
+        return []
