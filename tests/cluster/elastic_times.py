@@ -1,0 +1,205 @@
+"""What a lost rank or host costs a job with elastic=true, and what one costs that is queued again instead.
+
+    python -m tests.cluster.elastic_times [--kills=10] [--rounds=3] [--requeues=1]
+    python -m tests.cluster.elastic_times --minutes=10
+
+Times are from the blow until metrics.jsonl has a step that was taken after it. With --minutes a random rank is killed
+every 15 s for so long, and nothing is timed. The losses of all elastic runs are compared with those of one process. The
+table goes to tests/benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from common.distributed.elastic.generations import read_generations
+from common.runs.folder import Folder
+from configs.elastic import Elastic
+from tests.benchmarks.measure import Number
+from tests.benchmarks.records import Record, Row, Table
+from tests.cluster.lab import Lab, Running, laboratory
+from tests.harness.elastic_runs import differences
+from tests.harness.processes import run
+from tests.harness.site import until
+
+MODEL = ("data.name=vectors", "data.samples=24000", "batch=24", "model=mlp", "dtype=float64", "optim.lr=0.01")
+SETTINGS = (*MODEL, "optim.base_batch=0", "data.workers=0", "launch.device=cpu", "launch.threads=1")
+ELASTIC = ("elastic=true", "elastic.rejoin=1000")
+PAUSE = 15.0  # seconds between two random kills
+TIMEOUT = Elastic().timeout
+Seconds = dict[str, list[float]]
+
+
+def start(lab: Lab, nodes: int, steps: int, *words: str) -> Running:
+    """Submit a run of so many steps, an epoch for each thousand."""
+    length = (f"steps={steps}", f"epochs={-(-steps // 1000)}", "log.seconds=0.05", "checkpoint.every_steps=100")
+    running = lab.submit_on(nodes, "ddp_multinode", *SETTINGS, *length, *words)
+    running.wait_for_step(20)
+    return running
+
+
+def kill(running: Running, rank: int) -> None:
+    os.kill(running.ranks()[rank], signal.SIGKILL)
+
+
+def time_step_after(running: Running, strike: Callable[[], object]) -> float:
+    """Strike, and return the seconds until a step has been taken that came after it."""
+    known, attempts, began = len(read_generations(running.newest())), len(running.folder.attempts()), time.monotonic()
+    strike()
+
+    def goes_on() -> bool:
+        changes, step = read_generations(running.newest()), running.step()
+        if len(running.folder.attempts()) > attempts:
+            return step > 0
+        return len(changes) > known and step > int(changes[-1]["step"])
+
+    until("the run goes on", goes_on, 150, 0.005)
+    return time.monotonic() - began
+
+
+def wait_until_complete(running: Running) -> None:
+    """Wait until all three ranks train."""
+    until("all ranks are there", lambda: len(read_generations(running.newest())[-1]["ranks"]) == 3, 60, 0.1)
+    step = running.step()
+    running.wait_for_step(step + 20)
+
+
+def measure_stalls(folder: Folder) -> list[float]:
+    """Return how much longer than usual the step after each join took, in seconds."""
+    times = {row["global_step"]: row["time"] for row in folder.metrics() if "loss" in row}
+    usual = median(times[step] - times[step - 1] for step in times if step - 1 in times)
+    joins = [one["step"] for one in folder.result["measured"]["generations"] if one["joined"] and not one["lost"]]
+    return [times[step + 1] - times[step] - usual for step in joins if step + 1 in times]
+
+
+def check_losses(running: Running, steps: int) -> None:
+    """Raise ValueError where the losses differ from those of one process."""
+    with tempfile.TemporaryDirectory() as runs:
+        words = (*SETTINGS, f"steps={steps}", f"epochs={-(-steps // 1000)}", f"data.cache={runs}/cache")
+        alone = run("ddp_multinode", *words, "processes_per_node=1", runs=Path(runs) / "runs", timeout=600)
+        found = differences(running.folder, alone.folder)
+    if found:
+        raise ValueError(f"{running.folder.path}: {found[:3]}")
+
+
+def measure_kills(lab: Lab, kills: int, found: Seconds) -> None:
+    steps = 600 + 700 * kills
+    running = start(lab, 3, steps, *ELASTIC)
+    for number in range(kills):
+        found["kill -9 of a rank"].append(time_step_after(running, lambda rank=number % 3: kill(running, rank)))  # type: ignore[misc]
+        wait_until_complete(running)
+    running.finish()
+    found["join"] += measure_stalls(running.folder)
+    check_losses(running, steps)
+
+
+def measure_hosts(lab: Lab, rounds: int, found: Seconds) -> None:
+    """Cut and join a host, then power it off, in one run for each round."""
+    for _ in range(rounds):
+        running = start(lab, 3, 1500, *ELASTIC)
+        host = running.hosts()[2]
+        found["cable cut"].append(time_step_after(running, lambda host=host: lab.tool("cut", host)))  # type: ignore[misc]
+        lab.tool("join", host)
+        wait_until_complete(running)
+        found["power-off of a host"].append(time_step_after(running, lambda host=host: lab.tool("power-off", host)))  # type: ignore[misc]
+        running.finish()
+        check_losses(running, 1500)
+        lab.tool("power-on", host)
+
+
+def measure_requeues(lab: Lab, rounds: int, found: Seconds) -> None:
+    """The same blows to runs on two of the three hosts, which are queued again."""
+    blows: dict[str, Callable[[Running], object]] = {
+        "kill -9 of a rank": lambda running: kill(running, 1),
+        "cable cut": lambda running: lab.tool("cut", running.hosts()[1]),
+        "power-off of a host": lambda running: lab.tool("power-off", running.hosts()[1]),
+    }
+    for _ in range(rounds):
+        for name, strike in blows.items():
+            running = start(lab, 2, 100_000)
+            host = running.hosts()[1]
+            found[name].append(time_step_after(running, lambda: strike(running)))  # noqa: B023 (called at once)
+            lab.command("cancel", str(running.folder.path))
+            until("no rank is left", lambda: not running.ranks(), 60, 0.2)  # noqa: B023
+            if name != "kill -9 of a rank":
+                lab.tool("join" if name == "cable cut" else "power-on", host)
+
+
+def kill_at_random(lab: Lab, minutes: float) -> Table:
+    """Kill a random rank every 15 s; return what became of the run. Raises ValueError where the losses differ."""
+    steps = round(minutes * 60 * 45)
+    running, end, kills = start(lab, 3, steps, *ELASTIC), time.monotonic() + 60 * minutes, 0
+    while time.monotonic() < end and not running.folder.result:
+        time.sleep(PAUSE)
+        ranks = running.ranks()
+        if ranks and not running.folder.result:
+            os.kill(random.SystemRandom().choice(ranks), signal.SIGKILL)
+            kills += 1
+    running.finish(3600)
+    if len(running.folder.attempts()) > 1:
+        raise ValueError(f"{running.folder.path}: {len(running.folder.attempts())} attempts")
+    check_losses(running, steps)
+    changes = running.folder.result["measured"]["generations"]
+    joined, redone = sum(len(one["joined"]) for one in changes), running.folder.result["measured"]["steps_redone"]
+    cells = [str(value) for value in (kills, joined, steps, redone, "yes")]
+    columns = ("minutes", "kills", "ranks that joined", "steps", "steps done again", "losses equal to 1e-9")
+    return Table(columns, [Row(f"{minutes:g}", cells)])
+
+
+def tabulate(elastic: Seconds, requeued: Seconds) -> Table:
+    """Return the table of the page; goals are 1 s, or a second more than the time-out."""
+    goals = {"kill -9 of a rank": 1.0, "join": 1.0, "cable cut": TIMEOUT + 1, "power-off of a host": TIMEOUT + 1}
+    rows = [
+        Row(name, [summarize(elastic[name]), summarize(requeued.get(name, []))], goal, at_least=False)
+        for name, goal in goals.items()
+    ]
+    return Table(("what happens", "elastic: s to the next step", "queued again: s to the next step"), rows)
+
+
+def summarize(values: Sequence[float]) -> Number | str:
+    """Return median, lowest and highest value."""
+    return Number(median(values), min(values), max(values)) if values else "-"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster.elastic_times")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requeues", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=0)
+    given = parser.parse_args(arguments)
+    names = ("kill -9 of a rank", "join", "cable cut", "power-off of a host")
+    elastic: Seconds = {name: [] for name in names}
+    requeued: Seconds = {name: [] for name in names}
+    command = f"python -m tests.cluster.elastic_times {' '.join(arguments)}"
+    with laboratory() as lab:
+        lab.up()
+        if given.minutes:
+            Record().put_table(
+                "cluster/kills", {"title": "kills", "command": command}, kill_at_random(lab, given.minutes)
+            )
+            return 0
+        measure_kills(lab, given.kills, elastic)
+        measure_hosts(lab, given.rounds, elastic)
+        measure_requeues(lab, given.requeues, requeued)
+    print(elastic, requeued, flush=True)
+    about = {
+        "title": "losing a rank or a host",
+        "command": f"python -m tests.cluster.elastic_times {' '.join(arguments)}",
+    }
+    record = about | {"rounds": given.rounds, "seconds": {"elastic": elastic, "requeued": requeued}}
+    Record().put_table("cluster/elastic", record, tabulate(elastic, requeued))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
