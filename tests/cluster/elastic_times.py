@@ -192,11 +192,8 @@ def main(arguments: list[str]) -> int:
         measure_hosts(lab, given.rounds, elastic)
         measure_requeues(lab, given.requeues, requeued)
     print(elastic, requeued, flush=True)
-    about = {
-        "title": "losing a rank or a host",
-        "command": f"python -m tests.cluster.elastic_times {' '.join(arguments)}",
-    }
-    record = about | {"rounds": given.rounds, "seconds": {"elastic": elastic, "requeued": requeued}}
+    about = {"title": "losing a rank or a host", "command": command, "rounds": given.rounds}
+    record = about | {"seconds": {"elastic": elastic, "queued again": requeued}}
     Record().put_table("cluster/elastic", record, tabulate(elastic, requeued))
     return 0
 

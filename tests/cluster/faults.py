@@ -1,11 +1,13 @@
 """Faults on a real SLURM cluster: each run is disturbed once and must end as if nothing had happened, to the bit.
 
-    python -m tests.cluster.faults [--rounds=N] [--seed=S] [--only NAME ...] [--skip=N] [--list]
+    python -m tests.cluster.faults [--rounds=N] [--seed=S] [--only NAME ...] [--skip=N] [--elastic] [--list]
 
 Three hosts, two of them used, one to spare. ddp_multinode (on a folder of images, two data workers a rank) and
 mnist_pipeline take turns, a server is killed in a run of param_server, and runs of local_sgd are struck between two
 exchanges; the step at which a fault strikes is drawn from a printed seed. The table goes to the screen and to
-tests/benchmarks/results/. Needs slurm-wlm and iproute2, and root for the fault that fills a disk.
+tests/benchmarks/results/. Needs slurm-wlm and iproute2, and root for the fault that fills a disk. With --elastic the
+faults that leave checkpoints alone strike runs with elastic=true, which may go on in flight and are compared in float64
+to 1e-9; they are not recorded.
 """
 
 from __future__ import annotations
@@ -26,16 +28,25 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.storage import CheckpointPath
+from common.distributed.elastic.generations import read_generations
 from common.runs.folder import Folder
 from tests.benchmarks import records as benchmarks
 from tests.benchmarks.records import Record, Table
 from tests.cluster.fault_kinds import FAULTS, Fault
 from tests.cluster.lab import EVERY, STEPS, USUAL, Lab, Running, laboratory, last_step
+from tests.harness import elastic_runs as near
 from tests.harness.site import until
 from tests.harness.warm import ROOT
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 GOING_ON = ("RUNNING", "COMPLETING")
+ELASTIC, FLOAT64 = ("elastic=true", "elastic.rejoin=100"), "dtype=float64"
+IN_FLIGHT = (  # what strikes neither checkpoints nor a new start
+    *("USR2", "scontrol requeue", "time limit", "kill -9 of rank 0", "kill -9 of rank 1", "kill -9 of a data worker"),
+    *("a rank stopped for ever", "power-off of the batch host", "power-off of the other host", "both hosts off and on"),
+    *("cable of the batch host cut", "cable of the other host cut", "a cable cut for 4 s", "slurmd killed"),
+    *("slurmctld killed, back after 5 s", "disk full for 12 s", "W&B host gone", "preemption: USR2, then TERM"),
+)
 NO_DISK = "only root can give a run a disk of its own"
 
 
@@ -63,23 +74,32 @@ class Row:
     total: float = 0.0
 
 
-def suffer(lab: Lab, fault: Fault, experiment: str, seed: str) -> Row:
+def suffer(lab: Lab, fault: Fault, experiment: str, seed: str, *, elastic: bool = False) -> Row:
     """Disturb one run; what it ends with is compared with an undisturbed one."""
     chance = random.Random(f"{seed} {fault.name} {experiment}")
     began = time.monotonic()
     lab.up(fault.conf)
-    reference = lab.reference(experiment)
+    reference = lab.reference(experiment, *([FLOAT64] if elastic else []))
     row = Row(fault.name, experiment, chance.randint(STEPS // 5, STEPS // 2))
     environ = fault.environ(lab)
-    running = lab.submit(experiment, *fault.words, own_disk=fault.own_disk, **environ)
+    words = (*fault.words, *((FLOAT64, *ELASTIC) if elastic else ()))
+    running = lab.submit(experiment, *words, own_disk=fault.own_disk, **environ)
     row.folder = str(running.folder.path)
     try:
         running.wait_for_step(row.step)
-        watch(running, fault, row, chance)
+        if elastic:
+            watch_elastic(running, fault, row, chance)
+        else:
+            watch(running, fault, row, chance)
         running.finish()
         row.starts = len(running.folder.attempts())
-        row.problems += problems(running.folder, reference, followed="WANDB_MODE" in environ)
-        if row.starts < fault.starts or (row.starts > 1 and fault.starts == 1):
+        if elastic:
+            row.problems += near.differences(running.folder, reference)
+        else:
+            row.problems += problems(running.folder, reference, followed="WANDB_MODE" in environ)
+        if elastic:
+            pass  # it may go on in flight
+        elif row.starts < fault.starts or (row.starts > 1 and fault.starts == 1):
             row.problems.append(f"{row.starts} starts")
         ended = until("SLURM knows that the job is over", lambda: (shown := running.state()) not in GOING_ON and shown)
         if ended != "COMPLETED":
@@ -111,6 +131,25 @@ def watch(running: Running, fault: Fault, row: Row, chance: random.Random) -> No
         least = most = reached
     if not least <= row.redone <= most:
         row.problems.append(f"{row.redone} steps were done again after step {reached}, not {least} to {most}")
+
+
+def watch_elastic(running: Running, fault: Fault, row: Row, chance: random.Random) -> None:
+    """Strike, and take the time until a step is done that came after it, in this attempt or in the next one."""
+    old, known, start = running.newest(), len(read_generations(running.newest())), time.monotonic()
+    mend = fault.strike(running, chance)
+
+    def goes_on() -> bool:
+        if running.folder.result or running.newest().number > old.number:
+            return bool(running.folder.result) or running.step() > 0
+        changes = read_generations(old)
+        return len(changes) > known and running.step() > int(changes[-1]["step"])
+
+    if fault.starts > 1:
+        until("the run goes on", goes_on, 150, 0.01)
+        row.resumed = time.monotonic() - start
+    if mend:
+        mend()
+    running.lab.limit_cables(USUAL)
 
 
 def resumed(running: Running, old: Folder, starts: int) -> bool:
@@ -214,10 +253,12 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
 # ---- the table
 
 
-def plan(rounds: int, names: list[str]) -> list[tuple[int, Fault, str]]:
+def plan(rounds: int, names: list[str], *, elastic: bool = False) -> list[tuple[int, Fault, str]]:
     """Every fault in every round, the experiments taking turns; the next round the other way round."""
-    both = ("ddp_multinode", "mnist_pipeline")
+    both = ("ddp_multinode", "ddp_multinode" if elastic else "mnist_pipeline")
     chosen = [fault for fault in FAULTS if not names or fault.name in names]
+    if elastic:
+        chosen = [fault for fault in chosen if fault.name in IN_FLIGHT]
     return [(n, fault, fault.only or both[(n + i) % 2]) for n in range(rounds) for i, fault in enumerate(chosen)]
 
 
@@ -272,6 +313,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", default=str(random.SystemRandom().randrange(10**6)))
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=[fault.name for fault in FAULTS])
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="go on with a plan whose first N were done")
+    parser.add_argument("--elastic", action="store_true", help="strike runs with elastic=true")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args(arguments)
     if given.list:
@@ -280,13 +322,14 @@ def main(arguments: list[str]) -> int:
     print(f"seed {given.seed}", flush=True)
     rows: list[Row] = []
     with contextlib.suppress(AssertionError), laboratory() as lab:
-        for number, fault, experiment in plan(given.rounds, given.only)[given.skip :]:
+        for number, fault, experiment in plan(given.rounds, given.only, elastic=given.elastic)[given.skip :]:
             if fault.own_disk and os.getuid():
                 print(f"NOT TESTED: {fault.name}: {NO_DISK}", flush=True)
                 continue
-            rows.append(suffer(lab, fault, experiment, f"{given.seed} {number}"))
+            rows.append(suffer(lab, fault, experiment, f"{given.seed} {number}", elastic=given.elastic))
             print(f"{rows[-1]}", flush=True)
-            save(rows, given.seed, given.rounds)
+            if not given.elastic:
+                save(rows, given.seed, given.rounds)
         assert all(row.equal for row in rows)
     print(table([line(row) for row in rows]))
     return 0 if all(row.equal for row in rows) else 1

@@ -143,12 +143,13 @@ class Lab:
         (path,) = runs.iterdir()
         return Running(self, Folder(path))
 
-    def reference(self, experiment: str) -> Folder:
+    def reference(self, experiment: str, *more: str) -> Folder:
         """The undisturbed run, of which all labs that share a folder make one."""
-        place = self.shared / f"undisturbed-{experiment}"
-        with locked(self.shared / f"{experiment}.lock"):
+        name = "-".join([experiment, *more])
+        place = self.shared / f"undisturbed-{name}"
+        with locked(self.shared / f"{name}.lock"):
             if not place.exists():
-                running = self.submit(experiment)
+                running = self.submit(experiment, *more)
                 running.finish()
                 assert running.folder.result.get("state") == "finished", running.folder.result
                 shutil.move(running.folder.path, place)
