@@ -37,6 +37,7 @@ def all_parts() -> list[Part]:
         collectives,
         crossover,
         ddp_multinode,
+        local_sgd,
         mnist_pipeline,
         optimizers,
         param_server,
@@ -48,7 +49,7 @@ def all_parts() -> list[Part]:
     )
 
     modules = (mnist_pipeline, ddp_multinode, resnet_modelparallel, resnet_dataparallel, amp_accum, sparse_prune)
-    others = (collectives, param_server, crossover, optimizers, checkpoint, tools)
+    others = (collectives, param_server, local_sgd, crossover, optimizers, checkpoint, tools)
     parts = [part for module in (*modules, *others) for part in module.PARTS]
     known = {part.name.partition("/")[0] for part in parts}
     return parts + [ranks.make_part(name) for name in config.list_experiments() if name not in known]

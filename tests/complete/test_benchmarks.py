@@ -16,6 +16,7 @@ from tests.benchmarks import (
     collectives,
     crossover,
     figures,
+    local_sgd,
     mnist_pipeline,
     optimizers,
     param_server,
@@ -24,6 +25,7 @@ from tests.benchmarks import (
     resnet_modelparallel,
     sparse_prune,
 )
+from tests.benchmarks.cable_ranks import BF16, FP32, LOCAL, POWERSGD, TORCH
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
 from tests.harness import warm
@@ -111,6 +113,32 @@ def test_the_model_of_a_step_is_its_time_without_a_limit_and_that_of_its_bytes(t
     assert crossover.predict_seconds(free, crossover.LOCAL, "1gbit") == pytest.approx(free + 470763 / 125e6)
     figures.draw_crossover(tmp_path / "rates.svg", {"samples": taken.values})
     assert "alpha + beta n" in (tmp_path / "rates.svg").read_text()
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_loss_of_local_sgd_comes_with_its_interval(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert local_sgd.compute_t_quantile(15) == pytest.approx(2.1314, abs=2e-3)
+    interval = local_sgd.compute_interval([0.0, 0.1, 0.2, 0.1, 0.1])
+    assert interval.value == pytest.approx(0.1) and interval.high == pytest.approx(0.1 + 2.776 * 0.0316, abs=2e-3)
+    small = ("data.name=digits", f"data.cache={cache}", "data.train_limit=2560", "data.test_limit=200")
+    monkeypatch.setattr(local_sgd, "WORDS", (*small, "model=mlp", "batch=64", "launch.threads=1"))
+    taken = interleave([local_sgd.train(tmp_path, name) for name in local_sgd.SIDES], Pace(2, 0, 60), lambda _: None)
+    ddp, eight, *_ = local_sgd.accuracy_table(taken).rows
+    assert ddp.bound is None and (eight.what, eight.bound, eight.at_least) == ("H = 8", 0.2, False)
+    assert [cell.value for cell in eight.cells[3:] if isinstance(cell, Number)] == [5, pytest.approx(5 * 4e-6 * 109386)]
+    found = {
+        f"{name}: {what}": [0.1] for name in (FP32, BF16, POWERSGD, TORCH, LOCAL) for what in ("seconds", "megabytes")
+    }
+    rows = local_sgd.cable_table(Samples({"run": found | {"seconds": [0.5], "others": [0.0]}})).rows
+    assert [(row.bound, row.at_least) for row in rows[1:]] == [
+        (1.3, True),
+        (1.8, True),
+        (None, True),
+        (2.2, True),
+        (1.05, False),
+    ]
 
 
 @pytest.mark.usefixtures("forked")

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from common.api import Run, TrainState, build_optimizer, init_network, score_replicated
 from common.core import config
@@ -59,15 +60,20 @@ def settings(text: str) -> tuple[Any, str]:
     return config.build_config(ddp_settings.Config if special == "ddp" else Config, [chosen]), special
 
 
-def train_with_torch(cfg: Config, run: Run) -> None:
-    """Post-local SGD as torch does it, from whose first step on its averager counts."""
-    network = init_network(cfg, run.sample_shape, run.classes).to(run.dtype)
+def wrap_with_torch(
+    network: nn.Module, inner: Optimizer, start: int, every: int
+) -> tuple[nn.Module, PostLocalSGDOptimizer]:
+    """Model and optimizer of post-local SGD as torch does it, whose averager counts from its first step on."""
     model = DistributedDataParallel(network)
-    state = post_localSGD_hook.PostLocalSGDState(None, None, cfg.start, post_local_gradient_allreduce=False)
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    averager = PeriodicModelAverager(period=cfg.every, warmup_steps=cfg.start + cfg.every - 1)
+    return model, PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=every, warmup_steps=start + every - 1))
+
+
+def train_with_torch(cfg: Config, run: Run) -> None:
+    network = init_network(cfg, run.sample_shape, run.classes).to(run.dtype)
     inner = build_optimizer(network.parameters(), cfg.optim)
-    optimizer = PostLocalSGDOptimizer(inner, averager)
+    model, optimizer = wrap_with_torch(network, inner, cfg.start, cfg.every)
     saved = TrainState([network], inner, run.batches(shard=run.shard), run.world, replicated=True)
     for step in run.steps(saved, lambda: score_replicated(network, run)):
         with step:

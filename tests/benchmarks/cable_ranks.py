@@ -1,0 +1,142 @@
+"""Steps of DDP and of local SGD on hosts that a cable joins, one way of exchanging after the other; srun starts it.
+
+    srun --nodes=2 --ntasks-per-node=1 python -m tests.benchmarks.cable_ranks OUT_FILE
+
+Rank 0 writes JSON: of each side the seconds of a step and the MB that its host sends in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.distributed import ddp, rendezvous
+from common.distributed.rank_info import read_rank_info
+from common.distributed.rendezvous import World
+from common.models.networks import build_network
+from common.training.local_sgd.exchange import Bytes, Exchange
+from common.training.local_sgd.worker import LocalWorker
+from common.training.optimizers import build_optimizer
+from configs.launch import Launch
+from configs.local_sgd import Config
+from configs.shared import Optim
+from experiments.local_sgd import exchange
+from tests.harness.local_sgd import wrap_with_torch
+
+BATCH, EVERY, DELAY, CHUNKS, WARM_UP, RANK = 16, 8, 4, 4, 2, 2
+OPTIM = Optim(lr=0.01)
+FP32, BF16, POWERSGD, TORCH = "DDP, float32", "DDP, bf16", "DDP, PowerSGD", f"torch's PostLocalSGD, H = {EVERY}"
+LOCAL, INT8, LATER = (f"local SGD, H = {EVERY}{more}" for more in ("", ", int8", f", outer step {DELAY} later"))
+Step = Callable[[], None]
+
+
+def make_network() -> nn.Module:
+    torch.manual_seed(0)
+    return build_network("convnet", (28, 28), 10)
+
+
+def make_ddp(world: World, communication: str) -> Callable[[Tensor, Tensor], None]:
+    """A step of DDP as ddp_multinode takes it."""
+    network = make_network()
+    model = ddp.wrap_ddp(network, world.device, bucket_cap_mb=ddp.choose_bucket_mb(communication, 1, world.backend))
+    ddp.register_comm_hook(model, communication, RANK)
+    optimizer = build_optimizer(network.parameters(), OPTIM)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def make_local(world: World, kind: str) -> Callable[[Tensor, Tensor], None]:
+    """A step of local SGD as the experiment takes it."""
+    network = make_network()
+    optimizer = build_optimizer(network.parameters(), OPTIM)
+    parameters = list(network.parameters())
+    like = torch.cat([p.detach().flatten() for p in parameters])
+    sizes = [p.numel() for p in parameters]
+    carrier = Bytes(like, world.size, sizes) if kind == INT8 else Exchange(like, world.size)
+    worker, cfg = LocalWorker(network, optimizer, world, carrier, "own"), Config()
+    cfg.every, cfg.delay = EVERY, DELAY if kind == LATER else 0
+    done = cfg.delay  # so that an exchange begins and ends within the same chunk
+
+    def step(x: Tensor, y: Tensor) -> None:
+        nonlocal done
+        done += 1
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+        exchange(cfg, worker, done, sys.maxsize)
+
+    return step
+
+
+def make_torch(world: World) -> Callable[[Tensor, Tensor], None]:
+    """A step of torch's own optimizer."""
+    network = make_network()
+    model, optimizer = wrap_with_torch(network, build_optimizer(network.parameters(), OPTIM), 0, EVERY)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def count_sent() -> int:
+    """Return the bytes that have left this host."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    (fields,) = (line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
+    return int(fields[8])
+
+
+def measure(world: World) -> dict[str, dict[str, float]]:
+    """Let the sides take turns; return the medians over chunks of one round of local SGD each."""
+    draw = torch.Generator().manual_seed(world.rank)
+    x, y = torch.randn(BATCH, 1, 28, 28, generator=draw), torch.randint(10, (BATCH,), generator=draw)
+    makes = {FP32: partial(make_ddp, world, "none"), BF16: partial(make_ddp, world, "bf16")}
+    makes |= {POWERSGD: partial(make_ddp, world, "powersgd"), TORCH: partial(make_torch, world)}
+    makes |= {kind: partial(make_local, world, kind) for kind in (LOCAL, INT8, LATER)}
+    steps = {name: make() for name, make in makes.items()}
+    seconds, sent = {name: list[float]() for name in steps}, {name: list[float]() for name in steps}
+    for chunk in range(WARM_UP + CHUNKS):  # PowerSGD begins after ten steps
+        for name, step in steps.items():
+            dist.barrier()
+            time.sleep(0.1)  # until the bucket of the cable is full
+            before, began = count_sent(), time.perf_counter()
+            for _ in range(EVERY):
+                step(x, y)
+            took = time.perf_counter() - began
+            if chunk >= WARM_UP:
+                seconds[name].append(took / EVERY)
+                sent[name].append((count_sent() - before) / EVERY / 1e6)
+    return {name: {"seconds": median(seconds[name]), "megabytes": median(sent[name])} for name in steps}
+
+
+def main(out: str) -> int:
+    info = read_rank_info(os.environ)
+    assert info is not None
+    settings = Launch(device="cpu", threads=1, nodes=info.nodes, step_timeout=120)
+    with rendezvous.joined_world(info, settings) as world:
+        found = measure(world)
+        if world.is_main:
+            Path(out).write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

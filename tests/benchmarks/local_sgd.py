@@ -1,0 +1,142 @@
+"""What local SGD loses in accuracy, seed by seed against DDP, and what it gains on a slow cable."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import NormalDist, mean, stdev
+
+from common.core.config import ROOT
+from common.runs.result import parse_result
+from slurm.local_cluster.cables import parse_shape
+from tests.benchmarks import hosts
+from tests.benchmarks.measure import Number, Samples, Task
+from tests.benchmarks.mnist_pipeline import no_mnist
+from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.records import Cell, Row, Table
+
+NAME = "local_sgd"
+SEEDS, MARGIN = 16, 0.2  # points of accuracy that local SGD may lose
+BATCH = 128
+WORDS = ("model=mlp", "data.fallback=none", f"batch={BATCH}", "epochs=1", "data.test_limit=0", "launch.threads=1")
+DDP = "DDP"
+SIDES = {
+    DDP: ("ddp_multinode",),
+    "H = 8": (NAME, "every=8"),
+    "H = 8, int8": (NAME, "every=8", "communication=int8"),
+    "H = 32, Nesterov outside": (NAME, "every=32", "outer=nesterov", "outer_lr=0.7"),
+}
+JUDGED = ("H = 8",)
+RATE = "200mbit"
+
+
+# ---- accuracy
+
+
+def train(scratch: Path, name: str, *more: str) -> Task:
+    """A training with the number of the round as seed."""
+    experiment, *settings = SIDES[name]
+
+    def run(number: int) -> dict[str, float]:
+        folder = finish(scratch, name, experiment, *WORDS, *settings, *more, f"seed={number}")
+        result = parse_result(folder.result).flatten_values()
+        shutil.rmtree(folder.path.parent)
+        found = {"seconds": result["step_seconds"], "test_accuracy": result["test_accuracy"], "others": 0.0}
+        counted = {key: float(result[key]) for key in ("exchanges", "bytes_sent") if key in result}
+        return found | counted  # other programs change the seconds alone, which no table shows
+
+    return Task(name, run)
+
+
+def compute_t_quantile(freedom: int, probability: float = 0.975) -> float:
+    """Return the quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5), to 1 % from 4 degrees of freedom on."""
+    z = NormalDist().inv_cdf(probability)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def compute_interval(values: list[float]) -> Number:
+    """Return the mean with the ends of its 95 % interval, for independent values of a normal distribution."""
+    half = compute_t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Number(mean(values), mean(values) - half, mean(values) + half)
+
+
+def accuracy_table(taken: Samples) -> Table:
+    rows, right = [], taken.kept(DDP, "test_accuracy")
+    for name in taken.values:
+        accuracy = taken.number(name, "test_accuracy", 100)
+        if name == DDP:
+            rows.append(Row(name, ["", "", accuracy, "", ""]))
+            continue
+        below = [100 * (a - b) for a, b in zip(right, taken.kept(name, "test_accuracy"), strict=True)]
+        found = compute_interval(below)
+        exchanges, sent = taken.number(name, "exchanges"), taken.number(name, "bytes_sent", 1e-6)
+        cells: list[Cell] = [Number(found.high, found.high, found.high), found, accuracy, exchanges, sent]
+        rows.append(Row(name, cells, MARGIN if name in JUDGED else None, at_least=False))
+    interval = (f"points below {DDP} at most", f"points below {DDP}, mean [95 % interval]")
+    return Table(("side", *interval, "test accuracy, %", "exchanges", "MB sent by a worker"), rows)
+
+
+# ---- a slow cable
+
+
+def measure_on_cable(scratch: Path) -> list[Task]:
+    """All sides in one start of two hosts, in turns (tests/benchmarks/cable_ranks.py)."""
+
+    def run(number: int) -> dict[str, float]:
+        out = scratch / f"cable-{number}.json"
+        with hosts.local_cluster(scratch, 2, rate=RATE) as env:
+            start = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
+            program = (sys.executable, "-m", "tests.benchmarks.cable_ranks", str(out))
+            command = [sys.executable, "-m", "slurm", "cluster", "exec", *start, *program]
+            done = subprocess.run(
+                command, cwd=ROOT, env=dict(env), capture_output=True, text=True, timeout=300, check=False
+            )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        found = json.loads(out.read_text())
+        values = {f"{name}: {what}": value for name, of in found.items() for what, value in of.items()}
+        # the cluster's processes belong to nobody: who else used the machine is not known
+        return {"seconds": sum(of["seconds"] for of in found.values()), "others": 0.0, **values}
+
+    return [Task("run", run)]
+
+
+def cable_table(taken: Samples) -> Table:
+    from tests.benchmarks.cable_ranks import BF16, FP32, LOCAL, POWERSGD, TORCH  # which imports torch
+
+    def compare(over: str, under: str) -> Number:
+        return taken.ratio_of("run", f"{over}: seconds", f"{under}: seconds")
+
+    rows, goals = [], {LOCAL: 2.2, POWERSGD: 1.8, BF16: 1.3}
+    for name in (key.removesuffix(": seconds") for key in taken.values["run"] if key.endswith(": seconds")):
+        gain: Cell = "" if name == FP32 else compare(FP32, name)
+        cells = [gain, taken.number("run", f"{name}: seconds", 1e3), taken.number("run", f"{name}: megabytes")]
+        rows.append(Row(name, cells, goals.get(name)))
+    rows.append(Row(f"{LOCAL} / {TORCH}", [compare(LOCAL, TORCH), "", ""], 1.05, at_least=False))
+    return Table(("side", f"{FP32} / this", "ms a step", "MB sent a step"), rows)
+
+
+PARTS = [
+    Part(
+        f"{NAME}/accuracy",
+        f"test accuracy after one epoch of MNIST, two workers: DDP and local SGD with the same {SEEDS} seeds",
+        lambda scratch: [train(scratch, name) for name in SIDES],
+        accuracy_table,
+        rounds=SEEDS,
+        facts={"threads": "1 in each of 2 processes", "batch": BATCH},
+        missing=no_mnist,
+    ),
+    Part(
+        f"{NAME}/cable",
+        f"a step of two hosts that cables of {RATE} join: DDP, local SGD and torch's own",
+        measure_on_cable,
+        cable_table,
+        rounds=5,
+        facts={"threads": "1 in each of 2 processes", "batch": 16, "cable": RATE, "other programs": "not known"},
+        missing=lambda: hosts.find_obstacle(parse_shape(RATE, "")),
+    ),
+]
