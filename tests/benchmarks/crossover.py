@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from common.models.networks import build_network
@@ -115,21 +116,22 @@ def table(taken: Samples) -> Table:
     return Table(("strategy, cable", "ms a step", "alpha + beta n, ms", f"{DDP} / this", "kB a step"), rows)
 
 
-def trace_lines(part: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return measured points and the model's lines of each strategy, as (Mbit/s, ms, spread)."""
-    points, lines = dict[str, Any](), dict[str, Any]()
+def trace_lines(part: Mapping[str, Any]) -> dict[str, tuple[list[tuple[float, ...]], list[tuple[float, ...]]]]:
+    """Return of each strategy what was measured, (Mbit/s, ms, half the spread), and the model's line, (Mbit/s, ms)."""
+    traces = {}
     for strategy in STRATEGIES:
-        values = {rate: sorted(part["samples"][rate][strategy]) for rate in (*RATES, FREE)}
-        middle = {rate: found[len(found) // 2] for rate, found in values.items()}
-        points[strategy] = [
-            (parse_shape(rate, "").rate / 1e6, 1e3 * middle[rate], 500 * (values[rate][-1] - values[rate][0]))
+        found = {rate: [1e3 * value for value in part["samples"][rate][strategy]] for rate in (FREE, *RATES)}
+        points: list[tuple[float, ...]] = [
+            (parse_shape(rate, "").rate / 1e6, median(found[rate]), (max(found[rate]) - min(found[rate])) / 2)
             for rate in RATES
         ]
         across = [30 * 50 ** (k / 40) for k in range(41)]  # Mbit/s
-        lines[f"{strategy}, alpha + beta n"] = [
-            (rate, 1e3 * predict_seconds(middle[FREE], strategy, f"{rate:.3f}mbit"), 0.0) for rate in across
+        free = median(found[FREE]) / 1e3
+        line: list[tuple[float, ...]] = [
+            (rate, 1e3 * predict_seconds(free, strategy, f"{rate:.3f}mbit")) for rate in across
         ]
-    return points, lines
+        traces[strategy] = points, line
+    return traces
 
 
 # ---- accuracy by bytes

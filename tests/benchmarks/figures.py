@@ -120,9 +120,17 @@ def draw_collectives(path: Path, part: Mapping[str, Any]) -> None:
 
 def draw_crossover(path: Path, part: Mapping[str, Any]) -> None:
     """Milliseconds of a step against the rate of the cable: measured points and the lines of the model."""
-    points, lines = crossover.trace_lines(part)
-    title = "the ConvNet on two hosts"
-    plots.draw_curves(path, points, "Mbit/s", "ms a step", computed=lines, loglog=True, title=title)
+    at = plots.make_axes()
+    for number, (side, (points, line)) in enumerate(crossover.trace_lines(part).items()):
+        across, means, spread = zip(*points, strict=True)
+        at.errorbar(across, means, spread, marker="o", linestyle="", capsize=3, color=f"C{number}", label=side)
+        at.plot(*zip(*line, strict=True), linestyle="--", color=f"C{number}")
+    at.plot([], [], linestyle="--", color="0.35", label="alpha + beta n")
+    at.set(xlabel="Mbit/s", ylabel="ms a step", xscale="log", yscale="log", title="the ConvNet on two hosts")
+    at.set_xticks(across, [f"{rate:g}" for rate in across])
+    at.grid(alpha=0.3)
+    at.legend()
+    plots.save_figure(at, path)
 
 
 def draw_accuracy(path: Path, part: Mapping[str, Any]) -> None:
