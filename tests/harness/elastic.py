@@ -2,19 +2,24 @@
 
     python -m tests.harness.elastic NAME POINT:RANK:STEP:HOW[,...] key=value ...
 
-HOW is kill, stop, fail (an error of this rank's connections) or wait (for a second). NAME may be followed by one of
-MISTAKES, as in ddp_multinode+own_state. RANK is that at the start of the run; a rank that was started again is spared.
+HOW is kill, stop, fail (an error of this rank's connections), wait (for a second) or join (until all lost ranks are
+back, or wait to be). NAME may be followed by one of CHANGES, as in ddp_multinode+own_state. RANK is that at the start
+of the run; a rank that was started again does not fail.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
 
 from common.api import start
 from common.checkpoint import checkpointer, peer_copy
@@ -22,9 +27,11 @@ from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.data.loader import Loader
 from common.distributed.elastic import group
+from common.models import networks
 from common.training import loop
 from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
+from tests.harness.processes import wait_until
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 Faults = list[tuple[str, int, int, str]]
@@ -44,18 +51,26 @@ class Planted:
     def reach(self, point: str, step: int) -> None:
         """Come to a point of a step, and perhaps not any further."""
         recovery: Any = self.recovery
-        if recovery is None or recovery.spared:
+        if recovery is None:
             return
         for at, rank, number, how in self.faults:
             if (at, rank, number) != (point, recovery.run.world.number, step):
                 continue
-            if how in SIGNALS:
+            if how == "join":
+                wait_until(self.has_all, "a rank joins")
+            elif recovery.spared:
+                return
+            elif how in SIGNALS:
                 os.kill(os.getpid(), SIGNALS[how])
             elif how == "wait":
                 time.sleep(1)
             elif how == "fail":
                 self.faults.remove((at, rank, number, how))
                 raise RuntimeError("gloo: planted")
+
+    def has_all(self) -> bool:
+        run, member = self.recovery.run, self.recovery.member  # type: ignore[attr-defined]
+        return bool(member.join_waits or run.world.size == run.cfg.processes)
 
 
 def plant(faults: Faults) -> None:
@@ -123,11 +138,43 @@ def keep_own_shards() -> None:
     Recovery._cut_batches = lambda *_: None  # type: ignore[method-assign]
 
 
-MISTAKES = {"own_state": keep_own_state, "old_mean": keep_old_mean, "own_shards": keep_own_shards}
+def overflow() -> None:
+    """No mistake: a scaler of the loss in float64, and gradients of rank 0 that overflow in steps 5, 6 and 14."""
+    script = importlib.import_module("experiments.amp_accum")
+    script.make_scaler = lambda *_: GradScaler("cpu", 1024, growth_interval=4)  # type: ignore[attr-defined]
+    accumulate = script.accumulate_gradients
+
+    def accumulate_too_much(cfg: Any, model: Any, scaler: Any, step: loop.Step, footprint: Any) -> Any:
+        step.log(scale=scaler.get_scale(), counter=float(scaler._get_growth_tracker()))
+        overflows = step.number in (5, 6, 14) and step.run.world.is_main
+        hook = next(model.parameters()).register_hook(lambda gradient: gradient * (math.inf if overflows else 1.0))
+        try:
+            return accumulate(cfg, model, scaler, step, footprint)
+        finally:
+            hook.remove()
+
+    script.accumulate_gradients = accumulate_too_much  # type: ignore[attr-defined]
+
+
+def use_batchnorm() -> None:
+    """No mistake: a small network with BatchNorm in the place of resnet18."""
+
+    def build(shape: Sequence[int], classes: int) -> nn.Sequential:
+        first = nn.Conv2d(1, 4, 5, 4, bias=False)
+        return nn.Sequential(
+            nn.Unflatten(1, (1, shape[0])), first, nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, classes)
+        )
+
+    networks.ResNet18 = build  # type: ignore[assignment,misc]
+
+
+CHANGES = {"own_state": keep_own_state, "old_mean": keep_old_mean, "own_shards": keep_own_shards}
+CHANGES |= {"overflow": overflow, "batchnorm": use_batchnorm}
 
 if __name__ == "__main__":
-    (name, _, mistake), faults = sys.argv.pop(1).partition("+"), sys.argv.pop(1)
-    plant(parse_faults(faults))
-    if mistake:
-        MISTAKES[mistake]()
+    (name, _, change), faults = sys.argv.pop(1).partition("+"), sys.argv.pop(1)
+    if faults:
+        plant(parse_faults(faults))
+    if change:
+        CHANGES[change]()
     start(importlib.import_module(f"experiments.{name}").main, config.import_schema(name))

@@ -51,15 +51,48 @@ def test_a_frozen_rank_is_lost_and_comes_back(
     ranks: int, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Its heartbeats stop; the process is ended, and a new one copies the state of another rank."""
-    fault = f"reduction:{ranks - 1}:{pick_step('reduction')}:stop"
-    data = (f"data.cache={cache}", "data.train_limit=24000", "epochs=2", "steps=1500", "checkpoint.every_steps=0")
-    long = [*data, "optim.name=adam", "optim.lr=1e-4"]
-    words = (f"processes_per_node={ranks}", "elastic=true", "elastic.timeout=0.5")
-    done = train(fault, *long, *words, runs=tmp_path / "runs")
+    fault = f"reduction:{ranks - 1}:{random.SystemRandom().randrange(2, 12)}:stop,begin:0:14:join"
+    words = (f"data.cache={cache}", f"processes_per_node={ranks}", "elastic=true", "elastic.timeout=0.5")
+    done = train(fault, *words, runs=tmp_path / "runs")
     assert done.status == 0, (fault, done.err)
-    assert not differences(done.folder, train_alone(tmp_path_factory, *long)), fault
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}")), fault
     lost, joined = zip(*list_changes(done.folder), strict=True)  # at once, if it came while the others connected
     assert [*itertools.chain(*lost)] == [*itertools.chain(*joined)] == [ranks - 1], fault
+
+
+def test_all_ranks_are_lost_and_come_back_one_after_another(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Images are changed at random, by their position: another rank's draw is the same."""
+    words = (f"data.cache={cache}", "data.augment=crop")
+    faults = "reduction:1:4:kill,begin:0:8:join,reduced:0:12:kill,begin:1:16:join"
+    done = train(faults, *words, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert not differences(done.folder, train_alone(tmp_path_factory, *words))
+    lost, joined = zip(*list_changes(done.folder), strict=True)
+    assert [*itertools.chain(*lost)] == [*itertools.chain(*joined)] == [1, 0]
+
+
+@pytest.mark.parametrize("faults", ["reduced:1:5:kill,begin:0:9:join,committed:2:14:kill", "updated:0:6:kill"])
+def test_skipped_steps_and_the_scale_are_those_of_one_process(faults: str, cache: Path, tmp_path: Path) -> None:
+    words = ("precision=fp32", "accumulate=2", f"data.cache={cache}")
+    alone = train("", *words, "processes_per_node=1", runs=tmp_path / "alone", name="amp_accum+overflow")
+    done = train(faults, *words, *THREE, runs=tmp_path / "runs", name="amp_accum+overflow")
+    assert (alone.status, done.status) == (0, 0), alone.err + done.err
+    assert not differences(done.folder, alone.folder)
+    assert [row["global_step"] for row in alone.folder.metrics() if row.get("skipped")] == [5, 6, 14]
+    scales = [[(row.get("scale"), row.get("counter")) for row in run.folder.metrics()] for run in (done, alone)]
+    assert scales[0] == scales[1]
+
+
+def test_statistics_of_batchnorm_are_those_of_one_process(cache: Path, tmp_path: Path) -> None:
+    """They have changed by the failed step already, and are set back."""
+    words = (f"data.cache={cache}", "model=resnet18", "sync_batchnorm=true")
+    alone = train("", *words, "processes_per_node=1", runs=tmp_path / "alone", name="ddp_multinode+batchnorm")
+    faults = "reduction:1:5:kill,begin:0:9:join,evaluation:2:20:kill"
+    done = train(faults, *words, *THREE, runs=tmp_path / "runs", name="ddp_multinode+batchnorm")
+    assert (alone.status, done.status) == (0, 0), alone.err + done.err
+    assert not differences(done.folder, alone.folder)
 
 
 @pytest.mark.parametrize(
