@@ -46,13 +46,15 @@ def test_a_checkpoint_has_each_worker_s_own_parameters_and_their_mean(trained: D
         assert torch.allclose(mean, (one + two) / 2, atol=1e-7) and not parts[1]["model"]
 
 
-def test_another_number_of_ranks_is_refused(trained: Done, tmp_path: Path) -> None:
+def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tmp_path: Path) -> None:
     folder = cut_off(trained.folder, 15, tmp_path)
     done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert (
         "the checkpoint is of 2 ranks with parameters of their own, and here are 1; go on with 2 ranks" in done.stderr
     )
+    again = resume(BY_NAME["local_sgd"], folder, "start=20")
+    assert again.returncode == 2 and "start cannot change when a run goes on: it was 5" in again.stderr
 
 
 @pytest.mark.parametrize(

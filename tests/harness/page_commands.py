@@ -63,7 +63,7 @@ ELSEWHERE = {
 SMALLER = {  # of the commands that train: the smallest of these settings that leave the command's own
     "amp_accum": ("batch=16", "steps=6"),  # fp16 is slow where the processor has no instructions for it
     "ddp_multinode": ("batch=16",),
-    "local_sgd": ("batch=16", "every=2", "start=1"),
+    "local_sgd": ("batch=16", "every=5", "start=1"),
     "param_server": ("batch=16", "steps=6", "plot=false"),
     "resnet_modelparallel": ("width=8", "batch=16", "steps=6", "plot=false"),
     "resnet_dataparallel": ("batch=8", "steps=3", "data.test_limit=20", "compare=false"),
