@@ -10,7 +10,6 @@ Imports neither torch nor the experiments, so that it can answer on a login node
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import itertools
 import json
@@ -25,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
-from common.core.config_keys import list_keys, parse_value
+from common.core.config_keys import list_keys, parse_value, suggest_key
 from common.core.errors import UserError
 from configs.shared import OF_TRAINING, Experiment
 
@@ -95,10 +94,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
             if group:
                 raise UserError(f"{name} is a group of settings: {', '.join(group)}")
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                near = near or [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-                hint = f"; did you mean {near[0]}?" if near else "; --help lists all keys"
-                raise UserError(f"unknown key {name}{hint}")
+                raise UserError(f"unknown key {name}; {suggest_key(name, known)}")
             OmegaConf.update(config, name, parse_value(known[name], text))
     settings = typing.cast(S, OmegaConf.to_object(config))
     try:

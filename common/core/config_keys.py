@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
@@ -11,6 +12,7 @@ import math
 import re
 import textwrap
 import typing
+from collections.abc import Collection
 from typing import Any
 
 from common.core.errors import UserError
@@ -107,6 +109,15 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
             raise refuse("out of range")
         return value
     return text
+
+
+def suggest_key(name: str, known: Collection[str]) -> str:
+    """Suggest what to write for a key that an experiment does not have."""
+    if name.partition(".")[0] == "elastic":
+        return "only ddp_multinode and amp_accum go on without a lost rank; leave it out: others resume their last save"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = near or [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    return f"did you mean {near[0]}?" if near else "--help lists all keys"
 
 
 def parse_number(kind: type, text: str) -> int | float | None:
