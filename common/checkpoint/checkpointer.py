@@ -187,10 +187,10 @@ class Checkpointer:
 
     # ---- loading
 
-    def load(self) -> LoadedCheckpoint | None:
+    def load(self, check: Callable[[LoadedCheckpoint], None] = lambda _: None) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run; None where there is none, and training starts at step 0.
 
-        Raises UserError if there are checkpoints and none of them is valid.
+        `check` may refuse it by a UserError. Raises UserError if there are checkpoints and none of them is valid.
         """
         found = storage.list_resumable_checkpoints(self.folder) if self.world.is_main else []
         candidates = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in found])
@@ -204,6 +204,7 @@ class Checkpointer:
             self._report_no_checkpoint(len(candidates))
             return None
         assert loaded is not None
+        check(loaded)
         if not loaded.resumes_exactly:
             self.log_message(
                 f"saved by {format_count(loaded.processes, 'rank')}, resumed by {self.world.size}: model, optimizer "

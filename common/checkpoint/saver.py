@@ -46,7 +46,7 @@ class Saver:
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
         """Load the newest checkpoint of the run into `state`, if there is one."""
         self.state = state
-        loaded = None if self.world.joins else self.checkpointer.load()
+        loaded = None if self.world.joins else self.checkpointer.load(state.check_ranks)
         if loaded is not None:
             state.load(loaded)
             self.began -= loaded.common["seconds"]

@@ -113,6 +113,9 @@ class TrainState:
         saved: dict[str, Tensor] = loaded.local["buffers"] if loaded.local and shared else {}
         return saved if saved.keys() == {name for name, _ in self.buffers} else {}
 
+    def check_ranks(self, loaded: LoadedCheckpoint) -> None:
+        """Raise UserError where the ranks that saved a checkpoint are too many or too few to be gone on from."""
+
     @torch.no_grad()
     def load(self, loaded: LoadedCheckpoint) -> None:
         """Load a checkpoint. Raises UserError if it is of another model."""

@@ -53,6 +53,7 @@ def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tm
     assert (
         "the checkpoint is of 2 ranks with parameters of their own, and here are 1; go on with 2 ranks" in done.stderr
     )
+    assert "are restored" not in done.stdout
     again = resume(BY_NAME["local_sgd"], folder, "start=20")
     assert again.returncode == 2 and "start cannot change when a run goes on: it was 5" in again.stderr
 

@@ -45,15 +45,19 @@ class LocalState(TrainState):
         found.local["worker"] = own
         return found
 
-    def load(self, loaded: LoadedCheckpoint) -> None:
-        """Load a checkpoint of as many ranks. Raises UserError for one of another number, or of another model."""
-        if loaded.local is None:
+    def check_ranks(self, loaded: LoadedCheckpoint) -> None:
+        """Raise UserError for a checkpoint of another number of ranks."""
+        if not loaded.resumes_exactly:
             saved = format_count(loaded.processes, "rank")
             raise UserError(
                 f"the checkpoint is of {saved} with parameters of their own, and here are {self.worker.world.size}; "
                 f"go on with {saved}, or begin a new run with weights=RUN from their mean"
             )
+
+    def load(self, loaded: LoadedCheckpoint) -> None:
+        """Load a checkpoint of as many ranks. Raises UserError if it is of another model."""
         super().load(loaded)
+        assert loaded.local is not None
         own = loaded.local["worker"]
         self.worker.load_own(own["vectors"])
         state_dicts.load_optimizer_state(self.optimizer, self.parameters, own["optimizer"])
