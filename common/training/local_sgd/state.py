@@ -51,7 +51,7 @@ class LocalState(TrainState):
             saved = format_count(loaded.processes, "rank")
             raise UserError(
                 f"the checkpoint is of {saved} with parameters of their own, and here are {self.worker.world.size}; "
-                f"go on with {saved}, or begin a new run with weights=RUN from their mean"
+                f"go on with {saved}, or begin a new run from their mean: weights=CHECKPOINT_FOLDER"
             )
 
     def load(self, loaded: LoadedCheckpoint) -> None:
