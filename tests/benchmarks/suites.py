@@ -1,0 +1,84 @@
+"""What the test suites take, and which tests take longest.
+
+    python -m tests.benchmarks.suites ["make test=3" "make test-all=1" "make test-slurm=1"]
+
+Runs each suite so often, by make as a person does. The times of one day are added to its record; the slowest tests are
+those of the newest run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from statistics import median
+
+from common.core.config import ROOT
+from tests.benchmarks.measure import Number
+from tests.benchmarks.records import Record, Row, Table
+
+BUDGETS = {"make test": 180, "make test-all": 600, "make test-slurm": 900}  # seconds
+SHOWN = 10
+SLOW = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", re.MULTILINE)
+ORIGIN = {"title": "test suites", "command": "python -m tests.benchmarks.suites"}
+
+
+def run_suite(suite: str) -> tuple[float, list[tuple[float, str]]]:
+    """Run a suite; return its seconds, and seconds and name of its slowest tests. Raises RuntimeError if it fails."""
+    environ = os.environ | {"PYTEST_ADDOPTS": f"--durations={SHOWN}"}
+    began = time.monotonic()
+    done = subprocess.run(suite.split(), cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    seconds = time.monotonic() - began
+    (ROOT / "tests" / "benchmarks" / "results" / f"{suite.replace(' ', '-')}.log").write_text(done.stdout)
+    if done.returncode:
+        raise RuntimeError(f"{done.stdout[-3000:]}\n{suite} failed after {seconds:.0f} s")
+    return seconds, [(float(found[1]), found[2]) for found in SLOW.finditer(done.stdout)]
+
+
+def tabulate_times(known: dict[str, list[float]]) -> Table:
+    """Return the times of each suite beside its budget."""
+    rows = [
+        Row(
+            f"`{suite}`",
+            [Number(median(times), min(times), max(times)), str(len(times))],
+            BUDGETS[suite],
+            at_least=False,
+        )
+        for suite, times in known.items()
+    ]
+    return Table(("suite", "seconds", "runs"), rows)
+
+
+def tabulate_slowest(slowest: dict[str, list[tuple[float, str]]]) -> Table:
+    """Return the slowest tests of each suite."""
+    rows = [
+        Row(f"`{suite}`", [f"{seconds:.0f}", f"`{name}`"])
+        for suite, tests in slowest.items()
+        for seconds, name in tests
+    ]
+    return Table(("suite", "seconds", "test"), rows)
+
+
+def main(wanted: list[str]) -> int:
+    record = Record()
+    known = record.content["parts"].get("suites/times", {}).get("seconds", {})
+    slowest = record.content["parts"].get("suites/slowest", {}).get("tests", {})
+    for word in wanted:
+        suite, _, times = word.partition("=")
+        for _ in range(int(times or 1)):
+            seconds, found = run_suite(suite)
+            known.setdefault(suite, []).append(round(seconds, 1))
+            slowest[suite] = found[:SHOWN]
+            print(f"{suite}: {seconds:.0f} s", flush=True)
+            record.put_table("suites/times", ORIGIN | {"seconds": known}, tabulate_times(known))
+            record.put_table("suites/slowest", ORIGIN | {"tests": slowest}, tabulate_slowest(slowest))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:] or [f"{suite}=1" for suite in BUDGETS]))
+    except RuntimeError as error:
+        sys.exit(str(error))
