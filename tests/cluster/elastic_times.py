@@ -34,6 +34,7 @@ from tests.harness.site import until
 MODEL = ("data.name=vectors", "data.samples=24000", "batch=24", "model=mlp", "dtype=float64", "optim.lr=0.01")
 SETTINGS = (*MODEL, "optim.base_batch=0", "data.workers=0", "launch.device=cpu", "launch.threads=1")
 ELASTIC = ("elastic=true", "elastic.rejoin=1000")
+STEPS_A_SECOND = 90  # more than there are, so that the run is not over before
 PAUSE = 15.0  # seconds between two random kills
 TIMEOUT = Elastic().timeout
 Seconds = dict[str, list[float]]
@@ -136,14 +137,15 @@ def measure_requeues(lab: Lab, rounds: int, found: Seconds) -> None:
 
 def kill_at_random(lab: Lab, minutes: float) -> Table:
     """Kill a random rank every 15 s; return what became of the run. Raises ValueError where the losses differ."""
-    steps = round(minutes * 60 * 45)
-    running, end, kills = start(lab, 3, steps, *ELASTIC), time.monotonic() + 60 * minutes, 0
-    while time.monotonic() < end and not running.folder.result:
+    steps = round(minutes * 60 * STEPS_A_SECOND)
+    running, began, kills = start(lab, 3, steps, *ELASTIC), time.monotonic(), 0
+    while time.monotonic() < began + 60 * minutes and not running.folder.result:
         time.sleep(PAUSE)
         ranks, changes = running.ranks(), read_generations(running.newest())
         if (not changes or len(changes[-1]["ranks"]) > 1) and not running.folder.result:
             os.kill(random.SystemRandom().choice(ranks), signal.SIGKILL)
             kills += 1
+    struck = (time.monotonic() - began) / 60
     running.finish(3600)
     if len(running.folder.attempts()) > 1:
         raise ValueError(f"{running.folder.path}: {len(running.folder.attempts())} attempts")
@@ -152,7 +154,7 @@ def kill_at_random(lab: Lab, minutes: float) -> Table:
     joined, redone = sum(len(one["joined"]) for one in changes), running.folder.result["measured"]["steps_redone"]
     cells = [str(value) for value in (kills, joined, steps, redone, "yes")]
     columns = ("minutes", "kills", "ranks that joined", "steps", "steps done again", "losses equal to 1e-9")
-    return Table(columns, [Row(f"{minutes:g}", cells)])
+    return Table(columns, [Row(f"{struck:.1f}", cells)])
 
 
 def tabulate(elastic: Seconds, requeued: Seconds) -> Table:
