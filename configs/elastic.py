@@ -41,6 +41,8 @@ class ElasticRanks(RanksPerNode):
             raise ValueError(f"{what}; use at most elastic.min={self.processes}")
         if getattr(self, "shards", []) == ["auto"]:
             raise ValueError("elastic=true changes shards itself; leave shards=auto out, or write them: shards=[3,1]")
+        if self.launch.device == "cuda":
+            raise ValueError("elastic=true: ranks on GPUs cannot go on without each other; use launch.device=cpu")
         if self.launch.backend == "builtin":
             raise ValueError("elastic=true is for the backend gloo; leave launch.backend=builtin out")
 

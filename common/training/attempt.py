@@ -55,8 +55,7 @@ class Attempt:
     def join(cls, cfg: Experiment, given: Folder | None) -> Attempt:
         """Join the attempt that other ranks of the run are at. Raises UserError where the data is missing here."""
         assert given is not None
-        prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=given.path / "code")
-        return cls(given.attempts()[-1], prepared, is_new=False)
+        return cls(given.attempts()[-1], prepare_known_data(cfg, given), is_new=False)
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> Attempt:
@@ -159,10 +158,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
 
 def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
     """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
-    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=given.path / "code")
-    known = provenance.read_metadata(given).get("data") or {}
-    if known.get("sha256", prepared.to_dict()["sha256"]) != prepared.to_dict()["sha256"]:
-        raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
+    prepared = prepare_known_data(cfg, given)
     warn_of_damaged_metrics(given)
     extended = given.result.get("state") == "finished"
     folder = given.claim_attempt()
@@ -176,6 +172,15 @@ def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
         print(f"trains on after step {done}; learning rates are now those of a run of {total} steps", flush=True)
     folder.retire_result()
     return folder, prepared
+
+
+def prepare_known_data(cfg: Experiment, given: Folder) -> Prepared:
+    """Prepare the data of an existing run. Raises UserError where it has changed."""
+    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=given.path / "code")
+    known = provenance.read_metadata(given).get("data") or {}
+    if known.get("sha256", prepared.to_dict()["sha256"]) != prepared.to_dict()["sha256"]:
+        raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
+    return prepared
 
 
 def warn_of_damaged_metrics(given: Folder) -> None:

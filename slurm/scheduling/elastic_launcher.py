@@ -8,6 +8,7 @@ other ranks alone when one ends or a host is lost, so it is the launcher that en
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.core import config, network
-from common.core.errors import EXIT_RESUMABLE, exit_on_user_error
+from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
 from common.distributed.elastic.supervisor import Supervisor, open_listener
 from common.distributed.rank_info import COORDINATOR, JOINS_AS, KEY
 from common.runs.folder import Folder
@@ -35,12 +36,12 @@ GRACE = 5.0  # seconds for srun to end after its last rank, and after it was tol
 KILLED = 128 + signal.SIGKILL
 ALL_RANKS = ("--no-kill", "--wait=0")  # srun goes on without a rank, and without a host
 ONE_RANK = ("--overlap", "--open-mode=append", "--nodes=1", "--ntasks=1")
-GONE = -1  # in place of a rank that another process has become
+REPLACED = -1  # stands for a rank whose place a new process has taken
 ENDED = re.compile(r"error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|\w+)")
 
 
 @dataclass
-class Step:
+class JobStep:
     """Ranks that one srun started."""
 
     process: subprocess.Popen[bytes]
@@ -67,16 +68,27 @@ class Step:
     def end(self) -> None:
         """End what is left of it: srun ends its ranks where it is told to."""
         for ask in (self.process.terminate, self.process.kill):
-            ask()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(GRACE)
-                return
+            if self.process.poll() is None:
+                ask()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(GRACE)
+        for _ in self.read_endings():
+            pass  # its last messages, for the job's log
 
 
 def expand_numbers(text: str) -> list[int]:
     """Return the numbers of a list such as 0-2,5."""
     ranges = [[int(number) for number in part.split("-")] for part in text.split(",")]
     return [number for one in ranges for number in range(one[0], one[-1] + 1)]
+
+
+def resolve_own_address() -> str:
+    """Return the address by which other hosts reach this one. Raises UserError where it does not know its own name."""
+    try:
+        return network.resolve_ipv4(socket.gethostname())
+    except OSError as error:
+        name = socket.gethostname()
+        raise UserError(f"{name}, the first host of the job, does not know its own name: {error}") from None
 
 
 class JobLauncher:
@@ -91,20 +103,23 @@ class JobLauncher:
         self.options, self.task = command[:at], command[at:]
         nodes = Scheduler("SLURM").call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         self.hosts, self.spares = nodes[: cfg.launch.nodes], nodes[cfg.launch.nodes :]
-        address, key = network.resolve_ipv4(socket.gethostname()), secrets.token_hex(16)
+        address, key = resolve_own_address(), secrets.token_hex(16)
         listener = open_listener(f"{address}:0", cfg.processes)
         self.environ = os.environ | {COORDINATOR: f"{address}:{listener.getsockname()[1]}", KEY: key}
         self.supervisor = Supervisor(listener, cfg.processes, settings, self.note_silence, self.start_again, key)
         self.coordinator = self.supervisor.coordinator
-        self.steps: list[Step] = []
-        self.killers: list[subprocess.Popen[bytes]] = []
-        self.places: dict[int, str] = {}
-        """Host of each rank."""
+        self.steps: list[JobStep] = []
+        self.killers: list[tuple[float, subprocess.Popen[bytes]]] = []
+        """Commands that end silent ranks, and when each began."""
+        self.host_of: dict[int, str] = {}
+        """Host of each rank, which may be a spare one."""
         self.silent: set[int] = set()
-        """Ranks that were lost because they did not answer: their hosts may be gone."""
+        """Ranks that did not answer, or could not be started again: their hosts may be gone."""
         self.ended: set[int] = set()
         """Ranks that are known to be lost, and not to have failed by themselves."""
         self.tracker: Tracker | None = None
+        self.tracked = False
+        """True once the tracker was started, or could not be."""
         self.failed = 0
         """Exit status of the first rank that failed by itself, or was lost when the run could not go on without it."""
         self.stopped = False
@@ -115,14 +130,17 @@ class JobLauncher:
         everyone = list(range(self.cfg.processes))
         hosts = [f"--nodes={len(self.hosts)}", f"--nodelist={','.join(self.hosts)}", f"--ntasks={len(everyone)}"]
         self.start(everyone, self.options, [*ALL_RANKS, *hosts], {})
-        self.places = {rank: self.hosts[rank * len(self.hosts) // len(everyone)] for rank in everyone}
-        while not self.is_over:
-            self.supervisor.tend(self.ended)
-            self.read_endings()
-            self.forget_failed_starts()
-            if self.tracker is None and self.coordinator.is_active:
-                self.tracker = Tracker.start(self.cfg, self.folder.attempts()[-1])
-        self.end_steps()
+        self.host_of = {rank: self.hosts[rank * len(self.hosts) // len(everyone)] for rank in everyone}
+        try:
+            while not self.is_over:
+                self.supervisor.tend(self.ended)
+                self.note_endings()
+                self.forget_failed_starts()
+                self.end_killers(GRACE)
+                if not self.tracked and self.coordinator.is_active:
+                    self.tracked, self.tracker = True, Tracker.start(self.cfg, self.folder.attempts()[-1])
+        finally:
+            self.end_steps()
         status = self.failed or (EXIT_RESUMABLE if self.stopped else 0 if self.folder.result else KILLED)
         if self.tracker is not None:
             patience = self.cfg.wandb.finish_timeout
@@ -133,7 +151,7 @@ class JobLauncher:
     def is_over(self) -> bool:
         """True once a rank has failed, or no process of a rank is left."""
         alive = [step for step in self.steps if step.process.poll() is None]
-        return bool(self.failed) or not alive or (bool(self.coordinator.number) and not self.coordinator.lines)
+        return bool(self.failed) or not alive or (bool(self.coordinator.number) and not self.coordinator.present)
 
     def start(self, ranks: list[int], options: list[str], more: list[str], environ: dict[str, str]) -> None:
         """Start ranks in a step of their own."""
@@ -142,15 +160,13 @@ class JobLauncher:
         )
         assert process.stderr is not None
         os.set_blocking(process.stderr.fileno(), False)
-        self.steps.append(Step(process, ranks))
+        self.steps.append(JobStep(process, ranks))
 
     def start_again(self, rank: int) -> None:
         """Start a rank that was lost: on its host, or on a spare one where the host may be gone."""
         for step in self.steps:
-            step.ranks = [GONE if one == rank else one for one in step.ranks]
-        home = self.places[rank]
-        hosts = [*self.spares, home] if rank in self.silent else [home, *self.spares]
-        self.places[rank] = host = hosts[(self.supervisor.starts[rank] - 1) % len(hosts)]
+            step.ranks = [REPLACED if one == rank else one for one in step.ranks]
+        self.host_of[rank] = host = self.choose_host(rank)
         self.ended.discard(rank)
         self.silent.discard(rank)
         print(f"rank {rank} is started again on {host}", flush=True)
@@ -158,24 +174,44 @@ class JobLauncher:
         options = [word.replace("%t", str(rank)) for word in self.options if word != "--unbuffered"]
         self.start([rank], options, [*ONE_RANK, f"--nodelist={host}"], {JOINS_AS: str(rank)})
 
+    def choose_host(self, rank: int) -> str:
+        """Return the rank's last host, or, if that may be gone, the one of its first host and the spares least used."""
+        last, moves = self.host_of[rank], rank in self.silent
+        first = self.hosts[rank * len(self.hosts) // self.cfg.processes]
+        used = collections.Counter(host for other, host in self.host_of.items() if other != rank)
+        return min([first, *self.spares], key=lambda host: ((host == last) == moves, used[host]))
+
     def note_silence(self, rank: int) -> None:
         """Note that a rank does not answer, and end it as far as its host is there: it could wake later, and write."""
         print(f"rank {rank} has not answered for {self.settings.timeout:g} s", flush=True)
         self.silent.add(rank)
         self.ended.add(rank)
-        words = ["srun", "--quiet", *ONE_RANK, f"--nodelist={self.places[rank]}", "kill", "-9"]
-        pid = str(self.coordinator.find_pid(rank))
-        self.killers.append(subprocess.Popen([*words, pid], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        words = ["srun", "--quiet", *ONE_RANK, f"--nodelist={self.host_of[rank]}", "kill", "-9"]
+        command = [*words, str(self.coordinator.find_pid(rank))]
+        killer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.killers.append((time.monotonic(), killer))
 
-    def read_endings(self) -> None:
+    def end_killers(self, seconds: float) -> None:
+        """Forget the commands that have ended a rank, and end those that wait longer for its host."""
+        for began, killer in list(self.killers):
+            if killer.poll() is None and time.monotonic() - began > seconds:
+                killer.kill()
+                killer.wait()
+            if killer.returncode is not None:
+                self.killers.remove((began, killer))
+
+    def note_endings(self) -> None:
         """Note how ranks have ended that srun tells of."""
         for step in self.steps:
             for rank, status in step.read_endings():
-                if rank != GONE:
+                if rank != REPLACED:
                     self.note_ending(rank, status)
 
     def note_ending(self, rank: int, status: int) -> None:
-        """Note that a rank has ended with another status than 0: stopped on request, lost, or failed by itself."""
+        """Note that a rank has ended with another status than 0: stopped on request, lost, or failed by itself.
+
+        A rank that any signal has ended is lost.
+        """
         if status == EXIT_RESUMABLE:
             self.stopped = True
         elif rank in self.supervisor.starting:
@@ -188,22 +224,27 @@ class JobLauncher:
     def forget_failed_starts(self) -> None:
         """Let a rank whose new start has ended before it joined be started once more, after a moment."""
         for step in self.steps[1:]:
-            if step.process.poll() is not None and time.monotonic() - step.began > self.settings.timeout:
-                self.steps.remove(step)
-                self.supervisor.starting -= set(step.ranks)
+            if step.process.poll() is None or time.monotonic() - step.began < self.settings.timeout:
+                continue
+            self.note_endings()  # the last it said
+            self.steps.remove(step)
+            failed = self.supervisor.starting & set(step.ranks)
+            self.supervisor.starting -= failed
+            self.ended |= failed
+            self.silent |= failed
 
     def end_steps(self) -> None:
         """Wait a moment for what is still there, then end it."""
-        for step in self.steps:
-            if not self.failed:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    step.process.wait(GRACE)
-            if step.process.poll() is None:
-                step.end()
-        self.read_endings()
-        for killer in self.killers:
-            killer.kill()  # where the host is gone, it waits
-            killer.wait()
+        deadline = time.monotonic() + GRACE
+        while (
+            not self.failed and time.monotonic() < deadline and any(step.process.poll() is None for step in self.steps)
+        ):
+            self.note_endings()
+            time.sleep(0.05)
+        self.note_endings()
+        for step in self.steps:  # how they end from now on says nothing about the run
+            step.end()
+        self.end_killers(0)
         self.coordinator.close()
 
 

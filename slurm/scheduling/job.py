@@ -38,7 +38,8 @@ class Job:
         folder = Folder(Path(self.folder))
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, exit_resumable)
-        JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # Submitit kept it of an earlier attempt
+        if JOINS_AS not in os.environ:
+            JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # Submitit kept it of an earlier attempt
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
         try:
@@ -61,7 +62,6 @@ def exit_resumable(number: int, frame: object) -> None:
 def train_as_rank(folder: Folder) -> int:
     """Train as the rank that srun started here; return the exit status. Raises UserError."""
     rank: LaunchedRank | None = None
-    joins = JOINS_AS in os.environ
     try:
         from common.core import config
         from common.training import entry_point  # takes seconds
@@ -74,7 +74,7 @@ def train_as_rank(folder: Folder) -> int:
         main = importlib.import_module(f"experiments.{folder.experiment}").main
         return entry_point.run_experiment(main, settings, rank, folder, submitted=True)[1]
     except UserError as error:
-        if joins:  # the others go on without it
+        if is_joining(rank):  # the others go on without it
             raise
         is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
         if not (is_restart and isinstance(error, Unreachable)):
@@ -84,6 +84,11 @@ def train_as_rank(folder: Folder) -> int:
     except Exception:  # noqa: BLE001 (it ends the rank, with a status of its own)
         traceback.print_exc()
     # others may have been noticed, or have failed, a moment earlier
-    if not joins and (rank is None or not rank.stop.wait_for_request()):
+    if not is_joining(rank) and (rank is None or not rank.stop.wait_for_request()):
         note_failure(folder)
     return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED
+
+
+def is_joining(rank: LaunchedRank | None) -> bool:
+    """Return True for a rank that was started again and has not joined the others yet."""
+    return JOINS_AS in os.environ and (rank is None or rank.rank_info.joins)

@@ -138,7 +138,9 @@ class Executor(SlurmExecutor):
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         text: str = super()._make_submission_file_text(command, uid)
         if self.launcher:
-            text = text.replace("\nsrun ", f"\n{self.launcher} srun ", 1)
+            setup, mark, commands = text.partition("\n# command\n")
+            text = setup + mark + commands.replace("\nsrun ", f"\n{self.launcher} srun ", 1)
+            assert f"\n{self.launcher} srun " in text
         write_atomic(self.folder / "job.sh", text)
         return text
 

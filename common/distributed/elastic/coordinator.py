@@ -8,6 +8,7 @@ Messages are JSON objects, one a line.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import selectors
 import socket
@@ -20,6 +21,8 @@ from common.distributed.elastic.member import send_at_once
 from configs.elastic import Elastic
 
 LONGEST = 1 << 20  # bytes of a line; a member sends far less
+FIRST = 1 << 12  # bytes of the first one
+STRANGERS = 16  # connections beside two for each rank
 OVER = {"leave": "the run is over"}
 
 
@@ -43,13 +46,11 @@ class Line:
     left: bool = False
     """True once nobody waits for it any more; the connection lasts as long as the process."""
 
-    def send(self, message: dict[str, Any]) -> bool:
-        """Send a message; return False where that is not possible."""
-        try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-            return True
-        except OSError:  # it has ended, or has not read for long
-            return False
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message to a rank, if it still reads any."""
+        if self.member >= 0:
+            with contextlib.suppress(OSError):
+                self.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
 class Coordinator:
@@ -88,8 +89,12 @@ class Coordinator:
     @property
     def vacant(self) -> list[int]:
         """Ranks that are missing in a generation that works."""
-        taken = {line.member for line in self.lines}
-        return [] if not self.is_active or self.over else [rank for rank in range(self.size) if rank not in taken]
+        return [] if not self.is_active or self.over else sorted(set(range(self.size)) - self.present)
+
+    @property
+    def present(self) -> set[int]:
+        """Ranks that have a connection."""
+        return {line.member for line in self.lines} - {-1}
 
     def find_pid(self, member: int) -> int:
         """Return the process id of a member, as its host counts; 0 for one that is not there."""
@@ -120,8 +125,9 @@ class Coordinator:
 
     def lose(self, member: int) -> bool:
         """Note that a member's process has ended; return False where the run cannot go on without it."""
-        while self.poll(0):
-            pass  # what came before its end counts
+        for _ in range(100):  # what came before its end counts; strangers may go on sending
+            if not self.poll(0):
+                break
         for line in [line for line in self.lines if line.member == member]:
             self._drop(line)
         return self.is_active
@@ -136,6 +142,9 @@ class Coordinator:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self.listener.accept()
+            if len(self.lines) > 2 * self.size + STRANGERS:
+                connection.close()
+                return
             connection.settimeout(1.0)  # for sending; it is read only when there is something
             send_at_once(connection)
             line = Line(connection, time.monotonic())
@@ -148,32 +157,22 @@ class Coordinator:
         except OSError:
             part = b""
         line.received += part
-        line.heard = time.monotonic()
+        if line.member >= 0:  # others have to say who they are
+            line.heard = time.monotonic()
         *complete, line.received = line.received.split(b"\n")
-        if not part or len(line.received) > LONGEST:
+        if not part or len(line.received) > (LONGEST if line.member >= 0 else FIRST):
             self._drop(line)
             return
         for text in complete:
             try:
                 self._answer(line, json.loads(text))
-            except (ValueError, KeyError, TypeError, AttributeError):  # a stranger
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):  # a stranger
                 self._drop(line)
                 return
 
     def _answer(self, line: Line, message: dict[str, Any]) -> None:
         if "hello" in message:
-            if message["key"] != self.key or message["hello"] not in range(self.size):
-                raise ValueError
-            line.member, line.joins, line.pid = message["hello"], message["joins"], int(message["pid"])
-            if line.joins and self.finished:
-                line.send(OVER)
-            self.came.add(line.member)
-            if not self.number and len(self.came) == self.size:
-                self.number, self.members = 1, sorted({one.member for one in self.lines} - {-1})
-                self.lost = [rank for rank in range(self.size) if rank not in self.members]
-                if self.lost:
-                    self._end_generation()
-                self._try_to_form()
+            self._greet(line, message)
         elif line.member < 0:
             raise ValueError
         elif "sign_in" in message:
@@ -192,6 +191,25 @@ class Coordinator:
         elif "bye" in message:
             line.left = True
             self._remove_member(line, failed=False)
+
+    def _greet(self, line: Line, message: dict[str, Any]) -> None:
+        """Take a connection for that of a rank. Raises ValueError where it is not, or has another one already."""
+        member, pid = int(message["hello"]), int(message["pid"])
+        if not hmac.compare_digest(str(message["key"]).encode(), self.key.encode()):
+            raise ValueError
+        if pid < 2 or member not in range(self.size) or member in self.present:
+            raise ValueError
+        line.member, line.joins, line.pid = member, bool(message["joins"]), pid
+        line.heard = time.monotonic()
+        if line.joins and self.finished:
+            line.send(OVER)
+        self.came.add(line.member)
+        if not self.number and len(self.came) == self.size:
+            self.number, self.members = 1, sorted({one.member for one in self.lines} - {-1})
+            self.lost = [rank for rank in range(self.size) if rank not in self.members]
+            if self.lost:
+                self._end_generation()
+            self._try_to_form()
 
     def _serve_store(self) -> None:
         for line in self.lines:

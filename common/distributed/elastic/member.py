@@ -96,6 +96,8 @@ class Member:
 
     def _listen(self) -> None:
         received, next_beat = b"", 0.0
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(self.socket, select.POLLIN)
         try:
             while True:
                 now = time.monotonic()
@@ -104,7 +106,7 @@ class Member:
                     self._send({"beat": True})
                     if self.over and not self.signed:  # it may be in a collective that began meanwhile
                         self.on_end()
-                if not select.select([self.socket], [], [], max(0.0, next_beat - now))[0]:
+                if not poller.poll(1000 * max(0.0, next_beat - now)):
                     continue
                 part = self.socket.recv(1 << 16)
                 if not part:

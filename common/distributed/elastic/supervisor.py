@@ -51,9 +51,8 @@ class Supervisor:
         Where it is not this process that sees how a rank ended, `ended` has those that may be started again.
         """
         self.coordinator.poll(POLL_SECONDS)
-        vacant = self.coordinator.vacant
-        self.starting &= set(vacant)
-        for rank in vacant:
+        self.starting -= self.coordinator.present
+        for rank in self.coordinator.vacant:
             if ended is not None and rank not in ended:
                 continue
             if rank not in self.starting and self.starts[rank] < self.settings.rejoin and not self.coordinator.stops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.coordinator import Coordinator
 from common.distributed.elastic.member import Generation, GenerationOver, Member
+from common.distributed.elastic.supervisor import Supervisor
 from configs.elastic import Elastic
 from tests.harness.processes import wait_until
 
@@ -25,15 +26,17 @@ class Rank(Member):
 
 
 class Run:
-    """A coordinator in a thread, and its members."""
+    """A coordinator and its supervisor in a thread, and its members."""
 
     def __init__(self, path: Path, ranks: int, **settings: float) -> None:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen()
-        self.path, self.silent, self.ended = str(path), list[int](), threading.Event()
-        self.coordinator = Coordinator(listener, ranks, Elastic(on=True, **settings), key="secret")  # type: ignore[arg-type]
-        self.coordinator.on_silence = self.silent.append
+        self.path, self.ended = str(path), threading.Event()
+        self.silent, self.started = list[int](), list[int]()
+        elastic = Elastic(on=True, **settings)  # type: ignore[arg-type]
+        self.supervisor = Supervisor(listener, ranks, elastic, self.silent.append, self.started.append, "secret")
+        self.coordinator = self.supervisor.coordinator
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
         self.members = [self.join(rank) for rank in range(ranks)]
@@ -41,7 +44,7 @@ class Run:
 
     def serve(self) -> None:
         while not self.ended.is_set():
-            self.coordinator.poll(0.01)
+            self.supervisor.tend()
         self.coordinator.close()
 
     def join(self, rank: int, *, joins: bool = False) -> Rank:
@@ -152,3 +155,46 @@ def test_strangers_are_turned_away(path: Path) -> None:
             except ConnectionError:
                 pass
     assert not run.members[0].over and run.coordinator.members == [0, 1]
+
+
+def test_a_rank_that_starts_is_not_started_twice(path: Path) -> None:
+    """Another one is lost before it has joined."""
+    run = begin(path, 4)
+    run.kill(1)
+    run.sign_in(r0=1, r2=1, r3=1)
+    wait_until(lambda: run.started == [1], "rank 1 starts")
+    run.kill(2)
+    run.sign_in(r0=1, r3=1)
+    wait_until(lambda: 2 in run.started, "rank 2 starts")
+    run.members[1] = run.join(1, joins=True)
+    wait_until(lambda: 1 in run.coordinator.present, "rank 1 is there")
+    assert run.started == [1, 2]
+
+
+HELLO = '"joins": false, "pid": 9'
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"[" * 100_000 + b"\n",
+        b"\xff\n",
+        b"17\n",
+        b'{"beat": true}\n',
+        f'{{"hello": 1, "key": "other", {HELLO}}}\n'.encode(),
+        f'{{"hello": 0, "key": "secret", {HELLO}}}\n'.encode(),  # which is there already
+        b'{"hello": 0, "key": "secret", "joins": false, "pid": 1e400}\n',
+    ],
+    ids=["deep", "no text", "a number", "no name", "another key", "a rank twice", "infinite"],
+)
+def test_a_stranger_is_sent_away_and_changes_nothing(path: Path, sent: bytes) -> None:
+    run = begin(path, 2)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10)
+        stranger.connect(run.path)
+        with contextlib.suppress(OSError):  # it is closed before all is sent
+            stranger.sendall(sent)
+        with contextlib.suppress(ConnectionError):
+            assert not stranger.recv(1)
+    run.kill(1)
+    assert run.sign_in(r0=3)["r0"].members == [0]
