@@ -72,8 +72,12 @@ def main(wanted: list[str]) -> int:
             known.setdefault(suite, []).append(round(seconds, 1))
             slowest[suite] = found[:SHOWN]
             print(f"{suite}: {seconds:.0f} s", flush=True)
-            record.put_table("suites/times", ORIGIN | {"seconds": known}, tabulate_times(known))
-            record.put_table("suites/slowest", ORIGIN | {"tests": slowest}, tabulate_slowest(slowest))
+            record.put_table(
+                "suites/times",
+                ORIGIN | {"rounds": max(map(len, known.values())), "seconds": known},
+                tabulate_times(known),
+            )
+            record.put_table("suites/slowest", ORIGIN | {"rounds": 1, "tests": slowest}, tabulate_slowest(slowest))
     return 0
 
 

@@ -187,7 +187,7 @@ def main(arguments: list[str]) -> int:
         lab.up()
         if given.minutes:
             Record().put_table(
-                "cluster/kills", {"title": "kills", "command": command}, kill_at_random(lab, given.minutes)
+                "cluster/kills", {"title": "kills", "command": command, "rounds": 1}, kill_at_random(lab, given.minutes)
             )
             return 0
         measure_kills(lab, given.kills, elastic)
