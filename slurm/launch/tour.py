@@ -18,7 +18,7 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "ddp_multinode": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
     "amp_accum": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
     "param_server": ("batch=16", "optim.base_batch=16", "optim.warmup=0", "plot=false"),
-    "local_sgd": ("every=4", "batch=16", "optim.base_batch=16", "optim.warmup=0"),
+    "local_sgd": ("every=2", "batch=16", "optim.base_batch=16", "optim.warmup=0"),
     "resnet_dataparallel": ("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
     "resnet_modelparallel": ("width=8", "batch=16", "split_size=8", "plot=false"),
     "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
