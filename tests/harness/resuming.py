@@ -82,7 +82,6 @@ def final_state(folder: Folder) -> dict[str, torch.Tensor]:
             f"{name}/{key}": value for name, of in own["optimizer"].items() for key, value in of.items()
         }
         found |= {f"{file.stem}/{name}": value for name, value in alone.items() if isinstance(value, torch.Tensor)}
-        found |= part["common"].get("tensors", {})
         memory = {f"{name}/{key}": value for name, of in part["optimizer"].items() for key, value in of.items()}
         found |= {name: value for name, value in memory.items() if isinstance(value, torch.Tensor)}
     return found
@@ -105,7 +104,7 @@ def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path, *wo
     done = resume(entry, folder, *words, real=real)
     assert done.returncode == 0, f"resumed after step {step}: {done.stderr}"
     assert f"goes on after step {step}" in done.stdout, done.stdout
-    assert differences(folder, whole.folder) == [], f"resumed after step {step}"
+    assert not (found := differences(folder, whole.folder)), f"resumed after step {step}: {found} differ"
     times = [row["time"] for row in folder.metrics()]
     assert times == sorted(times), "the clock of the run goes on, too"
     steps = trained_steps(whole.folder)
