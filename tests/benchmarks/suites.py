@@ -31,7 +31,9 @@ def run_suite(suite: str) -> tuple[float, list[tuple[float, str]]]:
     began = time.monotonic()
     done = subprocess.run(suite.split(), cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
     seconds = time.monotonic() - began
-    (ROOT / "tests" / "benchmarks" / "results" / f"{suite.replace(' ', '-')}.log").write_text(done.stdout)
+    logs = ROOT / "tests" / "benchmarks" / "results"
+    logs.mkdir(exist_ok=True)
+    (logs / f"{suite.replace(' ', '-')}.log").write_text(done.stdout)
     if done.returncode:
         raise RuntimeError(f"{done.stdout[-3000:]}\n{suite} failed after {seconds:.0f} s")
     return seconds, [(float(found[1]), found[2]) for found in SLOW.finditer(done.stdout)]

@@ -88,7 +88,7 @@ def test_onnx_gives_the_outputs_or_names_what_it_needs(finished: Make, tmp_path:
         ),
         ("amp_accum", ("precision=fp16", "batch=16", "model=mlp", "optim.base_batch=16")),
         ("resnet_modelparallel", ("replicas=2", "width=4", "batch=16", "split_size=4", "plot=false", "dtype=float64")),
-        ("resnet_modelparallel", ("channels_last=true", "mode=single", "width=4", "batch=16", "plot=false")),
+        ("resnet_modelparallel", ("channels_last=true", "mode=single", "width=16", "batch=16", "plot=false")),
         ("sparse_prune", ("schedule=rigl", "every=4", "batch=16", "export=false", "int8=false")),
     ],
 )

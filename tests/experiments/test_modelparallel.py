@@ -88,6 +88,7 @@ def test_a_mode_is_a_schedule_and_its_microbatches(words: list[str], processes: 
             ["model=toy", "data.name=vectors", "data.augment=crop"],
             ["data.augment=crop", "data.name=vectors has none", "leave data.augment out"],
         ),
+        (["channels_last=true", "width=8"], ["width=8", "1x1 convolutions", "width=16"]),
         (["loss=mse"], ["loss=mse", "model=resnet18", "use model=toy"]),
         (["sweep=true", "split_sizes=[8,x]"], ["split_sizes=[8,x]"]),
         (["sweep=true", "split_sizes=[]"], ["split_sizes=[]"]),

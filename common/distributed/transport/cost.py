@@ -1,4 +1,4 @@
-"""What an all-reduce costs before it is played: lines fitted to measured messages, and algorithms played on clocks.
+"""Predicted times of all-reduces: lines fitted to measured messages, and a simulation of an algorithm's messages.
 
 A message of n bytes takes alpha + beta n seconds (Hockney 1994, "The communication challenge for MPP: Intel Paragon
 and Meiko CS-2", doi:10.1016/S0167-8191(06)80021-9). It has the outgoing cable of its sender and the incoming cable of
