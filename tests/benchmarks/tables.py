@@ -23,11 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from common.core.config import ROOT
+from common.core.errors import UserError, exit_on_user_error
 from common.runs.folder import write_atomic, write_json
 from tests.benchmarks import figures, records
 
 MARKER = r"<!-- (measured|output|value|figure) ([^|\n]+?)(?: \| ([^|\n]+?) \| ([^|\n]+?))? -->"
 MARKED = re.compile(MARKER + r"(.*?)<!-- end -->", re.DOTALL)
+ELSEWHERE = {  # parts that are measured by other commands than `make bench`
+    "suites/times": "python -m tests.benchmarks.suites",
+    "suites/slowest": "python -m tests.benchmarks.suites",
+    "cluster/faults": "python -m tests.cluster.faults",
+    "cluster/elastic": "python -m tests.cluster.elastic_times",
+    "cluster/kills": "python -m tests.cluster.elastic_times --minutes=10",
+}
 Parts = Mapping[str, Mapping[str, Any]]
 
 
@@ -53,7 +61,8 @@ def fill(text: str, parts: Parts) -> str:
 
 
 def missing(name: str) -> str:
-    return f"Not recorded yet: `make bench NAME={name}` measures it, on a quiet machine."
+    command = ELSEWHERE.get(name, f"make bench NAME={name}")
+    return f"Not recorded yet: `{command}` measures it, on a quiet machine."
 
 
 def measured(parts: Parts, name: str) -> str:
@@ -105,6 +114,8 @@ def publish(file: Path, names: Sequence[str], folder: Path = records.RECORDED) -
 
 def main(words: Sequence[str] = ()) -> None:
     if words:
+        if not Path(words[0]).is_file():
+            raise UserError(f"{words[0]}: no such file; name a record of tests/benchmarks/results/")
         publish(Path(words[0]), words[1:])
     parts = records.recorded()
     for page in pages():
@@ -118,4 +129,5 @@ def main(words: Sequence[str] = ()) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with exit_on_user_error():
+        main(sys.argv[1:])
