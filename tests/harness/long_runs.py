@@ -53,9 +53,13 @@ def free_port() -> int:
 def ranks_of(process: Command) -> list[int]:
     """The pids of a run's ranks, the first one first."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    tracker = b"common.runs.wandb_tracker"
-    lines = ((pid, Path(f"/proc/{pid}/cmdline").read_bytes() + told(Path(f"/proc/{pid}"))) for pid in children)
-    return [int(pid) for pid, line in lines if tracker not in line]
+    ranks = []
+    for pid in children:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a child that has ended since is no rank
+            entry = Path(f"/proc/{pid}")
+            if b"common.runs.wandb_tracker" not in (entry / "cmdline").read_bytes() + told(entry):
+                ranks.append(int(pid))
+    return ranks
 
 
 def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], runs: Path) -> None:
