@@ -13,6 +13,7 @@ from common.core import config, config_keys
 from common.core.config import load_config
 from common.core.config_keys import list_keys
 from common.core.errors import UserError
+from configs.ddp_multinode import Config as ElasticConfig
 from configs.mnist_pipeline import Config
 from configs.profile import Profile
 
@@ -88,6 +89,7 @@ def test_what_is_no_finite_number_is_refused(text: str) -> None:
         ("lr=2", ["unknown key lr", "optim.lr"]),
         ("data.rot=x", ["unknown key data.rot", "data.root"]),
         ("zzzz=1", ["unknown key zzzz", "--help"]),
+        ("elastic.min=2", ["unknown key elastic.min", "only ddp_multinode and amp_accum"]),
         ("batch=0", ["batch=0", "int >= 1"]),
         ("data.fallback=cifar", ["data.fallback=cifar", "digits | none"]),
         ("data=3", ["data is a group of settings: data.name, data.root"]),
@@ -102,6 +104,11 @@ def test_mistakes_are_answered_with_the_remedy(word: str, parts: list[str]) -> N
     message = refused(word)
     assert all(part in message for part in parts), message
     assert "\n" not in message
+
+
+def test_a_key_of_elastic_is_corrected_where_there_are_some() -> None:
+    with pytest.raises(UserError, match=r"unknown key elastic.timeot; did you mean elastic.timeout\?"):
+        load_config(ElasticConfig, ["elastic.timeot=1"], {})
 
 
 @pytest.mark.parametrize(
