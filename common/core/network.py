@@ -69,6 +69,20 @@ def resolve_ipv4(host: str) -> str:
     return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
 
 
+def resolve_for_others(host: str, role: str, hosts: int) -> str:
+    """Return the IPv4 address by which all `hosts` hosts reach this one. Raises UserError where its name has none."""
+    try:
+        address = resolve_ipv4(host)
+    except OSError as error:
+        raise UserError(f"{host}, {role}, does not know its own name: {error}; add it to /etc/hosts or DNS") from None
+    if hosts > 1 and address.startswith("127."):
+        raise UserError(
+            f"{host}, {role}, resolves to {address}, which other hosts cannot reach; give its name the address of its "
+            "network interface in /etc/hosts"
+        )
+    return address
+
+
 def list_interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
     found = {}

@@ -221,15 +221,7 @@ def open_slurm_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.Sto
 
 def check_rank0_name(rank_info: RankInfo) -> None:
     """Raise UserError if other hosts cannot find rank 0 by its host name."""
-    try:
-        address = network.resolve_ipv4(rank_info.master)
-    except OSError as error:
-        raise UserError(f"{rank_info.master}, the host of rank 0, does not know its own name: {error}") from None
-    if rank_info.nodes > 1 and address.startswith("127."):
-        raise UserError(
-            f"{rank_info.master}, the host of rank 0, resolves to {address}, which other hosts cannot reach; "
-            "give its name the address of its network interface in /etc/hosts"
-        )
+    network.resolve_for_others(rank_info.master, "the host of rank 0", rank_info.nodes)
 
 
 def set_interface(name: str) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.core import config, network
-from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
+from common.core.errors import EXIT_RESUMABLE, exit_on_user_error
 from common.distributed.elastic.supervisor import Supervisor, open_listener
 from common.distributed.rank_info import COORDINATOR, JOINS_AS, KEY
 from common.runs.folder import Folder
@@ -82,15 +82,6 @@ def expand_numbers(text: str) -> list[int]:
     return [number for one in ranges for number in range(one[0], one[-1] + 1)]
 
 
-def resolve_own_address() -> str:
-    """Return the address by which other hosts reach this one. Raises UserError where it does not know its own name."""
-    try:
-        return network.resolve_ipv4(socket.gethostname())
-    except OSError as error:
-        name = socket.gethostname()
-        raise UserError(f"{name}, the first host of the job, does not know its own name: {error}") from None
-
-
 class JobLauncher:
     """The launcher of one attempt of a job."""
 
@@ -103,7 +94,8 @@ class JobLauncher:
         self.options, self.task = command[:at], command[at:]
         nodes = Scheduler("SLURM").call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         self.hosts, self.spares = nodes[: cfg.launch.nodes], nodes[cfg.launch.nodes :]
-        address, key = resolve_own_address(), secrets.token_hex(16)
+        address = network.resolve_for_others(socket.gethostname(), "the first host of the job", len(nodes))
+        key = secrets.token_hex(16)
         listener = open_listener(f"{address}:0", cfg.processes)
         self.environ = os.environ | {COORDINATOR: f"{address}:{listener.getsockname()[1]}", KEY: key}
         self.supervisor = Supervisor(listener, cfg.processes, settings, self.note_silence, self.start_again, key)
