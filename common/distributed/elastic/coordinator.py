@@ -1,7 +1,7 @@
 """Coordinator of an elastic run: it knows which ranks live, and forms a new generation when one is lost or joins.
 
 It runs in the launcher, never in a rank, and loads no torch. Each rank has one connection to it, which carries
-heartbeats, the rank's word that its step has failed, and the addresses by which the ranks of a generation connect.
+heartbeats, the rank's message that its step has failed, and the addresses by which the ranks of a generation connect.
 Messages are JSON objects, one a line.
 """
 
@@ -27,7 +27,7 @@ OVER = {"leave": "the run is over"}
 
 
 @dataclass(eq=False)
-class Line:
+class Connection:
     """The connection of a member."""
 
     socket: socket.socket
@@ -39,7 +39,7 @@ class Line:
     """True for a rank that was started again, until it belongs to a generation."""
     received: bytes = b""
     signed: dict[str, Any] | None = None
-    """Its word that it wants a new generation: `progress`; `done` where it has nothing left to do; `together` where all
+    """Its request for a new generation: `progress`; `done` where it has nothing left to do; `together` where all
     leave this one after the same step."""
     wanted: list[str] = field(default_factory=list)
     """Keys of the store that it waits for."""
@@ -64,7 +64,7 @@ class Coordinator:
         self.selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ)
-        self.lines: set[Line] = set()
+        self.connections: set[Connection] = set()
         self.number = 0
         self.came: set[int] = set()
         self.members: list[int] = []
@@ -94,11 +94,11 @@ class Coordinator:
     @property
     def present(self) -> set[int]:
         """Ranks that have a connection."""
-        return {line.member for line in self.lines} - {-1}
+        return {connection.member for connection in self.connections} - {-1}
 
     def find_pid(self, member: int) -> int:
         """Return the process id of a member, as its host counts; 0 for one that is not there."""
-        return next((line.pid for line in self.lines if line.member == member), 0)
+        return next((connection.pid for connection in self.connections if connection.member == member), 0)
 
     def poll(self, seconds: float) -> bool:
         """Wait at most so long for messages, and answer them; then look for members that are silent.
@@ -114,13 +114,13 @@ class Coordinator:
         now = time.monotonic()
         stalled = now - self.polled > self.settings.timeout / 2  # this process stood still: nobody else is to blame
         self.polled = now
-        for line in list(self.lines):
+        for connection in list(self.connections):
             if stalled:
-                line.heard = now
-            elif now - line.heard > self.settings.timeout:
-                if line.member >= 0 and not line.left:
-                    self.on_silence(line.member)
-                self._drop(line)
+                connection.heard = now
+            elif now - connection.heard > self.settings.timeout:
+                if connection.member >= 0 and not connection.left:
+                    self.on_silence(connection.member)
+                self._drop(connection)
         return bool(ready)
 
     def lose(self, member: int) -> bool:
@@ -128,120 +128,120 @@ class Coordinator:
         for _ in range(100):  # what came before its end counts; strangers may go on sending
             if not self.poll(0):
                 break
-        for line in [line for line in self.lines if line.member == member]:
-            self._drop(line)
+        for connection in [connection for connection in self.connections if connection.member == member]:
+            self._drop(connection)
         return self.is_active
 
     def close(self) -> None:
         """Close all connections, also in a forked child that inherits them."""
-        for line in self.lines:
-            line.socket.close()
+        for connection in self.connections:
+            connection.socket.close()
         self.listener.close()
         self.selector.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            connection, _ = self.listener.accept()
-            if len(self.lines) > 2 * self.size + STRANGERS:
-                connection.close()
+            accepted, _ = self.listener.accept()
+            if len(self.connections) > 2 * self.size + STRANGERS:
+                accepted.close()
                 return
-            connection.settimeout(1.0)  # for sending; it is read only when there is something
-            send_at_once(connection)
-            line = Line(connection, time.monotonic())
-            self.lines.add(line)
-            self.selector.register(connection, selectors.EVENT_READ, line)
+            accepted.settimeout(1.0)  # for sending; it is read only when there is something
+            send_at_once(accepted)
+            connection = Connection(accepted, time.monotonic())
+            self.connections.add(connection)
+            self.selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _read(self, line: Line) -> None:
+    def _read(self, connection: Connection) -> None:
         try:
-            part = line.socket.recv(1 << 16)
+            part = connection.socket.recv(1 << 16)
         except OSError:
             part = b""
-        line.received += part
-        if line.member >= 0:  # others have to say who they are
-            line.heard = time.monotonic()
-        *complete, line.received = line.received.split(b"\n")
-        if not part or len(line.received) > (LONGEST if line.member >= 0 else FIRST):
-            self._drop(line)
+        connection.received += part
+        if connection.member >= 0:  # others have to say who they are
+            connection.heard = time.monotonic()
+        *complete, connection.received = connection.received.split(b"\n")
+        if not part or len(connection.received) > (LONGEST if connection.member >= 0 else FIRST):
+            self._drop(connection)
             return
         for text in complete:
             try:
-                self._answer(line, json.loads(text))
+                self._answer(connection, json.loads(text))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):  # a stranger
-                self._drop(line)
+                self._drop(connection)
                 return
 
-    def _answer(self, line: Line, message: dict[str, Any]) -> None:
+    def _answer(self, connection: Connection, message: dict[str, Any]) -> None:
         if "hello" in message:
-            self._greet(line, message)
-        elif line.member < 0:
+            self._greet(connection, message)
+        elif connection.member < 0:
             raise ValueError
         elif "sign_in" in message:
-            line.signed = message["sign_in"]
-            if line.joins:
-                self._announce_join(line)
-            elif not line.signed["done"] and not line.signed["together"]:
+            connection.signed = message["sign_in"]
+            if connection.joins:
+                self._announce_join(connection)
+            elif not connection.signed["done"] and not connection.signed["together"]:
                 self._end_generation()
             self._try_to_form()
         elif "set" in message:
             self.store[message["set"]] = message["value"]
             self._serve_store()
         elif "get" in message:
-            line.wanted = message["get"]
+            connection.wanted = message["get"]
             self._serve_store()
         elif "bye" in message:
-            line.left = True
-            self._remove_member(line, failed=False)
+            connection.left = True
+            self._remove_member(connection, failed=False)
 
-    def _greet(self, line: Line, message: dict[str, Any]) -> None:
+    def _greet(self, connection: Connection, message: dict[str, Any]) -> None:
         """Take a connection for that of a rank. Raises ValueError where it is not, or has another one already."""
         member, pid = int(message["hello"]), int(message["pid"])
         if not hmac.compare_digest(str(message["key"]).encode(), self.key.encode()):
             raise ValueError
         if pid < 2 or member not in range(self.size) or member in self.present:
             raise ValueError
-        line.member, line.joins, line.pid = member, bool(message["joins"]), pid
-        line.heard = time.monotonic()
-        if line.joins and self.finished:
-            line.send(OVER)
-        self.came.add(line.member)
+        connection.member, connection.joins, connection.pid = member, bool(message["joins"]), pid
+        connection.heard = time.monotonic()
+        if connection.joins and self.finished:
+            connection.send(OVER)
+        self.came.add(connection.member)
         if not self.number and len(self.came) == self.size:
-            self.number, self.members = 1, sorted({one.member for one in self.lines} - {-1})
+            self.number, self.members = 1, sorted({one.member for one in self.connections} - {-1})
             self.lost = [rank for rank in range(self.size) if rank not in self.members]
             if self.lost:
                 self._end_generation()
             self._try_to_form()
 
     def _serve_store(self) -> None:
-        for line in self.lines:
-            if line.wanted and all(key in self.store for key in line.wanted):
-                line.send({"values": [self.store[key] for key in line.wanted]})
-                line.wanted = []
+        for connection in self.connections:
+            if connection.wanted and all(key in self.store for key in connection.wanted):
+                connection.send({"values": [self.store[key] for key in connection.wanted]})
+                connection.wanted = []
 
-    def _drop(self, line: Line) -> None:
+    def _drop(self, connection: Connection) -> None:
         """Forget a connection; if it is that of a member of this generation, the generation is over."""
-        if line not in self.lines:
+        if connection not in self.connections:
             return
-        self.lines.discard(line)
-        self.selector.unregister(line.socket)
+        self.connections.discard(connection)
+        self.selector.unregister(connection.socket)
         with contextlib.suppress(OSError):
-            line.socket.shutdown(socket.SHUT_RDWR)  # a rank that was forked since has a copy, too
-        line.socket.close()
-        self._remove_member(line, failed=not line.left)
+            connection.socket.shutdown(socket.SHUT_RDWR)  # a rank that was forked since has a copy, too
+        connection.socket.close()
+        self._remove_member(connection, failed=not connection.left)
 
-    def _remove_member(self, line: Line, *, failed: bool) -> None:
-        if line.member in self.members and not line.joins and not self.finished:
-            self.members.remove(line.member)
+    def _remove_member(self, connection: Connection, *, failed: bool) -> None:
+        if connection.member in self.members and not connection.joins and not self.finished:
+            self.members.remove(connection.member)
             if failed:
-                self.lost.append(line.member)
+                self.lost.append(connection.member)
                 self._end_generation()
         self._try_to_form()
 
-    def _announce_join(self, line: Line) -> None:
+    def _announce_join(self, connection: Connection) -> None:
         """Tell the members that a rank waits: once all know it they leave together, between two steps."""
         if self.finished:
-            line.send(OVER)
+            connection.send(OVER)
         elif self.is_active and not self.over:
-            for member in self.lines:
+            for member in self.connections:
                 if not member.joins:
                     member.send({"join": True})
 
@@ -250,38 +250,40 @@ class Coordinator:
         if self.over or not self.is_active:
             return
         self.over = True
-        for line in self.lines:
-            line.wanted = []
-            if not line.joins:
-                line.send({"over": self.number})
+        for connection in self.connections:
+            connection.wanted = []
+            if not connection.joins:
+                connection.send({"over": self.number})
 
     def _try_to_form(self) -> None:
         """Form the next generation if all members that live have signed in; let them end if all are done."""
-        lines = [line for line in self.lines if line.member in self.members and not line.joins]
-        if not self.is_active or not lines or not all(line.signed for line in lines):
+        connections = [
+            connection for connection in self.connections if connection.member in self.members and not connection.joins
+        ]
+        if not self.is_active or not connections or not all(connection.signed for connection in connections):
             return
-        if not self.over and all(line.signed["done"] for line in lines if line.signed):
+        if not self.over and all(connection.signed["done"] for connection in connections if connection.signed):
             self.finished = True
-            for line in self.lines:
-                line.send(OVER if line.joins else {"generation": {"done": True}})
+            for connection in self.connections:
+                connection.send(OVER if connection.joins else {"generation": {"done": True}})
             return
-        joined = [line for line in self.lines if line.joins and line.signed]
-        lines = sorted([*lines, *joined], key=lambda line: line.member)
-        progress = [line.signed["progress"] for line in lines if line.signed]
+        joined = [connection for connection in self.connections if connection.joins and connection.signed]
+        connections = sorted([*connections, *joined], key=lambda connection: connection.member)
+        progress = [connection.signed["progress"] for connection in connections if connection.signed]
         newest = max(progress)
-        self.number, self.members, self.over = self.number + 1, [line.member for line in lines], False
-        self.stops |= len(lines) < self.settings.min
+        self.number, self.members, self.over = self.number + 1, [connection.member for connection in connections], False
+        self.stops |= len(connections) < self.settings.min
         generation = {
             "number": self.number,
             "members": self.members,
             "source": progress.index(newest),
             "copies": any(one != newest for one in progress),
             "lost": self.lost,
-            "joined": [line.member for line in joined],
+            "joined": [connection.member for connection in joined],
             "stops": self.stops,
         }
         self.lost, self.store = [], {}
-        for line in lines:
-            line.signed, line.joins, line.wanted = None, False, []
-        for line in lines:
-            line.send({"generation": generation})
+        for connection in connections:
+            connection.signed, connection.joins, connection.wanted = None, False, []
+        for connection in connections:
+            connection.send({"generation": generation})

@@ -142,14 +142,14 @@ class Member:
 def connect(address: str) -> socket.socket:
     """Connect to a coordinator: the path of a UNIX socket, or host:port. Raises OSError."""
     if address.startswith("/"):
-        line = socket.socket(socket.AF_UNIX)
-        line.connect(address)
-        return line
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        return connection
     host, _, port = address.rpartition(":")
-    line = socket.create_connection((host, int(port)), timeout=10)
-    line.settimeout(None)
-    send_at_once(line)
-    return line
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.settimeout(None)
+    send_at_once(connection)
+    return connection
 
 
 def send_at_once(connection: socket.socket) -> None:
