@@ -33,8 +33,8 @@ from __future__ import annotations
 from common.api import Facts, Run, UserError, build_optimizer, init_network, score_replicated, start
 from common.core.seeds import derive_seed
 from common.core.text import format_count
-from common.training.local_sgd.exchange import Bytes, Exchange, Halves, Largest
-from common.training.local_sgd.powersgd import PowerSgd
+from common.training.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
+from common.training.local_sgd.powersgd import PowerSgdExchange
 from common.training.local_sgd.state import LocalState
 from common.training.local_sgd.worker import LocalWorker
 from configs.local_sgd import Config
@@ -44,20 +44,20 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def choose_exchange(cfg: Config, network: nn.Module, run: Run) -> Exchange:
-    """Return what carries differences between the workers, and what it leaves out over to the next exchange."""
-    parameters, workers = list(network.parameters()), run.world.size
+def choose_exchange(cfg: Config, network: nn.Module, workers: int) -> Exchange:
+    """Return the exchange of vectors as long as the network's parameters that cfg.communication names."""
+    parameters = list(network.parameters())
     like = torch.cat([p.detach().flatten() for p in parameters])
     match cfg.communication:
         case "bf16":
-            return Halves(like, workers)
+            return Bf16Exchange(like, workers)
         case "int8":
-            return Bytes(like, workers, [p.numel() for p in parameters])
+            return Int8Exchange(like, workers, [p.numel() for p in parameters])
         case "topk":
-            return Largest(like, workers, cfg.topk)
+            return TopkExchange(like, workers, cfg.topk)
         case "powersgd":
             seed = derive_seed(cfg.seed, "powersgd")
-            return PowerSgd(like, workers, [p.shape for p in parameters], cfg.powersgd_rank, seed)
+            return PowerSgdExchange(like, workers, [p.shape for p in parameters], cfg.powersgd_rank, seed)
     return Exchange(like, workers)
 
 
@@ -77,7 +77,7 @@ def take_outer_step(cfg: Config, worker: LocalWorker) -> None:
     worker.adopt_reference()
 
 
-def exchange(cfg: Config, worker: LocalWorker, step: int, total: int) -> None:
+def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int) -> None:
     """Begin the exchange of a round that is over, and take the outer step, `delay` steps later."""
     last = step == total
     if worker.sent_after and (last or step >= worker.sent_after + cfg.delay):
@@ -105,7 +105,7 @@ def report_exchanges(cfg: Config, worker: LocalWorker, run: Run) -> Facts:
 def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.classes).to(run.device, run.dtype)  # the same on every rank
     optimizer = build_optimizer(network.parameters(), cfg.optim)
-    worker = LocalWorker(network, optimizer, run.world, choose_exchange(cfg, network, run), cfg.momentum_of)
+    worker = LocalWorker(network, optimizer, run.world, choose_exchange(cfg, network, run.world.size), cfg.momentum_of)
     state = LocalState(worker, optimizer, run.batches(shard=run.shard))
     run.resume(state)
     try:
@@ -123,7 +123,7 @@ def main(cfg: Config, run: Run) -> None:
             optimizer.step()
             if step.number == cfg.start:
                 worker.set_reference()
-            exchange(cfg, worker, step.number, run.total)
+            exchange_differences(cfg, worker, step.number, run.total)
             step.log(loss=loss.detach())
     run.report(report_exchanges(cfg, worker, run))
 

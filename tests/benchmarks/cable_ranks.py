@@ -20,25 +20,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from common.core import network
 from common.distributed import ddp, rendezvous
 from common.distributed.rank_info import read_rank_info
 from common.distributed.rendezvous import World
 from common.models.networks import build_network
-from common.training.local_sgd.exchange import Bytes, Exchange
 from common.training.local_sgd.worker import LocalWorker
 from common.training.optimizers import build_optimizer
 from configs.launch import Launch
 from configs.local_sgd import Config
 from configs.shared import Optim
-from experiments.local_sgd import exchange
+from experiments.local_sgd import choose_exchange, exchange_differences
 from tests.harness.local_sgd import wrap_with_torch
 
 BATCH, EVERY, DELAY, CHUNKS, WARM_UP, RANK = 16, 8, 4, 4, 2, 2
 OPTIM = Optim(lr=0.01)
 FP32, BF16, POWERSGD, TORCH = "DDP, float32", "DDP, bf16", "DDP, PowerSGD", f"torch's PostLocalSGD, H = {EVERY}"
 LOCAL, INT8, LATER = (f"local SGD, H = {EVERY}{more}" for more in ("", ", int8", f", outer step {DELAY} later"))
-Step = Callable[[], None]
+Step = Callable[[Tensor, Tensor], None]
 
 
 def make_network() -> nn.Module:
@@ -46,73 +47,56 @@ def make_network() -> nn.Module:
     return build_network("convnet", (28, 28), 10)
 
 
-def make_ddp(world: World, communication: str) -> Callable[[Tensor, Tensor], None]:
+def take_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def make_ddp(world: World, communication: str) -> Step:
     """A step of DDP as ddp_multinode takes it."""
-    network = make_network()
-    model = ddp.wrap_ddp(network, world.device, bucket_cap_mb=ddp.choose_bucket_mb(communication, 1, world.backend))
+    convnet = make_network()
+    model = ddp.wrap_ddp(convnet, world.device, bucket_cap_mb=ddp.choose_bucket_mb(communication, 1, world.backend))
     ddp.register_comm_hook(model, communication, RANK)
-    optimizer = build_optimizer(network.parameters(), OPTIM)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
+    return partial(take_step, model, build_optimizer(convnet.parameters(), OPTIM))
 
 
-def make_local(world: World, kind: str) -> Callable[[Tensor, Tensor], None]:
+def make_local(world: World, kind: str) -> Step:
     """A step of local SGD as the experiment takes it."""
-    network = make_network()
-    optimizer = build_optimizer(network.parameters(), OPTIM)
-    parameters = list(network.parameters())
-    like = torch.cat([p.detach().flatten() for p in parameters])
-    sizes = [p.numel() for p in parameters]
-    carrier = Bytes(like, world.size, sizes) if kind == INT8 else Exchange(like, world.size)
-    worker, cfg = LocalWorker(network, optimizer, world, carrier, "own"), Config()
-    cfg.every, cfg.delay = EVERY, DELAY if kind == LATER else 0
+    convnet = make_network()
+    optimizer = build_optimizer(convnet.parameters(), OPTIM)
+    cfg = Config(every=EVERY, delay=DELAY if kind == LATER else 0, communication="int8" if kind == INT8 else "none")
+    worker = LocalWorker(convnet, optimizer, world, choose_exchange(cfg, convnet, world.size), cfg.momentum_of)
     done = cfg.delay  # so that an exchange begins and ends within the same chunk
 
     def step(x: Tensor, y: Tensor) -> None:
         nonlocal done
         done += 1
-        optimizer.zero_grad()
-        F.cross_entropy(network(x), y).backward()
-        optimizer.step()
-        exchange(cfg, worker, done, sys.maxsize)
+        take_step(convnet, optimizer, x, y)
+        exchange_differences(cfg, worker, done, sys.maxsize)
 
     return step
 
 
-def make_torch(world: World) -> Callable[[Tensor, Tensor], None]:
+def make_torch() -> Step:
     """A step of torch's own optimizer."""
-    network = make_network()
-    model, optimizer = wrap_with_torch(network, build_optimizer(network.parameters(), OPTIM), 0, EVERY)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def count_sent() -> int:
-    """Return the bytes that have left this host."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    (fields,) = (line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
-    return int(fields[8])
+    convnet = make_network()
+    return partial(take_step, *wrap_with_torch(convnet, build_optimizer(convnet.parameters(), OPTIM), 0, EVERY))
 
 
 def measure(world: World) -> dict[str, dict[str, float]]:
     """Let the sides take turns; return the medians over chunks of one round of local SGD each."""
     draw = torch.Generator().manual_seed(world.rank)
     x, y = torch.randn(BATCH, 1, 28, 28, generator=draw), torch.randint(10, (BATCH,), generator=draw)
-    makes = {FP32: partial(make_ddp, world, "none"), BF16: partial(make_ddp, world, "bf16")}
-    makes |= {POWERSGD: partial(make_ddp, world, "powersgd"), TORCH: partial(make_torch, world)}
+    makes: dict[str, Callable[[], Step]] = {
+        FP32: partial(make_ddp, world, "none"),
+        BF16: partial(make_ddp, world, "bf16"),
+    }
+    makes |= {POWERSGD: partial(make_ddp, world, "powersgd"), TORCH: make_torch}
     makes |= {kind: partial(make_local, world, kind) for kind in (LOCAL, INT8, LATER)}
     steps = {name: make() for name, make in makes.items()}
     seconds, sent = {name: list[float]() for name in steps}, {name: list[float]() for name in steps}
+    count_sent = partial(network.read_sent_bytes, os.environ["GLOO_SOCKET_IFNAME"])
     for chunk in range(WARM_UP + CHUNKS):  # PowerSGD begins after ten steps
         for name, step in steps.items():
             dist.barrier()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
-from common.training.local_sgd.exchange import Bytes, Exchange, Halves, Largest
-from common.training.local_sgd.powersgd import PowerSgd
+from common.training.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
+from common.training.local_sgd.powersgd import PowerSgdExchange
 from configs.launch import Launch
 
 BACKEND: Any = sys.argv[1] if len(sys.argv) > 1 else "auto"
@@ -25,10 +25,10 @@ N, WORKERS, ROUNDS = sum(shape.numel() for shape in SHAPES), 2, 40
 MATRICES = 3 * (8 + 6) + 3 * (20 + 8)  # numbers of the two that PowerSGD makes thin, at rank 3
 KINDS: dict[str, tuple[Callable[[Tensor], Exchange], int, float]] = {  # with bytes and relative error
     "none": (lambda like: Exchange(like, WORKERS), 4 * N, 1e-6),
-    "bf16": (lambda like: Halves(like, WORKERS), 2 * N, 1e-2),
-    "int8": (lambda like: Bytes(like, WORKERS, [shape.numel() for shape in SHAPES]), N + 4 * len(SHAPES), 1e-6),
-    "topk": (lambda like: Largest(like, WORKERS, 0.1), 8 * round(0.1 * N), 1e-6),
-    "powersgd": (lambda like: PowerSgd(like, WORKERS, SHAPES, 3, 0), 4 * (MATRICES + 8 + 2 + 5), 1e-5),
+    "bf16": (lambda like: Bf16Exchange(like, WORKERS), 2 * N, 1e-2),
+    "int8": (lambda like: Int8Exchange(like, WORKERS, [shape.numel() for shape in SHAPES]), N + 4 * len(SHAPES), 1e-6),
+    "topk": (lambda like: TopkExchange(like, WORKERS, 0.1), 8 * round(0.1 * N), 1e-6),
+    "powersgd": (lambda like: PowerSgdExchange(like, WORKERS, SHAPES, 3, 0), 4 * (MATRICES + 8 + 2 + 5), 1e-5),
 }
 
 
@@ -69,12 +69,12 @@ def exchange_thin_matrices(rank: int) -> None:
     """A mean of rank 2 needs no more than two columns."""
     draw = torch.Generator().manual_seed(7)
     vector = torch.cat([torch.randn(9, 2, generator=draw) @ torch.randn(2, 7, generator=draw)]).flatten() * (1 + rank)
-    one = PowerSgd(vector, WORKERS, [torch.Size((9, 7))], 2, 0)
+    one = PowerSgdExchange(vector, WORKERS, [torch.Size((9, 7))], 2, 0)
     one.begin(vector)
     assert torch.allclose(one.finish(), average(vector), atol=1e-5)
     assert one.residual is not None and torch.allclose(average(one.residual), torch.zeros(63), atol=1e-5)
     zero = torch.zeros(63)
-    one = PowerSgd(zero, WORKERS, [torch.Size((9, 7))], 2, 0)
+    one = PowerSgdExchange(zero, WORKERS, [torch.Size((9, 7))], 2, 0)
     for given in (zero, zero, vector):  # after messages of zeros it can still send
         one.begin(given)
         arrived = one.finish()

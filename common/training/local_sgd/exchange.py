@@ -87,7 +87,7 @@ class Exchange:
                 tensor.copy_(saved[name])
 
 
-class Halves(Exchange):
+class Bf16Exchange(Exchange):
     """Exchange in bfloat16: 2 n bytes. The sum is of bfloat16, too, and its rounding is lost."""
 
     lossy = True
@@ -102,7 +102,7 @@ class Halves(Exchange):
         return self.sum.to(self.residual).div_(self.workers)
 
 
-class Bytes(Exchange):
+class Int8Exchange(Exchange):
     """Exchange in int8, with a float32 scale for each parameter: n bytes and 4 for each parameter."""
 
     lossy = True
@@ -115,24 +115,25 @@ class Bytes(Exchange):
     def encode(self, vector: Tensor) -> None:
         largest = torch.stack([part.abs().max() for part in vector.split(self.sizes)])
         scales = torch.where(largest > 0, largest / LEVELS, torch.ones_like(largest)).float()
-        message = torch.cat([self.round(vector, scales).view(torch.uint8), scales.view(torch.uint8)])
+        message = torch.cat([self.round_vector(vector, scales).view(torch.uint8), scales.view(torch.uint8)])
         self.arrived = self.gather(message)
-        self.residual = vector - self.scale(message)
+        self.residual = vector - self.scale_message(message)
 
-    def round(self, vector: Tensor, scales: Tensor) -> Tensor:
+    def round_vector(self, vector: Tensor, scales: Tensor) -> Tensor:
+        """Return a vector [n] in int8, in units of the scales of its parameters."""
         return (vector / scales.repeat_interleave(self.counts)).round_().clamp_(-LEVELS, LEVELS).to(torch.int8)
 
-    def scale(self, message: Tensor) -> Tensor:
+    def scale_message(self, message: Tensor) -> Tensor:
         """Return the vector [n] in a message."""
         length = sum(self.sizes)
         scales = message[length:].clone().view(torch.float32)
         return message[:length].view(torch.int8) * scales.repeat_interleave(self.counts)
 
     def decode(self) -> Tensor:
-        return torch.stack([self.scale(message) for message in self.arrived]).mean(0)
+        return torch.stack([self.scale_message(message) for message in self.arrived]).mean(0)
 
 
-class Largest(Exchange):
+class TopkExchange(Exchange):
     """Exchange of the k numbers largest in magnitude (Aji and Heafield 2017, arXiv 1704.05021).
 
     A message has k numbers with their positions in int32: 8 k bytes, with float64 12 k.

@@ -8,7 +8,7 @@ from torch import Tensor
 from common.training.local_sgd.exchange import Exchange
 
 
-class PowerSgd(Exchange):
+class PowerSgdExchange(Exchange):
     """Exchange of matrices [a, b] as P Q^T with P [a, r] and Q [b, r], r being the rank: (a + b) r numbers.
 
     A parameter of more dimensions is a matrix with the first one as rows. Vectors, and matrices of which the product is
