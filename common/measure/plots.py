@@ -27,6 +27,13 @@ def save_figure(at: Any, path: Path) -> None:
     pyplot.close(at.figure)
 
 
+def save_with_legend(at: Any, path: Path) -> None:
+    """Add a grid and a legend to a figure, write and close it."""
+    at.grid(alpha=0.3)
+    at.legend()
+    save_figure(at, path)
+
+
 TICKS = 8  # at most, one for each x that was measured
 
 
@@ -67,9 +74,7 @@ def draw_curves(
         at.set(xscale="log", yscale="log")
     else:
         at.set(ylim=(0, None))
-    at.grid(alpha=0.3)
-    at.legend()
-    save_figure(at, path)
+    save_with_legend(at, path)
 
 
 def draw_bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:

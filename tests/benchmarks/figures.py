@@ -78,9 +78,7 @@ def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
     for label, height in levels.items():
         at.axhline(height, linestyle="--", color="0.35", label=label)
     at.set(xlabel="weights left, %", ylabel="test accuracy, %", title="LeNet-300-100 on MNIST")
-    at.grid(alpha=0.3)
-    at.legend()
-    plots.save_figure(at, path)
+    plots.save_with_legend(at, path)
 
 
 def draw_sizes(path: Path, part: Mapping[str, Any]) -> None:
@@ -128,9 +126,7 @@ def draw_crossover(path: Path, part: Mapping[str, Any]) -> None:
     at.plot([], [], linestyle="--", color="0.35", label="alpha + beta n")
     at.set(xlabel="Mbit/s", ylabel="ms a step", xscale="log", yscale="log", title="the ConvNet on two hosts")
     at.set_xticks(across, [f"{rate:g}" for rate in across])
-    at.grid(alpha=0.3)
-    at.legend()
-    plots.save_figure(at, path)
+    plots.save_with_legend(at, path)
 
 
 def draw_accuracy(path: Path, part: Mapping[str, Any]) -> None:
@@ -141,9 +137,7 @@ def draw_accuracy(path: Path, part: Mapping[str, Any]) -> None:
         sent = statistics.median(found["bytes"]) / 1e6
         at.errorbar(sent, statistics.median(values), (values[-1] - values[0]) / 2, marker="o", capsize=3, label=side)
     at.set(xlabel="MB sent by a rank", ylabel="test accuracy, %", xscale="log", title="one epoch of MNIST, two ranks")
-    at.grid(alpha=0.3)
-    at.legend()
-    plots.save_figure(at, path)
+    plots.save_with_legend(at, path)
 
 
 FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
