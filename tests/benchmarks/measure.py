@@ -66,6 +66,11 @@ class Number:
     high: float
 
 
+def summarize_values(values: Sequence[float]) -> Number:
+    """Return the median of values, with the lowest and the highest one."""
+    return Number(median(values), min(values), max(values))
+
+
 @dataclasses.dataclass
 class Samples:
     """What was measured: `values[side][name]` has one number a round.
@@ -105,22 +110,22 @@ class Samples:
 
     def number(self, side: str, name: str = "seconds", factor: float = 1.0) -> Number:
         values = [factor * value for value in self.kept(side, name)]
-        return Number(median(values), min(values), max(values))
+        return summarize_values(values)
 
     def ratio(self, over: str, under: str, factor: float = 1.0, name: str = "seconds") -> Number:
         """`factor` * one side / another, round by round."""
         values = [factor * a / b for a, b in zip(self.kept(over, name), self.kept(under, name), strict=True)]
-        return Number(median(values), min(values), max(values))
+        return summarize_values(values)
 
     def ratio_of(self, side: str, over: str, under: str) -> Number:
         """One number of a side / another of it, round by round."""
         values = [a / b for a, b in zip(self.kept(side, over), self.kept(side, under), strict=True)]
-        return Number(median(values), min(values), max(values))
+        return summarize_values(values)
 
     def difference(self, side: str, other: str, name: str, factor: float = 1.0) -> Number:
         """`factor` * (one side - another), round by round."""
         values = [factor * (a - b) for a, b in zip(self.kept(side, name), self.kept(other, name), strict=True)]
-        return Number(median(values), min(values), max(values))
+        return summarize_values(values)
 
 
 # ---- taking turns

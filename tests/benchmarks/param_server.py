@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
 from common.distributed.parameter_server.server import Policy
 from slurm.local_cluster.cables import Shape, parse_shape
 from tests.benchmarks import hosts
-from tests.benchmarks.measure import Number, Samples, Task
+from tests.benchmarks.measure import Samples, Task, summarize_values
 from tests.benchmarks.parts import Part, run_of
 from tests.benchmarks.records import Cell, Row, Table
 from tests.benchmarks.server_bound import compute_bound
@@ -81,19 +79,15 @@ def compute_bounds(taken: Samples, side: str) -> list[float]:
     return [shard * compute_bound(policy, each / shard, carrying, processors) for each in free]
 
 
-def summarise(values: Sequence[float]) -> Number:
-    return Number(median(values), min(values), max(values))
-
-
 def table_on_hosts(taken: Samples) -> Table:
     rows = []
     for side in taken.values:
         rates, cells = taken.kept(side, "samples_per_second"), list[Cell](["", ""])
         if side in POLICIES:
             bounds = compute_bounds(taken, side)
-            cells = [summarise([a / b for a, b in zip(rates, bounds, strict=True)]), summarise(bounds)]
+            cells = [summarize_values([a / b for a, b in zip(rates, bounds, strict=True)]), summarize_values(bounds)]
         stale = "" if side == DDP else taken.number(side, "staleness_mean")
-        cells = [cells[0], summarise(rates), cells[1], taken.number(side, "test_accuracy", factor=100), stale]
+        cells = [cells[0], summarize_values(rates), cells[1], taken.number(side, "test_accuracy", factor=100), stale]
         rows.append(Row(side, cells, 0.8 if side in POLICIES else None))
     columns = ("mode", "samples/s / bound", "samples/s", "bound", "test accuracy, %", "mean staleness")
     return Table(columns, rows)

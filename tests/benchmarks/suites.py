@@ -1,4 +1,4 @@
-"""What the test suites take, and which tests take longest.
+"""Times of the test suites, and their slowest tests.
 
     python -m tests.benchmarks.suites ["make test=3" "make test-all=1" "make test-slurm=1"]
 
@@ -13,10 +13,9 @@ import re
 import subprocess
 import sys
 import time
-from statistics import median
 
 from common.core.config import ROOT
-from tests.benchmarks.measure import Number
+from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
 
 BUDGETS = {"make test": 180, "make test-all": 600, "make test-slurm": 900}  # seconds
@@ -44,7 +43,7 @@ def tabulate_times(known: dict[str, list[float]]) -> Table:
     rows = [
         Row(
             f"`{suite}`",
-            [Number(median(times), min(times), max(times)), str(len(times))],
+            [summarize_values(times), str(len(times))],
             BUDGETS[suite],
             at_least=False,
         )
@@ -65,6 +64,8 @@ def tabulate_slowest(slowest: dict[str, list[tuple[float, str]]]) -> Table:
 
 def main(wanted: list[str]) -> int:
     record = Record()
+    if unknown := [word for word in wanted if word.partition("=")[0] not in BUDGETS]:
+        raise RuntimeError(f"unknown suite {unknown[0]!r}; known are {', '.join(BUDGETS)}, as in 'make test=3'")
     known = record.content["parts"].get("suites/times", {}).get("seconds", {})
     slowest = record.content["parts"].get("suites/slowest", {}).get("tests", {})
     for word in wanted:

@@ -1,4 +1,4 @@
-"""What a lost rank or host costs a job with elastic=true, and what one costs that is queued again instead.
+"""Seconds that a lost rank or host costs a job with elastic=true, and one that is queued again instead.
 
     python -m tests.cluster.elastic_times [--kills=10] [--rounds=3] [--requeues=1]
     python -m tests.cluster.elastic_times --minutes=10
@@ -17,14 +17,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from common.distributed.elastic.generations import read_generations
 from common.runs.folder import Folder
 from configs.elastic import Elastic
-from tests.benchmarks.measure import Number
+from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
 from tests.cluster.lab import Lab, Running, laboratory
 from tests.harness.elastic_runs import differences
@@ -161,15 +161,15 @@ def tabulate(elastic: Seconds, requeued: Seconds) -> Table:
     """Return the table of the page; goals are 1 s, or a second more than the time-out."""
     goals = {"kill -9 of a rank": 1.0, "join": 1.0, "cable cut": TIMEOUT + 1, "power-off of a host": TIMEOUT + 1}
     rows = [
-        Row(name, [summarize(elastic[name]), summarize(requeued.get(name, []))], goal, at_least=False)
+        Row(
+            name,
+            [summarize_values(taken) if taken else "-" for taken in (elastic[name], requeued[name])],
+            goal,
+            at_least=False,
+        )
         for name, goal in goals.items()
     ]
     return Table(("what happens", "elastic: s to the next step", "queued again: s to the next step"), rows)
-
-
-def summarize(values: Sequence[float]) -> Number | str:
-    """Return median, lowest and highest value."""
-    return Number(median(values), min(values), max(values)) if values else "-"
 
 
 def main(arguments: list[str]) -> int:
