@@ -1,4 +1,4 @@
-"""Which way of exchanging gradients or parameters wins on which cable, and what it costs in accuracy.
+"""Steps of several ways of exchanging gradients or parameters, by rate of the cable, and their accuracy by bytes.
 
 Two hosts of a local cluster run each strategy on cables of several rates. The model of a step is alpha + beta n: alpha
 is what a step takes where the cable sets no limit, computing included, and beta n the time of its bytes at the rate of
@@ -25,9 +25,8 @@ from tests.benchmarks.records import Cell, Row, Table
 NAME = "crossover"
 COUNT, RATES, FREE = 2, ("50mbit", "200mbit", "1gbit"), "no limit"
 EVERY, RANK, NUMBER = 8, 2, 4  # local steps in a round, columns of PowerSGD's matrices, bytes of a float32
-FIRST = (
-    15  # the row of the step before the first one that counts: PowerSGD begins after ten, a round ends with the 16th
-)
+# the row of the step before the first one that counts: PowerSGD begins after ten, a round ends with the 16th
+FIRST = 15
 BATCH, ON_A_CABLE = 64, 32
 ON_MNIST = ("launch.threads=1", "data.fallback=none", "data.test_limit=0", "epochs=1", f"batch={BATCH}")
 BRIEF = ("data.name=digits", f"batch={ON_A_CABLE}", "launch.threads=1", "steps=40", "data.test_limit=10")

@@ -1,4 +1,4 @@
-"""From a command line to ranks: what is refused before a folder is made and a rank is started."""
+"""Command lines that are refused before a folder is made and a rank is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher of an elastic job reads from srun; tests/cluster/test_elastic.py has the rest."""
+"""Messages of srun as the launcher of an elastic job reads them; tests/cluster/test_elastic.py has the rest."""
 
 from __future__ import annotations
 
