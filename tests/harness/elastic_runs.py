@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def train_alone(factory: pytest.TempPathFactory, *settings: str, name: str = "dd
     return run_once(factory, key, name, *SMALL, *settings, "processes_per_node=1").folder
 
 
+def train_like(alone: Folder, faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> Folder:
+    """A run with `faults` that ends well and with the numbers of `alone`."""
+    done = train(faults, *settings, runs=runs, name=name)
+    assert done.status == 0, (faults, done.err)
+    wrong = differences(done.folder, alone)
+    assert not wrong, (faults, wrong)
+    return done.folder
+
+
 def differences(found: Folder, alone: Folder) -> list[str]:
     """Where the rows of two runs differ: other steps or evaluations, or numbers that rounding does not explain."""
     rows, expected = found.metrics(), alone.metrics()
@@ -50,3 +60,9 @@ def differences(found: Folder, alone: Folder) -> list[str]:
 def list_changes(folder: Folder) -> list[tuple[list[int], list[int]]]:
     """Of each change of the ranks, which were lost and which joined."""
     return [(change["lost"], change["joined"]) for change in folder.result["measured"]["generations"]]
+
+
+def list_lost_and_joined(folder: Folder) -> tuple[list[int], list[int]]:
+    """All ranks that were lost, and all that joined, one after another."""
+    lost, joined = zip(*list_changes(folder), strict=True)
+    return [*itertools.chain(*lost)], [*itertools.chain(*joined)]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from common.runs.folder import Folder
 from tests.harness import warm
-from tests.harness.elastic_runs import differences, list_changes, train, train_alone
+from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.processes import environment
 from tests.harness.registry import BY_NAME
 from tests.harness.resuming import resume
@@ -30,10 +31,10 @@ def test_each_rank_may_be_killed_at_each_point(
     rank: int, point: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     fault = f"{point}:{rank}:{pick_step(point)}:kill"
-    done = train(fault, f"data.cache={cache}", *THREE, "elastic.rejoin=0", runs=tmp_path / "runs")
-    assert done.status == 0, (fault, done.err)
-    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}")), fault
-    assert list_changes(done.folder) == [([rank], [])], fault
+    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    words = (f"data.cache={cache}", *THREE, "elastic.rejoin=0")
+    folder = train_like(alone, fault, *words, runs=tmp_path / "runs")
+    assert list_changes(folder) == [([rank], [])], fault
 
 
 def test_an_evaluation_is_not_lost_with_a_rank(
@@ -41,9 +42,9 @@ def test_an_evaluation_is_not_lost_with_a_rank(
 ) -> None:
     """The others have read an epoch's last batch when they notice; batches come from data workers here."""
     words = (f"data.cache={cache}", *THREE, "elastic.rejoin=1", "data.workers=1")
-    done = train("updated:1:10:kill", *words, runs=tmp_path / "runs")
-    assert done.status == 0, done.err
-    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(alone, "updated:1:10:kill", *words, runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder)[0] == [1]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -53,11 +54,9 @@ def test_a_frozen_rank_is_lost_and_comes_back(
     """Its heartbeats stop; the process is ended, and a new one copies the state of another rank."""
     fault = f"reduction:{ranks - 1}:{random.SystemRandom().randrange(2, 12)}:stop,begin:0:14:join"
     words = (f"data.cache={cache}", f"processes_per_node={ranks}", "elastic=true", "elastic.timeout=0.5")
-    done = train(fault, *words, runs=tmp_path / "runs")
-    assert done.status == 0, (fault, done.err)
-    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}")), fault
-    lost, joined = zip(*list_changes(done.folder), strict=True)  # at once, if it came while the others connected
-    assert [*itertools.chain(*lost)] == [*itertools.chain(*joined)] == [ranks - 1], fault
+    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), fault, *words, runs=tmp_path / "runs")
+    # both in one change, if it came while the others connected
+    assert list_lost_and_joined(folder) == ([ranks - 1], [ranks - 1]), fault
 
 
 def test_all_ranks_are_lost_and_come_back_one_after_another(
@@ -66,33 +65,33 @@ def test_all_ranks_are_lost_and_come_back_one_after_another(
     """Images are changed at random, by their position: another rank's draw is the same."""
     words = (f"data.cache={cache}", "data.augment=crop")
     faults = "reduction:1:4:kill,begin:0:8:join,reduced:0:12:kill,begin:1:16:join"
-    done = train(faults, *words, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
-    assert done.status == 0, done.err
-    assert not differences(done.folder, train_alone(tmp_path_factory, *words))
-    lost, joined = zip(*list_changes(done.folder), strict=True)
-    assert [*itertools.chain(*lost)] == [*itertools.chain(*joined)] == [1, 0]
+    two = ("processes_per_node=2", "elastic=true")
+    folder = train_like(train_alone(tmp_path_factory, *words), faults, *words, *two, runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder) == ([1, 0], [1, 0])
+
+
+def train_both(name: str, faults: str, words: tuple[str, ...], path: Path) -> tuple[Folder, Folder]:
+    """A changed experiment on three ranks with `faults`, and on one without, which have the same numbers."""
+    alone = train("", *words, "processes_per_node=1", runs=path / "alone", name=name)
+    assert alone.status == 0, alone.err
+    return train_like(alone.folder, faults, *words, *THREE, runs=path / "runs", name=name), alone.folder
 
 
 @pytest.mark.parametrize("faults", ["reduced:1:5:kill,begin:0:9:join,committed:2:14:kill", "updated:0:6:kill"])
 def test_skipped_steps_and_the_scale_are_those_of_one_process(faults: str, cache: Path, tmp_path: Path) -> None:
     words = ("precision=fp32", "accumulate=2", f"data.cache={cache}")
-    alone = train("", *words, "processes_per_node=1", runs=tmp_path / "alone", name="amp_accum+overflow")
-    done = train(faults, *words, *THREE, runs=tmp_path / "runs", name="amp_accum+overflow")
-    assert (alone.status, done.status) == (0, 0), alone.err + done.err
-    assert not differences(done.folder, alone.folder)
-    assert [row["global_step"] for row in alone.folder.metrics() if row.get("skipped")] == [5, 6, 14]
-    scales = [[(row.get("scale"), row.get("counter")) for row in run.folder.metrics()] for run in (done, alone)]
-    assert scales[0] == scales[1]
+    folder, alone = train_both("amp_accum+overflow", faults, words, tmp_path)
+    assert [row["global_step"] for row in alone.metrics() if row.get("skipped")] == [5, 6, 14]
+    scales = [[(row.get("scale"), row.get("counter")) for row in run.metrics()] for run in (folder, alone)]
+    assert scales[0] == scales[1] and len({scale for scale, _ in scales[1]}) > 3, "a scale that changes"
 
 
 def test_statistics_of_batchnorm_are_those_of_one_process(cache: Path, tmp_path: Path) -> None:
     """They have changed by the failed step already, and are set back."""
     words = (f"data.cache={cache}", "model=resnet18", "sync_batchnorm=true")
-    alone = train("", *words, "processes_per_node=1", runs=tmp_path / "alone", name="ddp_multinode+batchnorm")
     faults = "reduction:1:5:kill,begin:0:9:join,evaluation:2:20:kill"
-    done = train(faults, *words, *THREE, runs=tmp_path / "runs", name="ddp_multinode+batchnorm")
-    assert (alone.status, done.status) == (0, 0), alone.err + done.err
-    assert not differences(done.folder, alone.folder)
+    folder, _ = train_both("ddp_multinode+batchnorm", faults, words, tmp_path)
+    assert 2 in list_lost_and_joined(folder)[0], "in the evaluation, too"
 
 
 @pytest.mark.parametrize(
@@ -107,11 +106,9 @@ def test_statistics_of_batchnorm_are_those_of_one_process(cache: Path, tmp_path:
 )
 def test_several_are_lost(faults: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     words = ("processes_per_node=4", "elastic=true", "elastic.rejoin=0")
-    done = train(faults, f"data.cache={cache}", *words, runs=tmp_path / "runs")
-    assert done.status == 0, done.err
-    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
-    lost = sorted(rank for gone, _ in list_changes(done.folder) for rank in gone)
-    assert lost == sorted(int(fault.split(":")[1]) for fault in faults.split(","))
+    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(alone, faults, f"data.cache={cache}", *words, runs=tmp_path / "runs")
+    assert sorted(list_lost_and_joined(folder)[0]) == sorted(int(fault.split(":")[1]) for fault in faults.split(","))
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:
@@ -137,19 +134,18 @@ def test_accumulation_windows_are_done_again(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     words = (f"data.cache={cache}", "accumulate=2", "precision=fp32")
-    done = train("reduction:0:6:kill", *words, *THREE, runs=tmp_path / "runs", name="amp_accum")
-    assert done.status == 0, done.err
-    assert not differences(done.folder, train_alone(tmp_path_factory, *words, name="amp_accum"))
+    alone = train_alone(tmp_path_factory, *words, name="amp_accum")
+    train_like(alone, "reduction:0:6:kill", *words, *THREE, runs=tmp_path / "runs", name="amp_accum")
 
 
 def test_a_step_that_only_some_ranks_have_taken_is_copied(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Rank 0 loses its connections when the others know already that all have come: they take the step."""
-    done = train("committed:0:9:fail", f"data.cache={cache}", *THREE, runs=tmp_path / "runs")
-    assert done.status == 0, done.err
-    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
-    assert list_changes(done.folder) == [([], [])] and done.result["generations"][0]["step"] == 9
+    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(alone, "committed:0:9:fail", f"data.cache={cache}", *THREE, runs=tmp_path / "runs")
+    (change,) = folder.result["measured"]["generations"]
+    assert (change["lost"], change["joined"], change["step"]) == ([], [], 9)
 
 
 def test_a_step_applied_by_some_ranks_only_leaves_different_models(
@@ -179,7 +175,6 @@ def test_a_checkpoint_may_take_longer_than_the_timeout(
 ) -> None:
     """All wait for rank 1, whose heartbeats go on; with a time-out of collectives it would be lost."""
     words = (f"data.cache={cache}", *THREE, "elastic.timeout=0.4")
-    done = train("save:1:8:wait,evaluation:0:10:wait", *words, runs=tmp_path / "runs")
-    assert done.status == 0, done.err
-    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
-    assert "generations" not in done.result
+    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(alone, "save:1:8:wait,evaluation:0:10:wait", *words, runs=tmp_path / "runs")
+    assert "generations" not in folder.result["measured"]
