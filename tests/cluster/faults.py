@@ -93,14 +93,12 @@ def suffer(lab: Lab, fault: Fault, experiment: str, seed: str, *, elastic: bool 
             watch(running, fault, row, chance)
         running.finish()
         row.starts = len(running.folder.attempts())
-        if elastic:
+        if elastic:  # it may go on in flight: any number of starts is right
             row.problems += near.differences(running.folder, reference)
         else:
             row.problems += problems(running.folder, reference, followed="WANDB_MODE" in environ)
-        if elastic:
-            pass  # it may go on in flight
-        elif row.starts < fault.starts or (row.starts > 1 and fault.starts == 1):
-            row.problems.append(f"{row.starts} starts")
+            if row.starts < fault.starts or (row.starts > 1 and fault.starts == 1):
+                row.problems.append(f"{row.starts} starts")
         ended = until("SLURM knows that the job is over", lambda: (shown := running.state()) not in GOING_ON and shown)
         if ended != "COMPLETED":
             row.problems.append(f"SLURM shows the job as {ended}")

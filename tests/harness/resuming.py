@@ -77,14 +77,17 @@ def final_state(folder: Folder) -> dict[str, torch.Tensor]:
         part = torch.load(file, weights_only=True)
         found |= part["model"]
         found |= {f"scaler/{key}": torch.tensor(value) for key, value in part["common"].get("scaler", {}).items()}
+        found |= list_moments(part["optimizer"])
         own = part["local"].get("worker", {"vectors": {}, "optimizer": {}})  # of local_sgd
-        alone = own["vectors"] | {
-            f"{name}/{key}": value for name, of in own["optimizer"].items() for key, value in of.items()
-        }
-        found |= {f"{file.stem}/{name}": value for name, value in alone.items() if isinstance(value, torch.Tensor)}
-        memory = {f"{name}/{key}": value for name, of in part["optimizer"].items() for key, value in of.items()}
-        found |= {name: value for name, value in memory.items() if isinstance(value, torch.Tensor)}
+        alone = own["vectors"] | list_moments(own["optimizer"])
+        found |= {f"{file.stem}/{name}": value for name, value in alone.items()}
     return found
+
+
+def list_moments(optimizer: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The tensors of an optimizer's state, by parameter and name."""
+    values = {f"{name}/{key}": value for name, of in optimizer.items() for key, value in of.items()}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def differences(one: Folder, other: Folder) -> list[str]:
