@@ -177,7 +177,8 @@ HELLO = '"joins": false, "pid": 9'
 @pytest.mark.parametrize(
     "sent",
     [
-        b"[" * 100_000 + b"\n",
+        b"[" * 100_000,
+        b"[" * 4000 + b"\n",
         b"\xff\n",
         b"17\n",
         b'{"beat": true}\n',
@@ -185,7 +186,7 @@ HELLO = '"joins": false, "pid": 9'
         f'{{"hello": 0, "key": "secret", {HELLO}}}\n'.encode(),  # which is there already
         b'{"hello": 0, "key": "secret", "joins": false, "pid": 1e400}\n',
     ],
-    ids=["deep", "no text", "a number", "no name", "another key", "a rank twice", "infinite"],
+    ids=["long", "deep", "no text", "a number", "no name", "another key", "a rank twice", "infinite"],
 )
 def test_a_stranger_is_sent_away_and_changes_nothing(path: Path, sent: bytes) -> None:
     run = begin(path, 2)
