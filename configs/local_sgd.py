@@ -78,7 +78,9 @@ class Config(Replicated, InitialWeights):
         """Raise ValueError where a run of so many steps has no full round of local steps."""
         local = steps - self.start
         if local < 1:
-            raise ValueError(f"start={self.start}: the run has {steps} steps, and none is left; use start={steps // 2}")
+            raise ValueError(
+                f"start={self.start}: all {steps} steps of the run are synchronous; use start={steps // 2}"
+            )
         if self.every > local:
             what = f"every={self.every}: the run has {local} local steps"
             raise ValueError(f"{what}, and so no round of that length; use at most every={local}")

@@ -37,13 +37,16 @@ def test_exchanges_and_bytes_are_counted(trained: Done) -> None:
 
 
 def test_a_checkpoint_has_each_worker_s_own_parameters_and_their_mean(trained: Done) -> None:
+    found = set()
     for saved in storage.list_checkpoints(trained.folder.attempts()[0]):
         parts = [torch.load(saved.path / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
         one, two = (part["local"]["worker"]["vectors"]["parameters"] for part in parts)
         together = saved.step <= START or (saved.step - START) % EVERY == 0 or saved.step == STEPS
+        found.add(together)
         assert torch.equal(one, two) == together, saved.step
         mean = torch.cat([parts[0]["model"][name].flatten() for name in parts[0]["model"]])
         assert torch.allclose(mean, (one + two) / 2, atol=1e-7) and not parts[1]["model"]
+    assert found == {True, False}, "checkpoints at exchanges, and between them"
 
 
 def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tm
         ("every=0", "every=0: out of range"),
         ("every=41 steps=40", "every=41: the run has 40 local steps, and so no round of that length; use at most"),
         ("every=20 start=21 steps=40", "every=20: the run has 19 local steps"),
-        ("every=1 start=40 steps=40", "start=40: the run has 40 steps, and none is left; use start=20"),
+        ("every=1 start=40 steps=40", "start=40: all 40 steps of the run are synchronous; use start=20"),
         ("outer_lr=0", "outer_lr=0: out of range"),
         ("outer_lr=2.5", "outer_lr=2.5: out of range"),
         ("outer=nesterov outer_momentum=1", "outer_momentum=1: out of range"),
