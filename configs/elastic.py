@@ -23,7 +23,7 @@ class Elastic:
     rejoin: int = at_least(0, 3)
     """How often a lost rank is started again, to join between two steps with a copy of another rank's state."""
     spares: int = between(0, 64, 0)
-    """Hosts that a job asks for beside those it needs, for ranks of a host that is lost; without SLURM of no use."""
+    """Hosts that a job asks for beside those it needs, for ranks of a host that is lost; used by SLURM alone."""
 
 
 @dataclass

@@ -114,7 +114,7 @@ class TrainState:
         return saved if saved.keys() == {name for name, _ in self.buffers} else {}
 
     def check_ranks(self, loaded: LoadedCheckpoint) -> None:
-        """Raise UserError where the ranks that saved a checkpoint are too many or too few to be gone on from."""
+        """Raise UserError where only as many ranks as saved a checkpoint can load it; here any number can."""
 
     @torch.no_grad()
     def load(self, loaded: LoadedCheckpoint) -> None:

@@ -129,7 +129,8 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
     nodes = settings.launch.nodes
     per_node, entry_points, elastic = settings.processes // nodes, find_entry_points(folder), find_elastic(settings)
     if elastic and not entry_points.elastic:
-        raise UserError(f"{folder.path.name} was made with a source that knows elastic=true on one machine only")
+        what = f"{folder.path.name} was made with a source that knows elastic=true on one machine only"
+        raise UserError(f"{what}; use LAUNCH=local, or begin a new run")
     asked = sbatch.make_submitit_parameters(
         profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points, elastic=elastic
     )

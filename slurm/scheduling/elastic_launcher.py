@@ -175,7 +175,7 @@ class JobLauncher:
 
     def note_silence(self, rank: int) -> None:
         """Note that a rank does not answer, and end it as far as its host is there: it could wake later, and write."""
-        print(f"rank {rank} has not answered for {self.settings.timeout:g} s", flush=True)
+        print(f"rank {rank} has not answered for {self.settings.timeout:g} s and is given up", flush=True)
         self.silent.add(rank)
         self.ended.add(rank)
         words = ["srun", "--quiet", *ONE_RANK, f"--nodelist={self.host_of[rank]}", "kill", "-9"]
