@@ -234,6 +234,8 @@ class JobLauncher:
             self.note_endings()
             time.sleep(0.05)
         self.note_endings()
+        for step in self.steps:  # all at once: SLURM's KillWait may have begun
+            step.process.terminate()
         for step in self.steps:  # how they end from now on says nothing about the run
             step.end()
         self.end_killers(0)

@@ -16,8 +16,8 @@ from common.distributed.transport.algorithms import build_algorithm
 from common.distributed.transport.moves import Algorithm, Move, Route, simulate_algorithm
 
 SIZES = tuple(4**power for power in range(1, 14))  # bytes for which an algorithm is chosen: 4 bytes to 64 MiB
-MOST_MOVES = 20_000  # of all ranks: an algorithm with more is played for two sizes alone, with a line between them
-LONGEST = 256  # ranks beyond which algorithms whose moves grow with their square are left out: playing takes too long
+MOST_MOVES = 20_000  # of all ranks: an algorithm with more is simulated for two sizes alone, with a line between them
+LONGEST = 256  # ranks beyond which algorithms whose moves grow with their square are left out: it takes too long
 WORTH = 0.99  # of the seconds of an algorithm, below which another one is taken instead
 
 
@@ -86,10 +86,10 @@ def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Sequenc
 
     One that is less than a hundredth faster than that of the size before is not worth a change; of equal ones the
     first is taken. With more than LONGEST ranks, ring and sharded_star are left out, and two_level where ranks times
-    hosts are more than LONGEST**2; rank 0 plays them while the others wait.
+    hosts are more than LONGEST**2; rank 0 simulates them while the others wait.
     """
     known = {name: build_algorithm(name, size, hosts) for name in names if is_short(name, size, hosts)}
-    built = {name: algorithm for name, algorithm in known.items() if not algorithm.note}  # else another one plays
+    built = {name: algorithm for name, algorithm in known.items() if not algorithm.note}  # else another one stands in
     predicted = {name: predict_sizes(algorithm, lines, hosts) for name, algorithm in built.items()}
     chosen: list[str] = []
     for position, nbytes in enumerate(SIZES):
@@ -101,7 +101,7 @@ def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Sequenc
 
 
 def is_short(name: str, size: int, hosts: Sequence[Hashable]) -> bool:
-    """Check that a built-in algorithm has not too many moves to be played: size**2, for two_level size * hosts."""
+    """Check that a built-in algorithm has not too many moves to be simulated: size**2, for two_level size * hosts."""
     hosts_or_ranks = len(set(hosts)) if name == "two_level" and hosts else size
     grows = name in ("ring", "sharded_star", "two_level") or (name == "halving_doubling" and size & (size - 1))
     return not grows or size * hosts_or_ranks <= LONGEST**2
