@@ -111,3 +111,13 @@ def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
         finally:
             for pid in processes_of(str(tmp_path)):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_a_process_that_opens_and_closes_files_is_found(tmp_path: Path) -> None:
+    text = "while True: files = [open('/dev/null') for _ in range(50)]; [file.close() for file in files]"
+    with subprocess.Popen([sys.executable, "-c", text, str(tmp_path)]) as process:
+        try:
+            wait_until(lambda: processes_of(str(tmp_path)) == [process.pid], "it runs")
+            assert all(processes_of(str(tmp_path)) == [process.pid] for _ in range(20))
+        finally:
+            process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -103,6 +104,7 @@ def processes_of(marker: str) -> list[int]:
 def told(entry: Path) -> bytes:
     """The command line and environment of a command that was forked by the warm server, or of its forks."""
     for descriptor in (entry / "fd").iterdir():
-        if f"/memfd:{warm_command.COMMAND} " in f"{descriptor.readlink()} ":
-            return descriptor.read_bytes()
+        with contextlib.suppress(FileNotFoundError):  # it has been closed since
+            if f"/memfd:{warm_command.COMMAND} " in f"{descriptor.readlink()} ":
+                return descriptor.read_bytes()
     return b""
