@@ -95,8 +95,8 @@ def finish(
 
 
 def environment(wandb: str = "disabled") -> dict[str, str]:
-    """The environment of a run that no cluster and no account disturbs; with W&B's mode."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SLURM_"))}
+    """The environment of a run that no cluster, no account, and no `make bench` around it disturbs; with W&B's mode."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SLURM_", "MAKE", "MFLAGS"))}
     return kept | {"WANDB_MODE": wandb, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
 
 
