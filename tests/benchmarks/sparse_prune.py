@@ -160,6 +160,7 @@ def step_sides(scratch: Path) -> list[Team | Task]:
                 library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE)
 
             def turn() -> float:
+                loader.epoch = loader.position = 0  # the same batches in each turn
                 batches, rates = islice(iter(loader), STEPS), [cfg.optim.lr] * STEPS
                 return timed(lambda: peers.bare(model, batches, rates, cfg.optim)) / STEPS
 
