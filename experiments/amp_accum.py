@@ -85,10 +85,8 @@ def apply_channels_last(cfg: Config, x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if cfg.channels_last and x.dim() == 4 else x
 
 
-def accumulate_gradients(
-    cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: Footprint
-) -> tuple[Tensor, int]:
-    """Add up the gradient of the mean loss over a step's microbatches; return that loss [] and how many all-reduces."""
+def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: Footprint) -> int:
+    """Add up the gradient of the mean loss over a step's microbatches, and log it; return how many all-reduces."""
     microbatches: list[tuple[Tensor, Tensor]] = step.batch
     total, reduced = torch.zeros((), device=microbatches[0][0].device), 0
     for number, (x, y) in enumerate(microbatches, start=1):
@@ -99,12 +97,14 @@ def accumulate_gradients(
                 loss = F.cross_entropy(model(apply_channels_last(cfg, x)), y, reduction="sum") / step.mean_shard
             footprint.record_peak()
             loss = loss / len(microbatches)  # the real number: an epoch's last step may have fewer than cfg.accumulate
+            total = total + loss.detach()
+            if number == len(microbatches):
+                step.log(loss=total)
             if not reduced:  # so far no rank has waited for the others
                 step.mark("backward")
             scaler.scale(loss).backward()
-        total = total + loss.detach()
         reduced += not waits
-    return total, reduced
+    return reduced
 
 
 def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
@@ -161,8 +161,7 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps(state, evaluate):
         with step:
             optimizer.zero_grad()
-            loss, reduced = accumulate_gradients(cfg, model, scaler, step, footprint)
-            step.log(loss=loss)
+            reduced = accumulate_gradients(cfg, model, scaler, step, footprint)
             step.commit()  # with elastic=true: the update counts on all ranks that are left, or on none
             skipped = update_weights(cfg, model, optimizer, scaler)
             step.log(skipped=float(skipped), bytes_sent=float(reduced * payload))

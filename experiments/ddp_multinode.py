@@ -69,12 +69,12 @@ def main(cfg: Config, run: Run) -> None:
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard
+            step.log(loss=loss.detach())
             step.mark("backward")
             loss.backward()  # at its end: the mean of all ranks' gradients, with FSDP this rank's shard of it
             step.mark("end of backward")
             if cfg.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-            step.log(loss=loss.detach())
             step.commit()  # with elastic=true: the update counts on all ranks that are left, or on none
             optimizer.step()
     run.report(*report_scaling(cfg, run, model))

@@ -42,6 +42,7 @@ class Step:
         self.rate = rate
         """The learning rate, which is already set on the optimizer."""
         self.values: dict[str, Tensor | float | None] = {}
+        self.committed = False
         self.done = False
         self.failure: BaseException | None = None
         """Why the step is discarded and done again, in an elastic run."""
@@ -71,8 +72,13 @@ class Step:
             self.run.times.mark(name)
 
     def log(self, **values: Tensor | float | None) -> None:
-        """Add values to metrics.jsonl; tensors stay on their device. Where only one rank knows them, None elsewhere."""
+        """Add values to metrics.jsonl; tensors stay on their device. Where only one rank knows them, None elsewhere.
+
+        In an elastic run all ranks average them, which costs least where they are logged before backward.
+        """
         self.values |= values
+        if self.recovery is not None and not self.committed:
+            self.recovery.share(values)
 
     def commit(self) -> None:
         """Agree, just before the update, that no rank is lost; only in an elastic run (elastic=true).
@@ -80,7 +86,8 @@ class Step:
         The means of the values logged so far are then known to all ranks; those logged later must be equal on all.
         """
         if self.recovery is not None:
-            self.values = self.recovery.commit(self.values)
+            self.values |= self.recovery.commit()
+            self.committed = True
 
     def __enter__(self) -> Step:
         if self.recovery is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.core import config
 from configs.ddp_multinode import Config
-from tests.benchmarks import unequal_ranks
+from tests.benchmarks import elastic_cost, unequal_ranks
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.parts import QUIET, Part, run_of
@@ -98,4 +98,5 @@ PARTS = [
         facts={"threads": "1 a process", "batch": SMALL},
     ),
     unequal_ranks.PART,
+    elastic_cost.PART,
 ]

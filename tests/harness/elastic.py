@@ -107,7 +107,7 @@ def plant(faults: Faults) -> None:
     before(Recovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     before(loop.Step, "mark", mark)
-    before(Recovery, "commit", lambda self, _: planted.reach("committed", self.run.step + 1), after=True)
+    before(Recovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
     before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
     before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
     before(checkpointer, "write_rank_file", lambda *_: planted.reach("save", planted.recovery.run.step))  # type: ignore[attr-defined]

@@ -32,6 +32,7 @@ from common.distributed.rank_info import KEY
 from common.measure.metrics_log import SharedMetricsLog, Values
 from common.runs.folder import write_json
 from common.runs.progress import Screen
+from common.training.elastic.shared_values import SharedValues
 from common.training.run_context import RunContext
 from configs.batch_plan import cut_batch
 from configs.elastic import Elastic
@@ -66,6 +67,7 @@ class Recovery:
         """When the newest step began."""
         self.discarded = 0.0
         """Seconds of the step that failed last."""
+        self.shared = SharedValues()
         self.window: tuple[list[torch.Tensor], torch.Tensor] | None = None
         """Buffers, and torch's random state, at the beginning of the step that is taken."""
         key = os.environ.get(KEY, "")
@@ -79,20 +81,23 @@ class Recovery:
     def begin_step(self) -> None:
         """Keep what a step changes before its update, to do it again if it fails."""
         self.began = time.perf_counter()
+        self.shared = SharedValues()
         self.window = [value.clone() for _, value in self.state.buffers], torch.get_rng_state()
 
-    def commit(self, values: Values) -> Values:
-        """Return the means of a step's values over the ranks, before its update: each rank then knows them.
+    def share(self, values: Values) -> None:
+        """Start to average values of a step over the ranks, and to tell them whether a rank waits to join."""
+        self.shared.start(values, self.member.join_waits)
 
-        They know, too, whether a rank waits to join. Raises RuntimeError where a rank is lost.
+    def commit(self) -> dict[str, float]:
+        """Return the means of what a step has logged, before its update: each rank then knows them.
+
+        Raises RuntimeError where a rank is lost.
         """
-        names = sorted(name for name, value in values.items() if value is not None)
-        own = [float(self.member.join_waits), *(float(values[name] or 0.0) for name in names)]
-        table = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(table)
-        waits, *means = (table / self.run.world.size).tolist()
-        self.join_agreed, self.in_vain = waits > 0, 0
-        return values | dict(zip(names, means, strict=True))
+        if not self.shared.started:
+            self.share({})
+        means, self.join_agreed = self.shared.finish(self.run.world.size)
+        self.in_vain = 0
+        return means
 
     def leave_for_join(self) -> None:
         """Leave the generation between two steps, where a rank waits to join: all do. Raises GenerationOver then."""

@@ -1,0 +1,109 @@
+"""What elastic=true costs a step while no rank is lost: its added calls, timed where they are made.
+
+    python -m tests.benchmarks.elastic_cost key=value ...
+
+trains ddp_multinode with these settings and elastic=true, and writes the medians of rank 0 beside its metrics.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common.api import start
+from common.core.config import ROOT
+from common.runs.folder import Folder, read_json, write_json
+from common.training.elastic.recovery import Recovery
+from common.training.run import Run
+from configs.ddp_multinode import Config
+from experiments import ddp_multinode
+from tests.benchmarks.measure import Samples, Task
+from tests.benchmarks.parts import QUIET, Part, environment
+from tests.benchmarks.records import Row, Table, at_most
+
+CALLS = {
+    "begin_step": "keep buffers and random state",
+    "share": "begin to average the loss",
+    "commit": "wait for the mean",
+}
+FILE = "elastic_cost.json"
+WARM_UP = 10  # steps
+BRIEF = ("data.name=generated", "data.samples=1280", "data.test_limit=10", "launch.threads=1", "log.seconds=60")
+SIZES = {
+    "mlp": ("model=mlp", "batch=64", "steps=300", "epochs=20"),
+    "resnet18": ("model=resnet18", "batch=16", "steps=40"),
+}
+
+
+def time_method(owner: Any, name: str, taken: list[float]) -> None:
+    """Let a method note the seconds of each call."""
+    inner: Callable[..., Any] = getattr(owner, name)
+
+    def call(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return inner(*arguments)
+        finally:
+            taken.append(time.perf_counter() - began)
+
+    setattr(owner, name, call)
+
+
+def main(cfg: Config, run: Run) -> None:
+    """Train, and write down the medians."""
+    taken: dict[str, list[float]] = {name: [] for name in CALLS}
+    for name, times in taken.items():
+        time_method(Recovery, name, times)
+    ddp_multinode.main(cfg, run)
+    if run.world.is_main:
+        medians = {name: median(times[WARM_UP:]) for name, times in taken.items()}
+        write_json(run.folder.attempt / FILE, medians | {"step": run.step_seconds()})
+
+
+def run_elastic(scratch: Path, label: str) -> Task:
+    def run(number: int) -> dict[str, float]:
+        runs = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
+        words = [*QUIET, *BRIEF, *SIZES[label], "elastic=true", "launch.device=cpu", f"runs={runs}"]
+        command = [sys.executable, "-m", "tests.benchmarks.elastic_cost", *words]
+        subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, check=True)
+        (path,) = runs.iterdir()
+        found = read_json(Folder(path).attempts()[-1].attempt / FILE)
+        shutil.rmtree(runs)
+        added = sum(found[name] for name in CALLS)
+        return {**found, "seconds": added, "percent": 100 * added / found["step"]}
+
+    return Task(label, run)
+
+
+def sides(scratch: Path) -> list[Task]:
+    return [run_elastic(scratch, label) for label in SIZES]
+
+
+def table(taken: Samples) -> Table:
+    rows = []
+    for side in taken.values:
+        rows.append(Row(f"{side}: ms a step", [taken.number(side, "step", 1e3)]))
+        rows += [Row(f"{side}: us to {text}", [taken.number(side, name, 1e6)]) for name, text in CALLS.items()]
+        rows.append(at_most(f"{side}: us added to a step", taken.number(side, factor=1e6), 20))
+        rows.append(at_most(f"{side}: % of a step", taken.number(side, "percent"), 1))
+    return Table(("measured", "value"), rows)
+
+
+PART = Part(
+    "ddp_multinode/elastic",
+    "what elastic=true adds to a step of two ranks",
+    sides,
+    table,
+    drop=1,
+    facts={"threads": "1 a process", "batch": "64 (mlp), 16 (resnet18)"},
+)
+
+if __name__ == "__main__":
+    start(main, Config)
