@@ -25,7 +25,8 @@ MODES = {
     **{f"bounded, {bound}": ("mode=bounded", f"staleness={bound}") for bound in (0, 1, 3, 9)},
 }
 RATE, FREE, DDP = "100mbit", "async, no slow cable", "DDP"
-ON_HOSTS = ("model=mlp", "launch.threads=1", "steps=200", "data.test_limit=0")
+# ranks meet to write metrics, and all wait there for the slow cable: seldom, as one would set it on such a cable
+ON_HOSTS = ("model=mlp", "launch.threads=1", "steps=600", "data.test_limit=0", "log.seconds=10")
 BATCH = 64
 POLICIES: dict[str, tuple[Literal["sync", "async", "bounded"], int]] = {
     "sync": ("sync", 0),
