@@ -67,10 +67,10 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
         algorithms.check_algorithm_of_config(cfg, given.path / "code" if given else None)
     private_folder.check_tls(cfg.launch, rank_info)
     wandb_account.read_requested_mode(cfg)
-    if given is None:
-        initial_weights.check_weights_of_config(cfg)
-    else:
+    if given is not None:
         extension.check_settings_of_finished(given, cfg)
+    elif rank_info is None or not rank_info.is_restart:  # which goes on with a run
+        initial_weights.check_weights_of_config(cfg)
     if getattr(cfg, "sweep", False):
         if given is not None or rank_info is not None:
             raise UserError(
@@ -143,9 +143,8 @@ class ForkedRanks:
             folder = attempt.folder
             saved = bool(storage.list_resumable_checkpoints(folder))
             word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
-            print(
-                f"{given.experiment}: {format_count(cfg.processes, 'rank')}, {word}run folder {given.path}", flush=True
-            )
+            ranks = format_count(cfg.processes, "rank")
+            print(f"{given.experiment}: {ranks}, {word}run folder {given.path}", flush=True)
         return attempt
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Ending:
@@ -262,6 +261,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
             cfg.optim, attempt.folder.path / "code", named=attempt.is_new and not world.joins
         )
         algorithm_choice.settle_algorithm(cfg.launch, attempt.folder.path, world)
+        initial_weights.leave_out_replaced_weights(cfg, attempt.folder)
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() returned without run.report(...): call it on all ranks when training is over")
