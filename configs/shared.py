@@ -37,11 +37,11 @@ class Data:
     really used."""
     root: str = "data"
     """Folder with the raw files, as torchvision lays them out. The variable DATA_ROOT sets the default; another one
-    has to exist for mnist, which is downloaded into it where it is not there yet."""
+    has to exist for mnist, and mnist has to be there or downloadable."""
     cache: str = "data/prepared"
     """Folder for prepared sets (uint8 arrays). Writable, and visible from every node."""
     fallback: Literal["digits", "none"] = "digits"
-    """What a local run takes when MNIST is neither on disk nor downloadable; `none` refuses instead."""
+    """What a local run takes when MNIST is neither in the default `root` nor downloadable; `none` refuses instead."""
     image_size: int = between(8, 1024, 32)
     """Side in pixels of the colour images of imagefolder (resized and cropped once, when prepared) and generated."""
     samples: int = between(5, 10_000_000, 10_000)

@@ -68,7 +68,7 @@ class Saver:
             self.silence.restart()
 
     def checkpoint_or_stop(self, step: int, *, now: bool = False) -> bool:
-        """Save if it is time; if any rank has a stop request, save and stop. Return True if the ranks have voted.
+        """Save if it is time; if any rank has a stop request, save and stop. Return True if it was time to save.
 
         Raises StopRequested after saving, and UserError when the loss is no finite number any more or the checkpoint
         of a stop request could not be written.
@@ -85,7 +85,7 @@ class Saver:
         saved = decision.save and self.save(step)
         if decision.stop:
             self._stop(step, saved)
-        return True
+        return decision.save
 
     def stop_in_evaluation(self, step: int) -> None:
         """Between two batches of an evaluation: if any rank has a stop request, save the state before it and stop.

@@ -121,9 +121,10 @@ def check_model_fits_data(cfg: Experiment, found: Prepared) -> None:
 
 
 def prepare_mnist(data: Data, fallback: bool) -> Prepared:
-    """Find or make MNIST, downloading it if it is missing. Raises UserError."""
+    """Find or make MNIST, downloading it if it is missing; only the default folder may lack it. Raises UserError."""
     root = Path(data.root)
-    if not root.is_dir() and data.root not in (Data.root, os.environ.get("DATA_ROOT")):  # mistyped, most likely
+    is_given = data.root not in (Data.root, os.environ.get("DATA_ROOT"))  # without MNIST it is mistyped, most likely
+    if is_given and not root.is_dir():
         remedy = "name a folder with MNIST/raw, make this one to download MNIST into it, or set data.name=digits"
         raise UserError(f"data.root={root}: there is no such folder; {remedy}")
     raw = root / "MNIST" / "raw"
@@ -132,7 +133,7 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
         problem = sources.try_download("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
         if problem:
             notice = f"MNIST is not in the folder {root} and cannot be downloaded ({problem})"
-            if data.fallback == "none" or not fallback:
+            if is_given or data.fallback == "none" or not fallback:
                 raise UserError(f"{notice}; set data.root to a folder with MNIST/raw, or data.name=digits")
             notice += ": training on the built-in digits set instead"
             return dataclasses.replace(prepare_digits(Path(data.cache)), notice=notice)

@@ -139,10 +139,8 @@ class StopForwarder:
             return
         self.number, self.received = number, time.monotonic()
         if number == signal.SIGINT:
-            print(
-                "\nstopping: once it trains, it saves after the next step; Ctrl-C again ends at once",
-                file=sys.stderr,
-            )
+            told = "it saves after the next step; before the first one there is nothing to save"
+            print(f"\nstopping: {told}; Ctrl-C again ends at once", file=sys.stderr)
         self.signal_ranks()
 
     def signal_ranks(self) -> None:

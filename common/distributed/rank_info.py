@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from common.core.errors import UserError
 
 COORDINATOR = "ELASTIC_COORDINATOR"  # variable with the address of the coordinator of a job's elastic run
 KEY = "ELASTIC_KEY"  # variable with the key that this coordinator asks for
 JOINS_AS = "ELASTIC_JOINS_AS"  # variable with the rank that a new process takes the place of
+WAIT = 10.0  # seconds in which rank 0 says why all ranks refuse, and the launcher ends the others
 
 
 @dataclass(frozen=True)
@@ -101,3 +107,21 @@ def parse_first_host(nodelist: str) -> str:
     inside, _, suffix = tail.partition("]")
     number = inside.replace("-", ",").partition(",")[0]
     return head + number + suffix.partition(",")[0]
+
+
+@contextlib.contextmanager
+def refusing_once(rank_info: RankInfo | None) -> Iterator[None]:
+    """Let one rank say what all of them refuse in the block, before they have met: rank 0, at once.
+
+    The others wait, because the launcher ends all ranks when one has ended. Those of rank 0's host then exit without
+    a word; the first one of another host, whose files may be other ones, says why.
+    """
+    try:
+        yield
+    except UserError:
+        if rank_info is None or rank_info.rank == 0:
+            raise
+        time.sleep(WAIT)
+        if rank_info.node == 0 or rank_info.local_rank:
+            sys.exit(2)
+        raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common.checkpoint import storage
 from common.core.errors import UserError
+from common.runs.folder import Folder
 from configs.optional import InitialWeights
 
 
@@ -26,3 +28,9 @@ def check_weights_of_config(settings: object) -> None:
     """Raise UserError for a config whose weights are not there; configs without initial weights pass."""
     if isinstance(settings, InitialWeights) and settings.weights != "none":
         find_weights(settings.weights, Path(settings.runs))
+
+
+def leave_out_replaced_weights(settings: object, run: Folder) -> None:
+    """Set `weights` to none where the run has a checkpoint, which replaces them: they need not be there any more."""
+    if isinstance(settings, InitialWeights) and storage.list_resumable_checkpoints(run):
+        settings.weights = "none"

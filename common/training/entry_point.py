@@ -23,7 +23,7 @@ from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is
 from common.core.processes import exit_at_once
 from common.core.text import format_count
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
-from common.distributed.rank_info import RankInfo, read_rank_info
+from common.distributed.rank_info import RankInfo, read_rank_info, refusing_once
 from common.distributed.rendezvous import World
 from common.distributed.silent_ranks import name_silent_ranks
 from common.distributed.transport import algorithms
@@ -58,27 +58,28 @@ def start(main: Main[T], schema: type[T]) -> None:
 
 def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
     """Run what the command line asks for, with ranks of its own or as one rank; return the exit status."""
-    cfg = config.load_config(schema, sys.argv[1:])
-    path = config.parse_command_line(sys.argv[1:]).resume
-    given = Folder(path.absolute()) if path else None
-    schedules.check_schedule_of_config(cfg, given.path / "code" if given else None)
-    own_files.check_files_of_config(cfg.optim, given.path / "code" if given else None)
-    if rank_info is None or rank_info.rank == 0:  # which tells the others
-        algorithms.check_algorithm_of_config(cfg, given.path / "code" if given else None)
-    private_folder.check_tls(cfg.launch, rank_info)
-    wandb_account.read_requested_mode(cfg)
-    if given is None:
-        initial_weights.check_weights_of_config(cfg)
-    else:
-        extension.check_settings_of_finished(given, cfg)
-    if getattr(cfg, "sweep", False):
-        if given is not None or rank_info is not None:
+    with refusing_once(rank_info):
+        cfg = config.load_config(schema, sys.argv[1:])
+        path = config.parse_command_line(sys.argv[1:]).resume
+        given, code = (Folder(path.absolute()), path.absolute() / "code") if path else (None, None)
+        schedules.check_schedule_of_config(cfg, code)
+        own_files.check_files_of_config(cfg.optim, code)
+        if rank_info is None or rank_info.rank == 0:  # which tells the others
+            algorithms.check_algorithm_of_config(cfg, code)
+        private_folder.check_tls(cfg.launch, rank_info)
+        wandb_account.read_requested_mode(cfg)
+        if given is not None:
+            extension.check_settings_of_finished(given, cfg)
+        elif rank_info is None or not rank_info.is_restart:  # which goes on with a run
+            initial_weights.check_weights_of_config(cfg)
+        if getattr(cfg, "sweep", False) and (given is not None or rank_info is not None):
             raise UserError(
                 "sweep=true starts its runs itself, one after the other: start it without srun, torchrun, "
                 "RESUME and --resume; make sweep runs a grid on a cluster"
             )
+        ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
+    if getattr(cfg, "sweep", False):
         return sweep.run_sweep(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks()))
-    ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     _, status = run_experiment(main, cfg, ranks, given)
     return status
 
@@ -143,9 +144,8 @@ class ForkedRanks:
             folder = attempt.folder
             saved = bool(storage.list_resumable_checkpoints(folder))
             word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
-            print(
-                f"{given.experiment}: {format_count(cfg.processes, 'rank')}, {word}run folder {given.path}", flush=True
-            )
+            ranks = format_count(cfg.processes, "rank")
+            print(f"{given.experiment}: {ranks}, {word}run folder {given.path}", flush=True)
         return attempt
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Ending:
@@ -258,10 +258,10 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     run = Run(cfg, attempt.folder, world, attempt.prepared, stop)
     try:
         stop.all_saved = True
-        optimizer.check_optimizer_of_run(
-            cfg.optim, attempt.folder.path / "code", named=attempt.is_new and not world.joins
-        )
+        is_begun = attempt.is_new and not world.joins
+        optimizer.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", named=is_begun)
         algorithm_choice.settle_algorithm(cfg.launch, attempt.folder.path, world)
+        initial_weights.leave_out_replaced_weights(cfg, attempt.folder)
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() returned without run.report(...): call it on all ranks when training is over")

@@ -165,7 +165,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
             raise step.failure
         if not step.done:
             raise RuntimeError(f"step {step.number} was not taken: the body of the loop is `with step:`")
-        if run.saver.checkpoint_or_stop(step.number):
+        if run.saver.checkpoint_or_stop(step.number):  # a vote alone counts: ranks wait there for the slowest
             run.pace.interrupt()
         follow_speeds(run, step.number)
         if step.number == run.total and step.number % per_epoch:  # at an epoch's end the loader turns to the next one

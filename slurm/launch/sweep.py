@@ -126,6 +126,14 @@ def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tu
 # ---- on a cluster
 
 
+def refuse_elastic_points(plan: Grid) -> None:
+    """Raise UserError where a point of a sweep asks for an elastic job."""
+    if any(find_elastic(point.settings) for point in plan.points):
+        raise UserError(
+            "elastic=true is for single jobs, and a sweep is an array of jobs: use make exp, or LAUNCH=local"
+        )
+
+
 def find_task_shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
     """Find hosts, ranks on each, and the module that is executed: equal for all tasks of an array."""
     nodes = point.settings.launch.nodes
@@ -139,10 +147,6 @@ def submit_points(
     for point, _ in chosen:
         submit.resolve_processes_per_node(point.settings, profile)
         submit.check_step_timeout(point.settings, profile)
-        if find_elastic(point.settings):
-            raise UserError(
-                "elastic=true is for single jobs, and a sweep is an array of jobs: use make exp, or LAUNCH=local"
-            )
     for nodes in {point.settings.launch.nodes for point, _ in chosen}:
         scheduler.check_enough_hosts(nodes, profile.partition)
     ordered = sorted(chosen, key=lambda one: find_task_shape(*one))
@@ -266,6 +270,8 @@ def main(given: argparse.Namespace) -> int:
     plan = sweep_file.read_sweep_file(given.grid, words)
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose_scheduler(given.launch or "auto")
+    if scheduler is not None:
+        refuse_elastic_points(plan)
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
     if dry:
         print_points(Sweep(path, plan))

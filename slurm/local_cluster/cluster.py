@@ -66,6 +66,23 @@ def find_running_cluster(name: str = DEFAULT) -> Cluster | None:
     return Cluster(Plan.load(folder), process) if process else None
 
 
+def choose_running_cluster() -> Cluster | None:
+    """Choose the cluster that programs use: that of the default name if it is up, else the only one that is.
+
+    Raises UserError where several others are up.
+    """
+    default = find_cluster_folder(DEFAULT)
+    begin = default.name.removesuffix(DEFAULT)
+    up = [path for path in sorted(default.parent.glob(f"{begin}*")) if Process.load(path / "holder")]
+    names = [path.name.removeprefix(begin) for path in up if path.lstat().st_uid == os.getuid()]
+    if len(names) > 1 and DEFAULT not in names:
+        raise UserError(
+            f"the local clusters {', '.join(names)} are up: end all but one with make cluster-down NAME={names[0]}, or "
+            "use LAUNCH=local"
+        )
+    return find_running_cluster(DEFAULT if DEFAULT in names else names[0]) if names else None
+
+
 def require_running_cluster(name: str) -> Cluster:
     """Find the cluster of that name. Raises UserError if it is not up."""
     cluster = find_running_cluster(name)

@@ -183,10 +183,11 @@ def judge_unstarted(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
 
 def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     """Return the SLURM that a run was given to; None for a local cluster that is down."""
-    if meta["job"]["scheduler"] != LOCAL:
-        return Scheduler(meta["job"]["scheduler"])
-    own = cluster.find_running_cluster()
-    return Scheduler(LOCAL, own) if own else None
+    scheduler = str(meta["job"]["scheduler"])
+    if not scheduler.startswith(LOCAL):
+        return Scheduler(scheduler)
+    own = cluster.find_running_cluster(scheduler.removeprefix(LOCAL).strip() or cluster.DEFAULT)
+    return Scheduler(scheduler, own) if own else None
 
 
 def find_disk_fault(folder: Folder) -> str:

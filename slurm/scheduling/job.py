@@ -76,17 +76,26 @@ def train_as_rank(folder: Folder) -> int:
     except UserError as error:
         if is_joining(rank):  # the others go on without it
             raise
-        is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-        if not (is_restart and isinstance(error, Unreachable)):
+        if not (isinstance(error, Unreachable) and may_reach_later(rank)):
             note_refusal(folder, int(os.environ.get("SLURM_PROCID", "0")), str(error))
             raise
-        print(f"error: {error}", file=sys.stderr)  # another attempt may get another host
+        print(f"error: {error}", file=sys.stderr)
     except Exception:  # noqa: BLE001 (it ends the rank, with a status of its own)
         traceback.print_exc()
     # others may have been noticed, or have failed, a moment earlier
     if not is_joining(rank) and (rank is None or not rank.stop.wait_for_request()):
         note_failure(folder)
     return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED
+
+
+def may_reach_later(rank: LaunchedRank | None) -> bool:
+    """Return True where another attempt may reach the rank or host that did not answer.
+
+    A job that was started again may get another host next time, and ranks that are asked to stop leave before they
+    have met the others. At a job's first start a name or a network is wrong.
+    """
+    is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    return is_restart or (rank is not None and rank.stop.wait_for_request())
 
 
 def is_joining(rank: LaunchedRank | None) -> bool:

@@ -210,17 +210,19 @@ def is_configured() -> bool:
 def choose_scheduler(launch: str) -> Scheduler | None:
     """Choose the SLURM for LAUNCH=auto|local|slurm; None means processes on this machine. Raises UserError.
 
-    auto takes the local cluster if it is up, else SLURM if it is configured. Once SLURM is chosen, one
+    auto takes a local cluster if one is up, else SLURM if it is configured. Once SLURM is chosen, one
     that does not answer is an error and never a silent local run.
     """
     if launch not in ("auto", "local", "slurm"):
         raise UserError(f"LAUNCH={launch} is unknown; use auto, local or slurm")
     if launch == "local":
         return None
-    own = cluster.find_running_cluster()
+    own = cluster.choose_running_cluster()
     if own is None and not is_configured():
         if launch == "auto":
             return None
         missing = "sbatch is not installed" if shutil.which("sbatch") is None else "SLURM has no configuration"
         raise UserError(f"LAUNCH=slurm, but {missing} here; go to a login node, or make cluster-up for a local cluster")
-    return Scheduler(LOCAL, own) if own else Scheduler("SLURM")
+    if own is None:
+        return Scheduler("SLURM")
+    return Scheduler(LOCAL if own.plan.name == cluster.DEFAULT else f"{LOCAL} {own.plan.name}", own)

@@ -26,6 +26,7 @@ from tests.benchmarks.collectives import SIDES
 
 FOLDER = ROOT / "experiments" / "figures"
 PLANNED = ("naive", "gpipe", "1f1b")
+MARGIN = 120  # pixels of a window that chromium may take for itself: what lies below is not drawn in full
 STEP = 1e-3  # seconds of a planned forward
 Parts = Mapping[str, Mapping[str, Any]]
 
@@ -195,21 +196,23 @@ def draw(parts: Parts, folder: Path = FOLDER) -> list[Path]:
     return drawn
 
 
-def photograph(page: Path, to: Path, width: int = 1200, height: int = 480) -> None:
+def photograph(page: Path, to: Path, width: int = 1200, height: int = 870) -> None:
     """A picture of a page as chromium shows it. Raises FileNotFoundError without chromium."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise FileNotFoundError("chromium is missing: apt-get install chromium")
     words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
     with tempfile.TemporaryDirectory() as home:
-        command = [chromium, *words, f"--window-size={width},{height}", f"--user-data-dir={home}"]
+        window = f"--window-size={width},{height + MARGIN}"
+        command = [chromium, *words, window, f"--user-data-dir={home}"]
         subprocess.run(
             [*command, f"--screenshot={to}", page.resolve().as_uri()], check=True, capture_output=True, timeout=180
         )
     from PIL import Image
 
     # median cut, the default, gives thin coloured lines to grey
-    Image.open(to).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE).save(to, optimize=True)
+    picture = Image.open(to).convert("RGB").crop((0, 0, width, height))
+    picture.quantize(64, Image.Quantize.MAXCOVERAGE).save(to, optimize=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from common.core.errors import UserError
 from slurm.launch import sweep_file
 from tests.harness import inside
 from tests.harness.damaged_runs import DAMAGES
-from tests.harness.sweeps import DIVERGES, begin, cells, sweep, write
+from tests.harness.fake_slurm import Fake, call
+from tests.harness.sweeps import DIVERGES, TINY, begin, cells, sweep, write
 from tests.harness.warm import ROOT
 
 
@@ -66,6 +67,17 @@ def test_a_wrong_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, mess
     file.write_text(yaml.safe_dump({"experiment": "mnist_pipeline"} | tree if isinstance(tree, dict) else tree))
     assert message in refused(file, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("dry", ["", "1"])
+def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_made(tmp_path: Path, dry: str) -> None:
+    settings = {key: value for key, value in TINY.items() if key not in ("width", "stages")}
+    tree = {"experiment": "ddp_multinode", "settings": settings | {"elastic": "true", "runs": str(tmp_path / "runs")}}
+    file = tmp_path / "rates.yaml"
+    file.write_text(yaml.safe_dump(tree | {"points": [{"optim.lr": "0.01"}]}))
+    done = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
+    assert "elastic=true is for single jobs" in done.stderr and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])

@@ -9,12 +9,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.checkpoint import storage
+from common.models import networks
 from common.runs.folder import Folder
 from tests.harness.processes import run
 from tests.harness.registry import ARCHETYPES, REPLICATED, STAGED, Entry
-from tests.harness.resuming import ALONE, STEPS, check_that_it_goes_on, cut_off, resume, whole_run
+from tests.harness.resuming import ALONE, STEPS, check_that_it_goes_on, cut_off, differences, resume, whole_run
 
 
 @pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
@@ -81,3 +83,20 @@ def test_without_a_checkpoint_it_says_that_it_begins_anew(tmp_path: Path, digits
     assert done.returncode == 0, done.stderr
     assert "has no checkpoint, and begins anew in run folder" in done.stdout
     assert len(begun.losses) == 3
+
+
+def test_a_run_goes_on_without_the_weights_that_it_began_with(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """The checkpoint has what came of them; only a run without one needs them again."""
+    weights = tmp_path / "weights.pt"
+    torch.save(networks.build_network("mlp", (28, 28), 10).state_dict(), weights)
+    words = (*quick, "model=mlp", "steps=9", f"weights={weights}", ALONE)
+    whole = run(REPLICATED.name, *words, runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+    folder = cut_off(whole.folder, 6, tmp_path / "cut")
+    weights.unlink()
+    done = resume(REPLICATED, folder)
+    assert done.returncode == 0, done.stderr
+    assert not (found := differences(folder, whole.folder)), found
+    begun = cut_off(whole.folder, 0, tmp_path / "begun")
+    refused = resume(REPLICATED, begun)
+    assert refused.returncode == 2 and f"weights={weights}: no such file" in refused.stderr, refused.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.harness.long_runs import ENDLESS, check_hanging_rank, only_folder, ra
 from tests.harness.processes import PATIENCE, Done, processes_of, run
 from tests.harness.registry import REPLICATED
 from tests.harness.resuming import ALONE, check_that_it_goes_on, resume, trained_steps
+from tests.harness.tracked_runs import inspect
 
 CHAIN = """
 from os import getpid
@@ -53,6 +55,15 @@ def test_an_algorithm_is_measured_once_and_stands_in_the_configuration(tmp_path:
     assert known in config.format_yaml(config.load_config(ddp_multinode.Config, ["--config", str(file)], {}))
     folder = check_that_it_goes_on(REPLICATED, whole, "auto", tmp_path / "cut", "launch.algorithm=auto")
     assert (folder.path / "config.yaml").read_text() == file.read_text()
+
+
+def test_what_auto_has_chosen_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    words = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
+    done = run(REPLICATED.name, *words, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
+    assert done.status == 0, done.err
+    known = config.read_config_file(done.folder.path / "config.yaml")["launch.algorithm"]
+    tracked = json.loads(inspect(done.folder, "--summary"))["config"]["launch"]["algorithm"]
+    assert tracked == known != "auto"
 
 
 def test_an_encrypted_run_resumes_to_the_bit_with_a_new_key(tmp_path: Path, quick: tuple[str, ...]) -> None:

@@ -63,10 +63,14 @@ class LocalWorker:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Replace the gradients by their means over all workers: the step that follows is that of DDP."""
-        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        mean = self._average(parameters_to_vector(gradients))
-        vector_to_parameters(mean, gradients)
+        """Replace the gradients by their means over all workers: the step that follows is that of DDP.
+
+        A gradient that this worker does not have counts as zero: the vectors of all workers must be of one length.
+        """
+        trained = [p for p in self.network.parameters() if p.requires_grad]
+        mean = self._average(parameters_to_vector([torch.zeros_like(p) if p.grad is None else p.grad for p in trained]))
+        for parameter, values in zip(trained, mean.split([p.numel() for p in trained]), strict=True):
+            parameter.grad = values.view_as(parameter)
 
     def set_reference(self) -> None:
         """Take the parameters, which are the same on all workers, as what later ones are compared with."""
@@ -122,18 +126,25 @@ class LocalWorker:
     def _find_moments(self) -> list[Tensor]:
         """Return the tensors of the optimizer's state that are as large as a parameter. Raises UserError without any.
 
+        A parameter of which this worker has had no gradient has no state: zeros stand for it, so that the moments of
+        all workers are as many, and it goes on without.
         Adam's first and second moments go together: a mean of first ones over the root of a worker's own second one is
         a huge step where this worker alone has had no gradient.
         """
-        parameters = [p for p in self.network.parameters() if p in self.optimizer.state]
-        states = [(p, self.optimizer.state[p].values()) for p in parameters]
-        found = [
-            value for p, state in states for value in state if isinstance(value, Tensor) and value.shape == p.shape
+        trained = [p for p in self.network.parameters() if p.requires_grad]
+        states = [
+            {name: value for name, value in self.optimizer.state.get(p, {}).items() if is_moment(value, p)}
+            for p in trained
         ]
-        if not found:
+        names = dict.fromkeys(name for state in states for name in state)
+        if not names:
             kind = type(self.optimizer).__name__
             raise UserError(f"momentum_of=averaged: {kind} keeps no momentum in its state; use own")
-        return found
+        return [
+            state[name] if name in state else torch.zeros_like(p)
+            for p, state in zip(trained, states, strict=True)
+            for name in names
+        ]
 
     def _average(self, vector: Tensor) -> Tensor:
         with self.count():
@@ -176,3 +187,8 @@ class LocalWorker:
         vector_to_parameters(own["parameters"], self.network.parameters())
         self.sent, self.received = own.get("sent", self.sent), own.get("received", self.received)
         self.exchange.load(own)
+
+
+def is_moment(value: object, parameter: Tensor) -> bool:
+    """Check for a tensor of the optimizer's state that has a number for each one of a parameter."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape

@@ -164,6 +164,9 @@ def test_only_the_default_folder_may_be_missing(cache: Path, tmp_path: Path, mon
     settings = Data(root=root, cache=str(cache), download_timeout=0)
     with pytest.raises(UserError, match=f"data.root={root}: there is no such folder; name .* or set data.name=digits"):
         prepare.prepare_dataset(settings)
+    held = Data(root=str(tmp_path), cache=str(cache), download_timeout=0)
+    with pytest.raises(UserError, match=f"MNIST is not in the folder {tmp_path} .*; set data.root to .*MNIST/raw"):
+        prepare.prepare_dataset(held)
     monkeypatch.setenv("DATA_ROOT", root)
     found = prepare.prepare_dataset(settings)
     assert found.name == "digits" and "training on the built-in digits set instead" in found.notice

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from common.checkpoint.checkpointer import CheckpointState
+from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
+from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.data import loader as data
@@ -107,6 +109,29 @@ def test_steady_steps_are_those_of_the_gpu(
 ) -> None:
     run = train(gpu, world, cache, tmp_path / "run", epoch, every, total, cuda=True)
     assert run.step_seconds() == pytest.approx(GIVE + WORK)
+
+
+def test_what_ranks_wait_for_each_other_between_steps_counts_and_saving_does_not(
+    gpu: Played, world: World, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vote, save, took = SaveOrStopVote.decide, Saver.save, list[str]()
+
+    def decide(self: SaveOrStopVote, step: int, diverged: bool) -> Decision:
+        gpu.now += 1
+        took.append("vote")
+        return vote(self, step, diverged)
+
+    def write(self: Saver, step: int, *, best: bool = False) -> bool:
+        gpu.now += 100
+        took.append("save")
+        return save(self, step, best=best)
+
+    monkeypatch.setattr(SaveOrStopVote, "decide", decide)
+    monkeypatch.setattr(Saver, "save", write)
+    run = train(gpu, world, cache, tmp_path / "run", epoch=100, every=20, total=40, cuda=False)
+    alone = took[: took.index("save") - 1].count("vote")  # that before a checkpoint is left out with it
+    assert alone > 5 and max(run.pace.durations) == pytest.approx(1 + GIVE)
+    assert sum(duration > 1 for duration in run.pace.durations[:19]) == alone
 
 
 def test_nothing_waits_without_a_gpu(gpu: Played, world: World, cache: Path, tmp_path: Path) -> None:

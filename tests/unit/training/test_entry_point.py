@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.core.errors import UserError
+from common.distributed.rank_info import RankInfo
 from common.training.entry_point import run_command_line
 from configs.ddp_multinode import Config
 
@@ -28,3 +29,20 @@ def test_files_of_ones_own_are_read_before_anything_starts(
         run_command_line(lambda cfg, run: None, Config, None)
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "node", "says"),
+    [(0, 0, 0, True), (1, 1, 0, False), (2, 0, 1, True), (3, 1, 1, False)],
+)
+def test_one_rank_of_a_host_says_why_all_refuse_and_rank_0_first(
+    rank: int, local_rank: int, node: int, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = list[float]()
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setattr("sys.argv", ["ddp_multinode.py", "no_such_key=1"])
+    info = RankInfo(rank, 4, local_rank, 2, node, 2, launcher="torchrun")
+    with pytest.raises(UserError if says else SystemExit) as caught:
+        run_command_line(lambda cfg, run: None, Config, info)
+    assert "unknown key no_such_key" in str(caught.value) if says else caught.value.args == (2,)
+    assert bool(waited) == (rank > 0), "the launcher ends the others meanwhile"

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from common.training.local_sgd.exchange import Exchange
+from common.training.local_sgd.worker import LocalWorker
 from tests.harness import warm
 from tests.harness.processes import environment
+
+
+class Recorded(Exchange):
+    """An exchange with nobody else, which keeps what this worker gives to the mean."""
+
+    def average(self, vector: Tensor) -> Tensor:
+        self.given = vector.clone()
+        return vector.clone()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "builtin"])
@@ -15,3 +28,25 @@ def test_what_a_message_leaves_out_arrives_later(backend: str) -> None:
     argv = [sys.executable, "-m", "tests.harness.local_exchanges", *([backend] if backend == "builtin" else [])]
     done = warm.execute(argv, env=environment())
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_a_worker_has_no_gradient_of_counts_as_zero(optimizer: Any) -> None:
+    """All workers send as many numbers, whichever layers their own samples have used; an all-reduce would hang."""
+    used, rest, frozen = nn.Linear(2, 1), nn.Linear(3, 1), nn.Linear(4, 1).requires_grad_(False)
+    network = nn.ModuleList([used, rest, frozen])
+    own = optimizer(network.parameters(), lr=0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
+    exchange = Recorded(torch.zeros(12), 1)
+    worker: Any = LocalWorker(network, own, None, exchange, "averaged")  # type: ignore[arg-type]
+    used(torch.ones(1, 2)).sum().backward()
+    own.step()
+    worker.adopt_reference()
+    kinds = 1 if optimizer is torch.optim.SGD else 2  # of moments
+    moments = exchange.given.split([number * kinds for number in (2, 1, 3, 1)])
+    assert [bool(part.any()) for part in moments] == [True, True, False, False]
+    own.step()  # the state of what has had no gradient is as the optimizer left it
+    worker.average_gradients()
+    assert exchange.given.tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert used.weight.grad is not None and used.weight.grad.tolist() == [[1, 1]]
+    assert rest.weight.grad is not None and not rest.weight.grad.any() and frozen.weight.grad is None
+    own.step()

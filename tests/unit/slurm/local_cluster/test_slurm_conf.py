@@ -15,6 +15,8 @@ from common.core.processes import Process
 from slurm.arguments import parse_count
 from slurm.local_cluster import cli, cluster, namespaces, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
+from slurm.reports.status import find_scheduler
+from slurm.scheduling.scheduler import choose_scheduler
 from tests.harness import warm
 from tests.harness.warm import ROOT
 
@@ -226,6 +228,34 @@ def test_only_the_recorded_process_is_ended(tmp_path: Path) -> None:
         assert sleep.wait(timeout=5) == -9
     assert Process.load(tmp_path / "holder") is None
     true.kill()  # gone already: nothing to do
+
+
+def test_programs_use_the_only_cluster_that_is_up_and_ask_where_there_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTER_DIR", str(tmp_path))
+
+    def set_up(name: str, process: Process) -> None:
+        folder = cluster.find_cluster_folder(name)
+        folder.mkdir()
+        replace(PLAN, name=name, folder=folder).save()
+        process.save(folder / "holder")
+
+    here = Process.identify(os.getpid())
+    assert cluster.choose_running_cluster() is None
+    set_up("over", here._replace(start=here.start - 1))
+    assert choose_scheduler("local") is None and cluster.choose_running_cluster() is None
+    set_up("mine", here)
+    found = choose_scheduler("auto")
+    assert found and found.local and (found.name, found.local.plan.name) == ("the local cluster mine", "mine")
+    assert find_scheduler({"job": {"scheduler": found.name}}) == found
+    assert find_scheduler({"job": {"scheduler": "the local cluster"}}) is None, "one of another name"
+    set_up("other", here)
+    with pytest.raises(UserError, match="clusters mine, other are up: end all but one with make cluster-down NAME="):
+        choose_scheduler("auto")
+    set_up("local", here)
+    found = choose_scheduler("slurm")
+    assert found and (found.name, find_scheduler({"job": {"scheduler": found.name}})) == ("the local cluster", found)
 
 
 def test_commands_enter_as_the_caller() -> None:

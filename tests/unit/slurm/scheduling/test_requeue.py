@@ -6,13 +6,16 @@ import json
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from common.core.errors import EXIT_RESUMABLE, UserError
+from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError
+from common.distributed.rank_info import RankInfo
 from common.runs.folder import Folder
-from slurm.scheduling import requeue
+from common.training import entry_point
+from slurm.scheduling import job, requeue
 from slurm.scheduling.job import train_as_rank
 from tests.harness.fake_slurm import Fake, call
 
@@ -122,6 +125,35 @@ def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: Folder, monkey
     with pytest.raises(UserError, match="unknown key epoch"):
         train_as_rank(folder)
     assert "did you mean epochs?" in requeue.read_refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("number", "restarts", "status"),
+    [(0, "0", None), (signal.SIGUSR2, "0", 1), (0, "1", requeue.EXIT_FAILED), (signal.SIGUSR2, "1", 1)],
+)
+def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_request(
+    number: int, restarts: str, status: int | None, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others leave when they are asked to stop, and those who wait for them then do not find them."""
+
+    def run_experiment(*_: object, **__: object) -> None:
+        raise Unreachable("rank 1 did not join within 60 s")
+
+    stop = SimpleNamespace(number=number, wait_for_request=lambda: bool(number))
+    monkeypatch.setattr(job, "read_rank_info", lambda environ: RankInfo())
+    monkeypatch.setattr(
+        entry_point, "LaunchedRank", lambda info, cfg: SimpleNamespace(rank_info=info, stop=stop, cfg=cfg)
+    )
+    monkeypatch.setattr(entry_point, "run_experiment", run_experiment)
+    for name, value in (PLACE | {"SLURM_RESTART_COUNT": restarts}).items():
+        monkeypatch.setenv(name, value)
+    if status is None:
+        with pytest.raises(Unreachable):
+            train_as_rank(folder)
+    else:
+        assert train_as_rank(folder) == status
+    assert bool(requeue.read_refusal(folder)) == (status is None)
+    assert requeue.locate_failure_note(folder).exists() == (status == requeue.EXIT_FAILED)
 
 
 def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
