@@ -16,7 +16,8 @@ def find_weights(text: str, runs: Path) -> Path:
     Raises UserError.
     """
     name = Path(text).name  # a job's settings hold absolute paths
-    for path in (Path(text), runs / name, *runs.glob(f"*-{name}" if len(name) == 4 and name.isalnum() else "\0")):
+    short = runs.glob(f"*-{name}") if len(name) == 4 and name.isalnum() else ()
+    for path in (Path(text), runs / name, *short):
         if path.exists():
             return path
     raise UserError(
