@@ -5,6 +5,7 @@ All of it is checked before the first byte is sent: a rank that fails later woul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 
 
+@functools.cache
 def choose_precision(op: Operation, dtype: torch.dtype) -> torch.dtype:
     """Return the type in which numbers are added up or multiplied: float32 for bfloat16 and float16."""
     return torch.float32 if op in ARITHMETIC and dtype in (torch.float16, torch.bfloat16) else dtype
@@ -47,6 +49,7 @@ def find_types(op: Operation) -> tuple[torch.dtype, ...]:
     return (*WHOLE, *REAL, *COMPLEX) if op == dist.ReduceOp.SUM else (*WHOLE, *REAL)
 
 
+@functools.cache
 def check_reduction(op: Operation, dtype: torch.dtype) -> None:
     """Raise NotImplementedError for an operation, and TypeError for numbers, that are not reduced.
 
@@ -71,7 +74,7 @@ def read_op(opts: Any, tensors: Sequence[Tensor]) -> Operation:
 
 def check_dense(tensor: Tensor) -> None:
     """Raise NotImplementedError for a tensor that is not numbers in main memory."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+    if not tensor.is_cpu or tensor.layout != torch.strided or tensor.is_quantized:
         raise NotImplementedError(
             f"builtin carries dense tensors of the CPU only, not {tensor.layout} on {tensor.device}; "
             "use tensor.to_dense(), tensor.cpu() or another backend"

@@ -36,9 +36,9 @@ class Block:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
-        plain = self.tensor.contiguous()
-        self.is_copy = plain.data_ptr() != tensor.data_ptr()
-        self.bytes: np.ndarray = plain.reshape(-1).view(torch.uint8).numpy()
+        self.is_copy = not tensor.is_contiguous()
+        plain = self.tensor.contiguous() if self.is_copy else self.tensor
+        self.bytes: np.ndarray = plain.view(-1).view(torch.uint8).numpy()
 
     @property
     def values(self) -> Tensor:
@@ -106,14 +106,16 @@ class Communicator:
 
         bfloat16 and float16 travel as float32, in which they are added up: twice their bytes.
         """
-        block = Block(tensor)
-        values = block.values
-        vector = values.to(choose_precision(op, tensor.dtype))
-        self._play_algorithm(vector, COMBINE[op])
+        block, precision = Block(tensor), choose_precision(op, tensor.dtype)
+        vector, data = block.values, block.bytes
+        if precision != tensor.dtype:
+            vector = vector.to(precision)
+            data = vector.view(torch.uint8).numpy()
+        self._play_algorithm(vector, data, COMBINE[op])
         if op == dist.ReduceOp.AVG:
             divide(vector, self.size)
-        if vector is not values:
-            values.copy_(vector)
+        if precision != tensor.dtype:
+            block.values.copy_(vector)
         block.store()
 
     def reduce(self, tensor: Tensor, op: Operation, root: int) -> None:
@@ -225,22 +227,22 @@ class Communicator:
                 self.incoming[peer].receive(tag, data.data)
         wait_for_all(flying)
 
-    def _play_algorithm(self, vector: Tensor, combine: Combine) -> None:
-        """Make this rank's moves on a vector [n]; what is still being sent is not overwritten."""
-        tag, width = next(self.tags), vector.element_size()
-        data = vector.view(torch.uint8).numpy()
+    def _play_algorithm(self, vector: Tensor, data: np.ndarray, combine: Combine) -> None:
+        """Make this rank's moves on a vector [n] and its bytes; what is still being sent is not overwritten."""
+        tag, width, length = next(self.tags), vector.element_size(), vector.numel()
         algorithm = next(one for least, one in reversed(self.algorithms) if len(data) >= least)
         sending: list[tuple[int, int, Flying]] = []
         for kind, chunk, peer, count in algorithm.moves[self.rank]:
-            begin, end = find_chunk(len(vector), algorithm.chunks, chunk, count)
+            begin, end = find_chunk(length, algorithm.chunks, chunk, count)
             if begin == end:
                 continue
             part = data[begin * width : end * width]
             if kind == "send":
                 sending.append((begin, end, self._send(peer, tag, part)))
                 continue
-            wait_for_all(message for first, last, message in sending if first < end and begin < last)
-            sending = [one for one in sending if not (one[0] < end and begin < one[1])]
+            if sending:
+                wait_for_all(message for first, last, message in sending if first < end and begin < last)
+                sending = [one for one in sending if not (one[0] < end and begin < one[1])]
             if kind == "add":
                 self._combine(peer, tag, vector[begin:end], vector.dtype, combine)
             else:
@@ -249,12 +251,14 @@ class Communicator:
 
     def _combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
         """Add a message of numbers of a type to a vector [n], piece by piece as they come in."""
-        begin = 0
-        for piece in self.incoming[source].receive_pieces(tag, len(total) * dtype.itemsize):
-            for values in torch.frombuffer(piece, dtype=dtype).split(GRAIN):
-                part = total[begin : begin + len(values)]
+        begin, width = 0, dtype.itemsize
+        for piece in self.incoming[source].receive_pieces(tag, total.numel() * width):
+            for start in range(0, len(piece), GRAIN * width):
+                values = torch.frombuffer(piece[start : start + GRAIN * width], dtype=dtype)
+                end = begin + values.numel()
+                part = total[begin:end]
                 combine(part, values, out=part)
-                begin += len(values)
+                begin = end
 
 
 def divide(total: Tensor, size: int) -> None:

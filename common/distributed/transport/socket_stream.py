@@ -74,9 +74,9 @@ class TlsSocket(socket.socket):
         """Return the version of the protocol."""
         return self._tls.version()
 
-    def encrypt(self, *parts: ReadableBuffer) -> bytes:
+    def encrypt(self, data: ReadableBuffer) -> bytes:
         """Return what must be sent to the other side, in the order of the calls, for it to read these bytes."""
-        self._tls.write(b"".join(parts))
+        self._tls.write(data)
         return self._outgoing.read()
 
     def sendall(self, data: ReadableBuffer, flags: int = 0) -> None:
@@ -84,23 +84,22 @@ class TlsSocket(socket.socket):
 
     def recv(self, count: int, flags: int = 0) -> bytes:
         try:
-            return self._repeat(functools.partial(self._tls.read, count))
+            return self._repeat(self._tls.read, count)
         except ssl.SSLEOFError:
             return b""
 
     def recv_into(self, target: WriteableBuffer, count: int = 0, flags: int = 0) -> int:
         """Return how many bytes were read: with or without MSG_WAITALL at most those of one record."""
-        view = memoryview(target)
         try:
-            return self._repeat(lambda: cast(int, self._tls.read(count or len(view), view)))
+            return cast(int, self._repeat(self._tls.read, count or len(memoryview(target)), target))
         except ssl.SSLEOFError:
             return 0
 
-    def _repeat(self, call: Callable[[], T]) -> T:
+    def _repeat(self, call: Callable[..., T], *arguments: object) -> T:
         """Call until that needs nothing more from the other side."""
         while True:
             try:
-                return call()
+                return call(*arguments)
             except ssl.SSLWantReadError:
                 self._flush()
                 received = super().recv_into(self._records)
@@ -135,13 +134,22 @@ class SocketStream:
 
     def begin_message(self, tag: int, data: memoryview) -> Rest | None:
         """Write what needs no waiting; return what writes the rest and may block, None if nothing is left."""
-        if isinstance(self.socket, TlsSocket):  # encrypting takes longer than waking a thread
-            begun, now, later = self.socket.encrypt(HEADER.pack(tag, len(data)), data[:SMALL]), NOTHING, data[SMALL:]
-        else:
-            begun, now, later = HEADER.pack(tag, len(data)), data[:EAGER], data[EAGER:]
-        sent = self._write_now(begun, now)
-        left = begun[sent:], keep_small(now[max(0, sent - len(begun)) :]), keep_small(later)
-        return functools.partial(self._write_rest, *left) if any(left) else None
+        header = HEADER.pack(tag, len(data))
+        if isinstance(self.socket, TlsSocket):
+            return self._begin_encrypted(self.socket, header, data)
+        now, later = data[:EAGER], data[EAGER:]
+        sent = self._write_now(header, now)
+        if sent == HEADER.size + len(data):
+            return None
+        left = header[sent:], keep_small(now[max(0, sent - HEADER.size) :]), keep_small(later)
+        return functools.partial(self._write_rest, *left)
+
+    def _begin_encrypted(self, to: TlsSocket, header: bytes, data: memoryview) -> Rest | None:
+        begun, left = to.encrypt(header + data[:SMALL]), data[SMALL:]
+        while (sent := self._write_now(begun)) == len(begun) and len(left) > max(0, len(data) - EAGER):
+            begun, left = to.encrypt(left[:PIECE]), left[PIECE:]
+        begun = begun[sent:]
+        return functools.partial(self._write_rest, begun, NOTHING, keep_small(left)) if begun or left else None
 
     def _write_now(self, *parts: ReadableBuffer) -> int:
         """Return how many bytes the kernel took at once."""
