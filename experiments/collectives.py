@@ -9,8 +9,9 @@
 Takes about a minute on 2 CPU cores. Nothing is trained: a step is one round of one point (operation, type, size), in
 which all sides take their turn, another one first in each round. A side is the library (gloo on CPUs, nccl on GPUs),
 the ring below, which only sends and receives, or the built-in backend with an algorithm and a transport. All ranks put
-in whole numbers, wait for each other, call the operation, and compare what they get with the exact result. The time of
-a call is that of its slowest rank, and the time of a point the median over the rounds; a resumed run keeps its rounds.
+in whole numbers, call the operation once untimed, wait for each other, call it again, and compare what they get with
+the exact result. The time of a call is that of its slowest rank, and the time of a point the median over the rounds; a
+resumed run keeps its rounds.
 
 A link takes alpha + beta n seconds for n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks a ring
 sends 2 (p - 1) messages of n / p bytes: an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n, and no algorithm
@@ -128,7 +129,9 @@ def measure_sides(
     for name in [*list(sides)[first:], *list(sides)[:first]]:
         side = sides[name]
         if point.op in side.calls:
+            side.calls[point.op](*vectors.fill(point))  # not timed: other sides have run since its last turn
             x, out = vectors.fill(point)
+            dist.barrier()
             sent, passed, call = side.count_sent(), side.count_interface(), partial(side.calls[point.op], x, out)
             (seconds,) = time_calls(call, world.device, 1, warm_up=0, prepare=dist.barrier)
             dist.barrier()  # what others have still to send counts, too
