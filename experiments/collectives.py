@@ -9,9 +9,9 @@
 Takes about a minute on 2 CPU cores. Nothing is trained: a step is one round of one point (operation, type, size), in
 which all sides take their turn, another one first in each round. A side is the library (gloo on CPUs, nccl on GPUs),
 the ring below, which only sends and receives, or the built-in backend with an algorithm and a transport. All ranks put
-in whole numbers, call the operation once untimed, wait for each other, call it again, and compare what they get with
-the exact result. The time of a call is that of its slowest rank, and the time of a point the median over the rounds; a
-resumed run keeps its rounds.
+in whole numbers, call the operation, whose bytes are counted, wait for each other, call it once more, timed, and
+compare what they get with the exact result. The time of a call is that of its slowest rank, and the time of a point the
+median over the rounds; a resumed run keeps its rounds.
 
 A link takes alpha + beta n seconds for n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks a ring
 sends 2 (p - 1) messages of n / p bytes: an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n, and no algorithm
@@ -126,16 +126,19 @@ def measure_sides(
     Return for each rank, on rank 0: seconds, bytes sent, and bytes that left the network interface.
     """
     found: dict[str, list[list[float]]] = {}
+    one = torch.zeros(1, device=world.device)
     for name in [*list(sides)[first:], *list(sides)[:first]]:
         side = sides[name]
         if point.op in side.calls:
-            side.calls[point.op](*vectors.fill(point))  # not timed: other sides have run since its last turn
-            x, out = vectors.fill(point)
+            call = side.calls[point.op]
+            sent, passed = side.count_sent(), side.count_interface()
             dist.barrier()
-            sent, passed, call = side.count_sent(), side.count_interface(), partial(side.calls[point.op], x, out)
-            (seconds,) = time_calls(call, world.device, 1, warm_up=0, prepare=dist.barrier)
+            call(*vectors.fill(point))  # not timed: other sides have run since its last turn
             dist.barrier()  # what others have still to send counts, too
             sent, passed = side.count_sent() - sent, side.count_interface() - passed
+            x, out = vectors.fill(point)
+            meet = partial(side.calls["all_reduce"], one, one)  # a barrier of the library would leave it alone warm
+            (seconds,) = time_calls(partial(call, x, out), world.device, 1, warm_up=0, prepare=meet)
             vectors.check(point, x, out, name)
             found[name] = world.gather([seconds, sent, passed])
     return found
