@@ -1,9 +1,10 @@
-"""A message of a parameter server breaks off in its middle; prints the seconds after which who receives it notices.
+"""A message of 64 MB of a parameter server breaks off in its middle; prints the seconds until the other side notices.
 
 python -m tests.harness.half_served SIDE FOLDER
 
-SIDE is who receives: the server, whose worker is killed while it sends a gradient of 64 MB, or the worker, which cuts
-its connections while a server that stands still has sent a part of its values.
+SIDE is who has to notice: server, whose worker is killed while it sends a gradient; worker, whose server stands still
+while it sends values; sender, whose server does while it receives a gradient, and all, where it does while all ranks
+get the parameters. These three cut their connections, as an elastic run does.
 """
 
 from __future__ import annotations
@@ -51,44 +52,53 @@ def join(folder: Path, rank: int) -> Worker:
     return worker
 
 
-def strike_when_half_is_sent(process: int, number: int, before: int) -> None:
-    """Send a signal to a process once it has sent a part of a message since it had written `before` bytes."""
-    while count_written(process) < before + SIZE // 4:
+def strike_when_half_is_sent(writer: int, other: int, number: int, before: int) -> None:
+    """Send a signal to a process once `writer` has written a part of a message, and `before` bytes before it."""
+    while count_written(writer) < before + SIZE // 4:
         time.sleep(0.0005)
-    os.kill(process, number)
+    os.kill(other, number)
+
+
+def cut_after(strike: threading.Thread, connections: group.Connections) -> None:
+    """Cut connections once the other side stands still and what it has sent has come."""
+    strike.join()
+    time.sleep(0.2)
+    group.cut_connections(connections)
+
+
+def be_the_other(side: str, folder: Path, told: int) -> None:
+    """Send what breaks off, or receive it; tell what has been written before."""
+    worker = join(folder, 1 if side == "server" else 0)
+    if side == "server":
+        worker.pull(0.1)
+    os.write(told, str(count_written(os.getpid())).encode())
+    if side == "server":
+        worker.push()
+    elif side == "all":
+        worker.fetch_parameters()
+    time.sleep(300)
 
 
 def main(side: str, folder: Path) -> None:
-    """Be the one who receives; the other one is forked."""
-    receives = 0 if side == "server" else 1
+    """Be the one who has to notice; the other one is forked."""
     reads, writes = os.pipe()
     other = os.fork()
     if other == 0:
-        worker = join(folder, 1 - receives)
-        if side == "server":
-            worker.pull(0.1)
-        os.write(writes, str(count_written(os.getpid())).encode())
-        if side == "server":
-            worker.push()
-        time.sleep(300)
-    worker = join(folder, receives)
-    if side == "server":
+        be_the_other(side, folder, writes)
+    worker = join(folder, 0 if side == "server" else 1)
+    if side in ("server", "sender"):
         worker.pull(0.1)
+    before, writer = int(os.read(reads, 20)), other
+    if side == "sender":
+        before, writer = count_written(os.getpid()), os.getpid()
     number = signal.SIGKILL if side == "server" else signal.SIGSTOP
-    strike = threading.Thread(target=strike_when_half_is_sent, args=(other, number, int(os.read(reads, 20))))
+    strike = threading.Thread(target=strike_when_half_is_sent, args=(writer, other, number, before))
     strike.start()
-    connections = group.list_connections()
+    if side != "server":
+        threading.Thread(target=cut_after, args=(strike, group.list_connections())).start()
     begun = time.monotonic()
-    if side == "worker":
-
-        def cut() -> None:
-            strike.join()
-            time.sleep(0.2)
-            group.cut_connections(connections)
-
-        threading.Thread(target=cut).start()
     try:
-        worker.push() if side == "server" else worker.pull(0.1)
+        {"worker": lambda: worker.pull(0.1), "all": worker.fetch_parameters}.get(side, worker.push)()
         print("it came", flush=True)
     except RuntimeError:
         worker.stop_serving(together=False)

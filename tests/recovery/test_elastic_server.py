@@ -101,11 +101,9 @@ def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
     assert not differences(done.folder, train_alone(tmp_path_factory, *words, name=NAME))
 
 
-@pytest.mark.parametrize("side", ["server", "worker"])
-def test_whoever_has_received_a_part_of_a_message_notices_that_the_rest_does_not_come(
-    side: str, tmp_path: Path
-) -> None:
-    """A gradient whose worker is killed, and values whose connection is cut; messages time out after 60 s."""
+@pytest.mark.parametrize("side", ["server", "worker", "sender", "all"])
+def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path: Path) -> None:
+    """By who receives and by who sends it; messages time out after 60 s."""
     line = [sys.executable, "-m", "tests.harness.half_served", side, str(tmp_path)]
     done = warm.execute(line, env=environment(), timeout=100)
     assert float(done.stdout) < 20, done.stderr
