@@ -14,7 +14,8 @@ class Elastic:
 
     on: bool = False
     """Go on in flight when a rank is killed or does not answer, or its host is gone: the others do the step again, and
-    take its shard of the batch. Losses stay those of the undisturbed run. Ranks on CPUs only."""
+    take its shard of the batch. Losses stay those of the undisturbed run. Ranks on CPUs only; of a parameter server
+    only those that serve no shard."""
     timeout: float = between(0.2, 600, 3)
     """Seconds without a heartbeat after which a rank is lost. Heartbeats come from a thread: a slow step, an evaluation
     or a checkpoint is no silence. A rank that is killed is noticed at once."""
@@ -28,7 +29,7 @@ class Elastic:
 
 @dataclass
 class ElasticRanks(RanksPerNode):
-    """Settings of ranks that all hold the same state, so that any of them may be lost."""
+    """Settings of ranks of which any may be lost, but those with a part of the state that no other one has."""
 
     elastic: Elastic = field(default_factory=Elastic)
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configs.dataparallel import Replicated
+from configs.elastic import ElasticRanks
 from configs.shared import at_least
 
 
 @dataclass
-class Config(Replicated):
+class Config(ElasticRanks, Replicated):
     """Settings of the parameter server."""
 
     model: Literal["mlp", "convnet", "resnet18"] = "convnet"
@@ -42,9 +43,23 @@ class Config(Replicated):
         if self.servers > self.processes:
             what = f"servers={self.servers}: a rank serves one shard at most, and there are {self.processes} ranks"
             raise ValueError(f"{what}; use at most servers={self.processes}")
+        if self.elastic.on:
+            self.check_elastic()
         if self.optim.name not in ("sgd", "adam", "adamw") or self.optim.decayed != "all":
             what = f"optim.name={self.optim.name} with optim.decayed={self.optim.decayed}"
             raise ValueError(f"{what}: servers know no layers; use sgd, adam or adamw, and optim.decayed=all")
         if self.launch.device != "cpu":
             what = f"launch.device={self.launch.device}: messages come in no fixed order, for which nccl is not made"
             raise ValueError(f"{what}; use launch.device=cpu")
+
+    def check_elastic(self) -> None:
+        """Raise ValueError where the run could not go on without a rank."""
+        if self.mode != "sync":
+            what = f"elastic=true: mode={self.mode} has no undisturbed result that a run could equal"
+            raise ValueError(f"{what}; use mode=sync, or leave elastic out")
+        if self.servers == self.processes:
+            what = f"elastic=true: every rank serves (servers={self.servers}), and no server may be lost"
+            raise ValueError(f"{what}; use fewer servers or more ranks")
+        wrong = [name for name in ("record", "compare") if getattr(self, name)]
+        if wrong:
+            raise ValueError(f"{wrong[0]}=true needs the same workers from start to end; leave it or elastic out")

@@ -80,7 +80,8 @@ def main(cfg: Config, run: Run) -> None:
         record=cfg.record,
     )
     optimizer = build_optimizer(network.parameters(), cfg.optim)  # it gets the learning rate; servers take the steps
-    state = ServedState(worker, optimizer, run.batches())  # whole batches: which shard is whose may change
+    own = run.shard if cfg.mode == "sync" else (0, 1)  # else whole batches: which shard is whose may change
+    state = ServedState(worker, optimizer, run.batches(shard=own))
 
     def evaluate() -> dict[str, float]:
         worker.fetch_parameters()  # each rank has what it pulled for its last gradient
@@ -93,13 +94,15 @@ def main(cfg: Config, run: Run) -> None:
             for x, y in worker.take_shards(step.number, step.x, step.y):  # with sync this worker's own, and no other
                 worker.pull(step.rate)
                 network.zero_grad()
-                loss = F.cross_entropy(network(x), y)
+                loss = F.cross_entropy(network(x), y, reduction="sum") / (cfg.batch / run.world.size)
                 loss.backward()
                 staleness.append(float(worker.push()))
                 losses.append(loss.detach())
             if losses:  # a slow worker may find that others have done all of a step
                 step.log(loss=torch.stack(losses).mean(), staleness=sum(staleness) / len(staleness))
-    worker.close()
+            step.commit()  # with elastic=true: all ranks know that all servers have all pushes
+            worker.apply()
+    worker.stop_serving()
     compared = [time_ddp(cfg, run)] if cfg.compare else []
     run.report(report_servers(cfg, run, worker), *compared)
 

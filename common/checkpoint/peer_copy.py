@@ -26,4 +26,4 @@ def copy_state(state: TrainState, source: int, world: World, step: int, *, loads
     found = objects.broadcast_bytes(own.getvalue(), source, world.device)
     if loads:
         content: dict[str, Any] = torch.load(io.BytesIO(found), weights_only=True, map_location="cpu")
-        state.load(LoadedCheckpoint(step, 0, world.size, **content))
+        state.load_copy(LoadedCheckpoint(step, 0, world.size, **content))

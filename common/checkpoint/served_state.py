@@ -25,16 +25,38 @@ class ServedState(TrainState):
         super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **more)
         self.worker = worker
 
+    @property
+    def irreplaceable(self) -> bool:
+        """Whether this rank has a shard: it is lost with it."""
+        return self.worker.server is not None
+
     def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks call it, between steps."""
-        self.worker.fetch_parameters()
-        self.worker.fetch_optimizer_state(self.optimizer)
-        found = super().collect_state()
-        self.optimizer.state.clear()
-        return found
+        try:
+            self.worker.fetch_parameters()
+            self.worker.fetch_optimizer_state(self.optimizer)
+            return super().collect_state()
+        finally:
+            self.optimizer.state.clear()
 
     def load(self, loaded: LoadedCheckpoint) -> None:
         """Load a checkpoint of any number of servers. Raises UserError if it is of another model."""
         super().load(loaded)
         self.worker.load_server_from(self.optimizer)
         self.optimizer.state.clear()
+
+    def load_copy(self, loaded: LoadedCheckpoint) -> None:
+        """Load all but the shards from another rank, whose network is older than these; the next pull brings them.
+
+        Where that rank has taken a step more, this rank's server has all pushes of it, and takes it now.
+        """
+        super().load(loaded)
+        self.worker.apply()
+
+    def leave_group(self, *, together: bool) -> None:
+        """End the messages between workers and servers."""
+        self.worker.stop_serving(together=together)
+
+    def enter_group(self, done: int) -> None:
+        """Begin them anew; of a step that has failed a server drops the pushes."""
+        self.worker.start_serving(done)

@@ -70,6 +70,11 @@ class TrainState:
         """Samples of this rank in a step by those of an equal shard."""
         return 1.0 if isinstance(self.loader, Rounds) else self.loader.weight
 
+    @property
+    def irreplaceable(self) -> bool:
+        """Whether the others of an elastic run cannot go on without this rank, as it alone has a part of the state."""
+        return False
+
     @torch.no_grad()
     def snapshot_buffers(self) -> None:
         """Copy the buffers, for `collect_state` to return: an evaluation replaces those of several ranks by means."""
@@ -131,3 +136,19 @@ class TrainState:
             ddp.load_powersgd_state(self.compression, loaded.local["compression"], self.parameters[0][1].device)
         if loaded.local:
             state_dicts.restore_rng_state(loaded.local["random"])
+
+    # ---- elastic runs
+
+    def load_copy(self, loaded: LoadedCheckpoint) -> None:
+        """Load what `collect_own_state` returned on another rank, which may have done a step more than this one."""
+        self.load(loaded)
+
+    def leave_group(self, *, together: bool) -> None:
+        """End what this rank does in the process group beside its steps.
+
+        All ranks leave it after the same step, or `together` is false and the connections are cut.
+        """
+
+    def enter_group(self, done: int) -> None:
+        """Go on in the process group that is now the default one, which has other ranks, after so many steps."""
+        ddp.rewrap_ddp(self.replica)

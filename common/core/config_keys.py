@@ -114,7 +114,7 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
 def suggest_key(name: str, known: Collection[str]) -> str:
     """Suggest what to write for a key that an experiment does not have."""
     if name.partition(".")[0] == "elastic" and not any(key.startswith("elastic.") for key in known):
-        rule = "only ddp_multinode and amp_accum go on without a lost rank"
+        rule = "only ddp_multinode, amp_accum and param_server go on without a lost rank"
         return f"{rule}; leave it out: other experiments resume from their last checkpoint"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     near = near or [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]

@@ -198,6 +198,8 @@ class JobLauncher:
             for rank, status in step.read_endings():
                 if rank != REPLACED:
                     self.note_ending(rank, status)
+        if self.coordinator.broken:  # SLURM may tell of a host that is gone much later
+            self.failed = self.failed or KILLED
 
     def note_ending(self, rank: int, status: int) -> None:
         """Note that a rank has ended with another status than 0: stopped on request, lost, or failed by itself.

@@ -27,6 +27,7 @@ from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.data.loader import Loader
 from common.distributed.elastic import group
+from common.distributed.parameter_server.worker import Worker
 from common.models import networks
 from common.training import loop
 from common.training.elastic.recovery import Recovery
@@ -68,6 +69,11 @@ class Planted:
                 self.faults.remove((at, rank, number, how))
                 raise RuntimeError("gloo: planted")
 
+    def reach_in_step(self, point: str) -> None:
+        """Come to a point of the step that is next."""
+        if self.recovery is not None:
+            self.reach(point, self.recovery.run.step + 1)
+
     def has_all(self) -> bool:
         run, member = self.recovery.run, self.recovery.member  # type: ignore[attr-defined]
         return bool(member.join_waits or run.world.size == run.cfg.processes)
@@ -107,6 +113,9 @@ def plant(faults: Faults) -> None:
     before(Recovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     before(loop.Step, "mark", mark)
+    before(Worker, "pull", lambda *_: planted.reach_in_step("pull"))
+    before(Worker, "push", lambda *_: planted.reach_in_step("push"))
+    before(Worker, "_send_large", lambda _, __, server, ___: planted.reach_in_step(f"push to {server}"))
     before(Recovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
     before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
     before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))

@@ -37,6 +37,8 @@ class Connection:
     """The rank's number at the start of the run; -1 until it has said so."""
     joins: bool = False
     """True for a rank that was started again, until it belongs to a generation."""
+    irreplaceable: bool = False
+    """True for a rank without which the others cannot go on."""
     received: bytes = b""
     signed: dict[str, Any] | None = None
     """Its request for a new generation: `progress`; `done` where it has nothing left to do; `together` where all
@@ -72,6 +74,8 @@ class Coordinator:
         self.over = False
         """True from the first failure in a generation until the next one is formed."""
         self.finished = False
+        self.broken = False
+        """True once an irreplaceable rank is lost: the launcher ends the run."""
         self.stops = False
         """True once too few members are left."""
         self.lost: list[int] = []
@@ -84,7 +88,7 @@ class Coordinator:
     @property
     def is_active(self) -> bool:
         """True while the loss of a rank does not end the run."""
-        return bool(self.members) and not self.finished
+        return bool(self.members) and not self.finished and not self.broken
 
     @property
     def vacant(self) -> list[int]:
@@ -200,6 +204,7 @@ class Coordinator:
         if pid < 2 or member not in range(self.size) or member in self.present:
             raise ValueError
         connection.member, connection.joins, connection.pid = member, bool(message["joins"]), pid
+        connection.irreplaceable = bool(message["irreplaceable"])
         connection.heard = time.monotonic()
         if connection.joins and self.finished:
             connection.send(OVER)
@@ -232,6 +237,7 @@ class Coordinator:
         if connection.member in self.members and not connection.joins and not self.finished:
             self.members.remove(connection.member)
             if failed:
+                self.broken |= connection.irreplaceable
                 self.lost.append(connection.member)
                 self._end_generation()
         self._try_to_form()

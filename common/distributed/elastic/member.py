@@ -47,8 +47,13 @@ class Generation:
 class Member:
     """Connection of this rank to the coordinator. A thread sends heartbeats and receives."""
 
-    def __init__(self, address: str, number: int, timeout: float, key: str, *, joins: bool) -> None:
-        """`number` is this rank's at the start of the run, `timeout` that after which it counts as lost."""
+    def __init__(
+        self, address: str, number: int, timeout: float, key: str, *, joins: bool, irreplaceable: bool = False
+    ) -> None:
+        """`number` is this rank's at the start of the run, `timeout` that after which it counts as lost.
+
+        Without an `irreplaceable` rank the run ends.
+        """
         self.socket, self.pause = connect(address), timeout / BEATS
         self.generation = Generation(0 if joins else 1)
         self.on_end: Callable[[], None] = lambda: None
@@ -58,7 +63,8 @@ class Member:
         self.sending, self.closed, self.over, self.signed = threading.Lock(), False, joins, False
         self.join_waits = False
         """True where a rank waits to belong to the next generation."""
-        self._send({"hello": number, "key": key, "joins": joins, "pid": os.getpid()})
+        hello = {"hello": number, "key": key, "joins": joins, "irreplaceable": irreplaceable, "pid": os.getpid()}
+        self._send(hello)
         threading.Thread(target=self._listen, daemon=True, name="elastic").start()
 
     def sign_in(self, progress: Sequence[int], *, done: bool = False, together: bool = False) -> Generation:

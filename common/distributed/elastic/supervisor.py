@@ -45,15 +45,15 @@ class Supervisor:
         self.starting.discard(rank)
         return exit_code < 0 and self.coordinator.lose(rank)
 
-    def tend(self, ended: Container[int] | None = None) -> None:
+    def tend(self, ended: Container[int]) -> None:
         """Answer the ranks, and start those again that are missing once the others go on.
 
-        Where it is not this process that sees how a rank ended, `ended` has those that may be started again.
+        `ended` has those that are known to have ended, as lost ones: another may have failed by itself.
         """
         self.coordinator.poll(POLL_SECONDS)
         self.starting -= self.coordinator.present
         for rank in self.coordinator.vacant:
-            if ended is not None and rank not in ended:
+            if rank not in ended:
                 continue
             if rank not in self.starting and self.starts[rank] < self.settings.rejoin and not self.coordinator.stops:
                 self.starts[rank] += 1

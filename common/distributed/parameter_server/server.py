@@ -3,10 +3,15 @@
 A server answers pulls with its shard and applies pushed gradients by torch's own optimizer. Each optimizer step makes a
 new version of the shard. The staleness of a push is the number of versions that were made between the pull that its
 gradient was computed from and its application.
+
+In sync mode a step is taken in two parts: all pushes of it are answered once all are there, and `apply` takes it. A
+worker that has its answers knows that every server has all pushes, so that a step of an elastic run, once it counts on
+one rank, can be taken on each server, and until then on none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections import Counter, deque
@@ -52,7 +57,7 @@ class Shard:
 class Policy:
     """Rules of when a pull is answered and a push applied.
 
-    sync waits for the pushes of all workers and applies them together; async applies each at once. bounded answers a
+    sync waits for the pushes of all workers, to apply them together; async applies each at once. bounded answers a
     pull, or applies a push, only if every outstanding push can still be applied with a staleness of at most
     `staleness`: stale synchronous parallel (Ho et al. 2013), counted in versions.
     """
@@ -106,6 +111,8 @@ class Server:
         self.held: dict[int, Tensor] = {}
         self.answers: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
+        self.prepared: Callable[[], None] | None = None
+        """In sync mode, the step whose pushes are all there, until it is taken."""
         self.next_ticket = 0
         self.pulls = 0
         """Answered pulls."""
@@ -115,13 +122,19 @@ class Server:
         """Record of what was served, in its order: {"pull": ticket, "version": n} with the version that was given, and
         {"push": [tickets], "rate": x, "version": n} with the version that these pushes made."""
 
+    def restart(self, done: int, workers: int) -> None:
+        """Begin to serve these workers after so many steps; requests and pushes of a step that failed are dropped."""
+        self.policy = dataclasses.replace(self.policy, workers=workers)
+        self.shard.workers, self.next_ticket = workers, (done + 1) * workers
+        self.failure = self.prepared = None
+        for waiting in (self.asking, self.pulled, self.tickets, self.held, self.answers):
+            waiting.clear()
+
     def pull(self, worker: int, ticket: int, rate: float) -> Tensor:
         """Return the shard's values [n] for the work of a ticket, whose push is to be applied at a learning rate."""
         with self.changed:
             self.asking.append(worker)
-            self._wait(
-                lambda: self.asking[0] == worker and self.policy.admits_pull(self.pulled.values(), self.shard.version)
-            )
+            self._wait(lambda: self.asking[0] == worker and self._admits_pull())
             self.asking.popleft()
             self.changed.notify_all()
             self.pulled[worker], self.tickets[worker] = self.shard.version, (ticket, rate)
@@ -130,14 +143,25 @@ class Server:
             return self.shard.values.detach().clone()
 
     def push(self, worker: int, gradient: Tensor) -> tuple[int, int]:
-        """Hand over a gradient [n]; once it is applied, return the worker's next ticket and the push's staleness."""
+        """Hand over a gradient [n]; return the worker's next ticket and the push's staleness.
+
+        It returns once the push is applied, in sync mode once the pushes of all workers are there.
+        """
         with self.changed:
             self.held[worker] = gradient
             while chosen := self.policy.choose_pushes(self.held, self.pulled, self.shard.version):
-                self._apply(chosen)
+                self._answer(chosen)
             self.changed.notify_all()
             self._wait(lambda: worker in self.answers)
             return self.answers.pop(worker)
+
+    def apply(self) -> None:
+        """Take the step whose pushes are all there, if there is one: pulls are answered again."""
+        with self.changed:
+            if self.prepared is not None:
+                self.prepared()
+                self.prepared = None
+                self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Let all who wait raise: one of the workers is lost."""
@@ -145,16 +169,27 @@ class Server:
             self.failure = error
             self.changed.notify_all()
 
-    def _apply(self, workers: Sequence[int]) -> None:
+    def _answer(self, workers: Sequence[int]) -> None:
+        """Take the step of these workers' pushes, or prepare it, and answer them."""
         ages = [self.shard.version - self.pulled.pop(worker) for worker in workers]
         tickets, rates = zip(*(self.tickets.pop(worker) for worker in workers), strict=True)
         rate = rates[0] / max(1, ages[0]) if self.damp else rates[0]
-        self.shard.step([self.held.pop(worker) for worker in workers], rate)
-        self.staleness.update(ages)
-        self._record_event({"push": list(tickets), "rate": rate})
+        gradients = [self.held.pop(worker) for worker in workers]
+
+        def take_step() -> None:
+            self.shard.step(gradients, rate)
+            self.staleness.update(ages)
+            self._record_event({"push": list(tickets), "rate": rate})
+
+        self.prepared = take_step
+        if self.policy.mode != "sync":
+            self.apply()
         for worker, age in zip(workers, ages, strict=True):
             self.answers[worker] = self.next_ticket, age
             self.next_ticket += 1
+
+    def _admits_pull(self) -> bool:
+        return self.prepared is None and self.policy.admits_pull(self.pulled.values(), self.shard.version)
 
     def _record_event(self, event: dict[str, Any]) -> None:
         if self.record:

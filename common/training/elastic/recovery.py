@@ -24,7 +24,7 @@ from common.checkpoint import peer_copy
 from common.checkpoint.train_state import TrainState
 from common.core.errors import UserError
 from common.data.rounds import Rounds
-from common.distributed import ddp, objects
+from common.distributed import objects
 from common.distributed.elastic import group
 from common.distributed.elastic.generations import FILE, describe_generation
 from common.distributed.elastic.member import Generation, GenerationOver, Member
@@ -71,7 +71,14 @@ class Recovery:
         self.window: tuple[list[torch.Tensor], torch.Tensor] | None = None
         """Buffers, and torch's random state, at the beginning of the step that is taken."""
         key = os.environ.get(KEY, "")
-        self.member = Member(world.coordinator, world.number, settings.timeout, key, joins=world.joins)
+        self.member = Member(
+            world.coordinator,
+            world.number,
+            settings.timeout,
+            key,
+            joins=world.joins,
+            irreplaceable=state.irreplaceable,
+        )
         self._watch_connections()
         if world.joins:
             self.join_generation()
@@ -167,6 +174,7 @@ class Recovery:
     def _give_up_step(self) -> None:
         if not self.leaving:  # else the others may be about to end their last collective
             group.cut_connections(self.connections)
+        self.state.leave_group(together=self.leaving)
         for _, parameter in self.state.parameters:
             parameter.grad = None
         if self.state.held is not None:  # an evaluation has begun, and may have averaged buffers
@@ -203,7 +211,7 @@ class Recovery:
         if generation.copies:
             loads = self._measure_progress() != facts["progress"]
             peer_copy.copy_state(self.state, generation.source, world, facts["step"], loads=loads)
-        ddp.rewrap_ddp(self.state.replica)
+        self.state.enter_group(facts["step"])
         self._adopt(facts)
         self.joining = False
         self._cut_batches(rank, members)

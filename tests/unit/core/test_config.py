@@ -89,7 +89,7 @@ def test_what_is_no_finite_number_is_refused(text: str) -> None:
         ("lr=2", ["unknown key lr", "optim.lr"]),
         ("data.rot=x", ["unknown key data.rot", "data.root"]),
         ("zzzz=1", ["unknown key zzzz", "--help"]),
-        ("elastic.min=2", ["unknown key elastic.min", "only ddp_multinode and amp_accum"]),
+        ("elastic.min=2", ["unknown key elastic.min", "only ddp_multinode, amp_accum and param_server"]),
         ("batch=0", ["batch=0", "int >= 1"]),
         ("data.fallback=cifar", ["data.fallback=cifar", "digits | none"]),
         ("data=3", ["data is a group of settings: data.name, data.root"]),

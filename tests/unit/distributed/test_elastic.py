@@ -28,29 +28,31 @@ class Rank(Member):
 class Run:
     """A coordinator and its supervisor in a thread, and its members."""
 
-    def __init__(self, path: Path, ranks: int, **settings: float) -> None:
+    def __init__(self, path: Path, ranks: int, needed: int = 0, **settings: float) -> None:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen()
         self.path, self.ended = str(path), threading.Event()
-        self.silent, self.started = list[int](), list[int]()
+        self.silent, self.started, self.dead = list[int](), list[int](), set[int]()
         elastic = Elastic(on=True, **settings)  # type: ignore[arg-type]
         self.supervisor = Supervisor(listener, ranks, elastic, self.silent.append, self.started.append, "secret")
         self.coordinator = self.supervisor.coordinator
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
-        self.members = [self.join(rank) for rank in range(ranks)]
+        self.members = [self.join(rank, irreplaceable=rank < needed) for rank in range(ranks)]
         wait_until(lambda: self.coordinator.is_active, "all ranks")
 
     def serve(self) -> None:
         while not self.ended.is_set():
-            self.supervisor.tend()
+            self.supervisor.tend(self.dead)
         self.coordinator.close()
 
-    def join(self, rank: int, *, joins: bool = False) -> Rank:
-        return Rank(self.path, rank, self.coordinator.settings.timeout, "secret", joins=joins)
+    def join(self, rank: int, *, joins: bool = False, irreplaceable: bool = False) -> Rank:
+        timeout = self.coordinator.settings.timeout
+        return Rank(self.path, rank, timeout, "secret", joins=joins, irreplaceable=irreplaceable)
 
     def kill(self, rank: int) -> None:
+        self.dead.add(rank)
         self.members[rank].closed = True
         self.members[rank].socket.shutdown(socket.SHUT_RDWR)
 
@@ -81,8 +83,8 @@ def path(tmp_path: Path) -> Iterator[Path]:
 RUNS: list[Run] = []
 
 
-def begin(path: Path, ranks: int, **settings: float) -> Run:
-    RUNS.append(Run(path, ranks, **settings))
+def begin(path: Path, ranks: int, needed: int = 0, **settings: float) -> Run:
+    RUNS.append(Run(path, ranks, needed, **settings))
     return RUNS[-1]
 
 
@@ -143,6 +145,34 @@ def test_fewer_than_the_minimum_are_told_to_stop(path: Path) -> None:
     assert run.sign_in(r2=3)["r2"].stops
 
 
+def test_without_an_irreplaceable_rank_the_run_is_over(path: Path) -> None:
+    """No generation is formed of the others, and nobody is started again: the launcher ends them."""
+    run = begin(path, 4, needed=2)
+    run.kill(3)
+    assert run.sign_in(r0=3, r1=3, r2=3)["r1"].members == [0, 1, 2]
+    wait_until(lambda: run.started == [3], "rank 3 starts")
+    run.kill(1)
+    wait_until(lambda: run.coordinator.broken, "the loss of rank 1")
+    assert not run.coordinator.is_active and not run.supervisor.absorb(1, -9)
+    for rank in (0, 2):
+        threading.Thread(target=run.sign_in, kwargs={f"r{rank}": 4}, daemon=True).start()
+    wait_until(lambda: sum(bool(one.signed) for one in run.coordinator.connections) == 2, "the others sign in")
+    assert run.coordinator.number == 2 and run.started == [3]
+
+
+def test_a_rank_is_started_again_once_it_is_known_to_be_lost(path: Path) -> None:
+    """It might have failed by itself, which ends the run."""
+    run = begin(path, 3)
+    run.kill(1)
+    run.dead.clear()
+    run.sign_in(r0=1, r2=1)
+    for before in (run.coordinator.polled for _ in range(3)):
+        wait_until(lambda before=before: run.coordinator.polled > before, "a look at who is missing", pause=0.001)  # type: ignore[misc]
+    assert not run.started
+    run.dead.add(1)
+    wait_until(lambda: run.started == [1], "rank 1 starts")
+
+
 def test_strangers_are_turned_away(path: Path) -> None:
     run = begin(path, 2)
     for text in (b'{"hello": 1, "key": "guess", "joins": true}\n', b"[]\n", b'{"sign_in": {}}\n', b"\xff" * (1 << 21)):
@@ -171,7 +201,7 @@ def test_a_rank_that_starts_is_not_started_twice(path: Path) -> None:
     assert run.started == [1, 2]
 
 
-HELLO = '"joins": false, "pid": 9'
+HELLO = '"joins": false, "irreplaceable": false, "pid": 9'
 
 
 @pytest.mark.parametrize(
@@ -184,7 +214,7 @@ HELLO = '"joins": false, "pid": 9'
         b'{"beat": true}\n',
         f'{{"hello": 1, "key": "other", {HELLO}}}\n'.encode(),
         f'{{"hello": 0, "key": "secret", {HELLO}}}\n'.encode(),  # which is there already
-        b'{"hello": 0, "key": "secret", "joins": false, "pid": 1e400}\n',
+        b'{"hello": 0, "key": "secret", "joins": false, "irreplaceable": false, "pid": 1e400}\n',
     ],
     ids=["long", "deep", "no text", "a number", "no name", "another key", "a rank twice", "infinite"],
 )

@@ -52,6 +52,13 @@ def test_more_servers_than_parameters_are_refused() -> None:
         (["launch.device=cuda"], ["launch.device=cuda", "use launch.device=cpu"]),
         (["launch.device=auto"], ["launch.device=auto", "use launch.device=cpu"]),
         (["batch=63"], ["batch=63", "2 ranks", "batch=62 or 64"]),
+        (["elastic=true", "mode=async"], ["elastic=true: mode=async", "use mode=sync, or leave elastic out"]),
+        (["elastic=true", "mode=bounded", "staleness=2"], ["mode=bounded", "use mode=sync"]),
+        (["elastic=true", "servers=2"], ["every rank serves (servers=2)", "use fewer servers or more ranks"]),
+        (["elastic=true", "record=true"], ["record=true needs the same workers", "leave it or elastic out"]),
+        (["elastic=true", "compare=true"], ["compare=true needs the same workers"]),
+        (["elastic=true", "elastic.min=3"], ["elastic.min=3", "the run has 2 ranks", "at most elastic.min=2"]),
+        (["elastic.mni=3"], ["unknown key elastic.mni", "did you mean elastic.min?"]),
     ],
 )
 def test_settings_of_the_parameter_server_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
@@ -98,6 +105,9 @@ def test_a_synchronous_server_applies_the_mean_of_all_pushes_once_all_are_there(
     server.next_ticket = 2
     found[0] = server.push(0, torch.tensor([0.0, 4]))
     waiting.join()
+    assert server.shard.version == 0, "until it is told that all servers have all pushes"
+    server.apply()
+    server.apply()
     assert server.shard.values.tolist() == [-0.5, -1] and server.shard.version == 1
     assert found == {0: (2, 0), 1: (3, 0)}
     assert server.events[-1] == {"push": [0, 1], "rate": 0.5, "version": 1}

@@ -1,0 +1,109 @@
+"""A parameter server that loses workers has the losses of one process; a server it cannot lose."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.runs.folder import Folder
+from tests.harness import warm
+from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
+from tests.harness.processes import environment
+from tests.harness.registry import BY_NAME
+from tests.harness.resuming import resume
+
+NAME = "param_server"
+STEP = {"evaluation": 10, "save": 8}  # an epoch has 10 steps, and every fourth step is saved
+THREE = ("processes_per_node=3", "elastic=true")
+
+
+@pytest.fixture
+def words(cache: Path) -> tuple[str, ...]:
+    return (f"data.cache={cache}", "plot=false")
+
+
+def train_like_one(
+    factory: pytest.TempPathFactory, faults: str, words: tuple[str, ...], *more: str, runs: Path
+) -> Folder:
+    """A run with `faults`, and with `more` settings than the undisturbed one has."""
+    return train_like(train_alone(factory, *words, name=NAME), faults, *words, *more, runs=runs, name=NAME)
+
+
+@pytest.mark.parametrize(
+    ("servers", "rank", "point"),
+    [
+        *((2, 2, point) for point in ("pull", "push", "committed", "evaluation", "save")),
+        *((1, rank, point) for rank, point in ((1, "push"), (2, "updated"), (1, "save"))),
+    ],
+)
+def test_each_worker_may_be_killed_at_each_point(
+    servers: int,
+    rank: int,
+    point: str,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    fault = f"{point}:{rank}:{STEP.get(point) or random.SystemRandom().randrange(2, 24)}:kill"
+    more = (*THREE, f"servers={servers}", "elastic.rejoin=0")
+    folder = train_like_one(tmp_path_factory, fault, words, *more, runs=tmp_path / "runs")
+    assert list_changes(folder) == [([rank], [])], fault
+
+
+def test_frozen_and_killed_workers_are_lost_and_come_back(
+    words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """With Adam, whose state of each shard is its server's; the last two are lost at the same time."""
+    faults = "push:3:4:stop,begin:0:9:join,pull:1:13:kill,push:2:13:kill,begin:0:18:join"
+    more = ("processes_per_node=4", "servers=1", "elastic=true", "elastic.timeout=0.5")
+    adam = (*words, "optim.name=adam", "optim.lr=0.01")
+    folder = train_like_one(tmp_path_factory, faults, adam, *more, runs=tmp_path / "runs")
+    lost, joined = list_lost_and_joined(folder)
+    assert lost[0] == 3 and sorted(lost) == sorted(joined) == [1, 2, 3], list_changes(folder)
+
+
+def test_a_push_that_only_some_servers_have_is_dropped_there(
+    words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A worker is killed a second after it has pushed to one of two servers, which has all pushes then."""
+    faults = "push to 1:2:9:wait,push to 1:2:9:kill"
+    more = (*THREE, "servers=2", "elastic.rejoin=0")
+    folder = train_like_one(tmp_path_factory, faults, words, *more, runs=tmp_path / "runs")
+    assert list_changes(folder) == [([2], [])]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
+    rank: int, words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One server loses its connections when the other ranks know already that all have come."""
+    more = (*THREE, "servers=2")
+    fault = f"committed:{rank}:9:fail"
+    adam = (*words, "optim.name=adam", "optim.lr=0.01")
+    folder = train_like_one(tmp_path_factory, fault, adam, *more, runs=tmp_path / "runs")
+    (change,) = folder.result["measured"]["generations"]
+    assert (change["lost"], change["joined"], change["step"]) == ([], [], 9)
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "kill"), (1, "stop")])
+def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
+    rank: int, how: str, words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    more = (*THREE, "servers=2", "elastic.timeout=0.5")
+    done = train(f"push:{rank}:11:{how}", *words, *more, runs=tmp_path / "runs", name=NAME)
+    assert done.status == 137 and f"rank {rank} (pid" in done.err, done.err
+    assert [row["global_step"] for row in done.folder.metrics() if "loss" in row][-1] >= 8
+    again = resume(BY_NAME[NAME], done.folder)
+    assert again.returncode == 0 and "goes on after step 8" in again.stdout, again.stderr
+    assert not differences(done.folder, train_alone(tmp_path_factory, *words, name=NAME))
+
+
+@pytest.mark.parametrize("side", ["server", "worker", "sender", "all"])
+def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path: Path) -> None:
+    """By who receives and by who sends it; messages time out after 60 s."""
+    line = [sys.executable, "-m", "tests.harness.half_served", side, str(tmp_path)]
+    done = warm.execute(line, env=environment(), timeout=100)
+    assert float(done.stdout) < 20, done.stderr
