@@ -104,6 +104,10 @@ def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
 @pytest.mark.parametrize("side", ["server", "worker", "sender", "all"])
 def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path: Path) -> None:
     """By who receives and by who sends it; messages time out after 60 s."""
-    line = [sys.executable, "-m", "tests.harness.half_served", side, str(tmp_path)]
-    done = warm.execute(line, env=environment(), timeout=100)
+    for number in range(5):  # on a busy machine the message may have come before the signal
+        (folder := tmp_path / str(number)).mkdir()
+        line = [sys.executable, "-m", "tests.harness.half_served", side, str(folder)]
+        done = warm.execute(line, env=environment(), timeout=100)
+        if done.stdout != "it came\n":
+            break
     assert float(done.stdout) < 20, done.stderr
