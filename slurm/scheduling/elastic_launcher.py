@@ -1,6 +1,6 @@
 """Launcher of an elastic job: starts its ranks with srun, and goes on without those that are lost. Imports no torch.
 
-    python -m slurm.scheduling.elastic_launcher RUN_FOLDER srun [OPTIONS] PYTHON ...
+    python -m slurm.scheduling.elastic_launcher RUN_FOLDER srun [OPTIONS] -- COMMAND
 
 The job's script executes it on the first host, where it outlives the ranks: it has their coordinator. srun leaves the
 other ranks alone when one ends or a host is lost, so it is the launcher that ends them where one fails by itself.
@@ -86,12 +86,12 @@ class JobLauncher:
     """The launcher of one attempt of a job."""
 
     def __init__(self, folder: Folder, cfg: Experiment, command: list[str]) -> None:
-        """`command` is that of srun for all ranks."""
+        """`command` is that of srun for all ranks, in which `--` separates the options from what a rank executes."""
         settings = find_elastic(cfg)
         assert settings is not None
         self.folder, self.cfg, self.settings = folder, cfg, settings
-        at = command.index(sys.executable)
-        self.options, self.task = command[:at], command[at:]
+        at = command.index("--")
+        self.options, self.task = command[:at], command[at + 1 :]
         nodes = Scheduler("SLURM").call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         self.hosts, self.spares = nodes[: cfg.launch.nodes], nodes[cfg.launch.nodes :]
         address = network.resolve_for_others(socket.gethostname(), "the first host of the job", len(nodes))

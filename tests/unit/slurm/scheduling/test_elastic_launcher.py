@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
+import sys
+from pathlib import Path
 
-from slurm.scheduling.elastic_launcher import KILLED, JobStep
+import pytest
+
+from common.core import config, network
+from common.runs.folder import Folder
+from configs.elastic import Elastic
+from configs.profile import Profile
+from slurm.scheduling import sbatch
+from slurm.scheduling.elastic_launcher import KILLED, JobLauncher, JobStep
+from slurm.scheduling.scheduler import Scheduler
 
 SAID = """srun: error: node2: tasks 0,2-3: Killed
 srun: error: node1: task 1: Exited with exit code 76
@@ -22,3 +33,28 @@ def test_srun_tells_which_ranks_have_ended_and_how() -> None:
     step = JobStep(process, [5, 6, 7, 8, 9])
     assert list(step.read_endings()) == [(5, KILLED), (7, KILLED), (8, KILLED), (6, 76), (9, KILLED)]
     assert not list(step.read_endings())
+
+
+def make_launcher(path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> JobLauncher:
+    """The launcher of two ranks on two hosts, which have not been started."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1,node2")
+    monkeypatch.setattr(Scheduler, "call", lambda *_: "node1\nnode2\n")
+    monkeypatch.setattr(network, "resolve_for_others", lambda *_: "127.0.0.1")
+    settings = {"elastic": "true", "launch.nodes": "2", "processes_per_node": "1"}
+    cfg = config.build_config(config.import_schema("ddp_multinode"), [settings])
+    return JobLauncher(Folder(path), cfg, command)
+
+
+def test_the_job_script_tells_the_command_of_a_rank_from_the_options_of_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the interpreter that the script names is a wrapper, and the launcher's own path is another one."""
+    elastic = Elastic(on=True)
+    asked = sbatch.make_submitit_parameters(Profile(container=["--chdir=/tmp"]), "x", 2, 1, tmp_path, elastic=elastic)
+    text = sbatch.make_executor(Folder(tmp_path), None, asked, elastic).make_job_script()
+    (line,) = (line for line in text.splitlines() if "elastic_launcher" in line)
+    _, words = line.replace(sys.executable, "/opt/wrapper/python").split(f" {tmp_path} ", 1)
+    launcher = make_launcher(tmp_path, shlex.split(words), monkeypatch)
+    launcher.coordinator.close()
+    assert launcher.options[0] == "srun" and launcher.options[-1] == "--chdir=/tmp"
+    assert launcher.task == ["/opt/wrapper/python", "-u", "-m", "submitit.core._submit", f"{tmp_path}/submit"]
