@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -25,7 +26,7 @@ from pathlib import Path
 from common.core import config, network
 from common.core.errors import EXIT_RESUMABLE, exit_on_user_error
 from common.distributed.elastic.supervisor import Supervisor, open_listener
-from common.distributed.rank_info import COORDINATOR, JOINS_AS, KEY
+from common.distributed.rank_info import COORDINATOR, JOINS_AS, KEY, ORPHANED
 from common.runs.folder import Folder
 from common.runs.wandb_tracker import Tracker
 from configs.elastic import find_elastic
@@ -97,7 +98,9 @@ class JobLauncher:
         address = network.resolve_for_others(socket.gethostname(), "the first host of the job", len(nodes))
         key = secrets.token_hex(16)
         listener = open_listener(f"{address}:0", cfg.processes)
-        self.environ = os.environ | {COORDINATOR: f"{address}:{listener.getsockname()[1]}", KEY: key}
+        orphaned = [sys.executable, "-m", "slurm.scheduling.orphaned_rank", str(folder.path), nodes[0]]
+        own = {COORDINATOR: f"{address}:{listener.getsockname()[1]}", KEY: key, ORPHANED: json.dumps(orphaned)}
+        self.environ = os.environ | own
         self.supervisor = Supervisor(listener, cfg.processes, settings, self.note_silence, self.start_again, key)
         self.coordinator = self.supervisor.coordinator
         self.steps: list[JobStep] = []
