@@ -38,6 +38,7 @@ KILLED = 128 + signal.SIGKILL
 ALL_RANKS = ("--no-kill", "--wait=0")  # srun goes on without a rank, and without a host
 ONE_RANK = ("--overlap", "--open-mode=append", "--nodes=1", "--ntasks=1")
 REPLACED = -1  # stands for a rank whose place a new process has taken
+HOST_LOST = re.compile(r"error: Node failure on (\S+)")
 ENDED = re.compile(r"error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|\w+)")
 
 
@@ -49,6 +50,8 @@ class JobStep:
     ranks: list[int]
     began: float = field(default_factory=time.monotonic)
     received: bytes = b""
+    lost_hosts: set[str] = field(default_factory=set)
+    """Hosts that SLURM has taken off the job, of those that the ranks were started on."""
 
     def read_endings(self) -> Iterator[tuple[int, int]]:
         """Yield each rank that has ended meanwhile, and its exit status; KILLED stands for every signal.
@@ -62,6 +65,8 @@ class JobStep:
         for line in lines:
             text = line.decode(errors="replace")
             print(text, file=sys.stderr, flush=True)
+            if found := HOST_LOST.search(text):
+                self.lost_hosts.add(found[1])
             if found := ENDED.search(text):
                 for task in expand_numbers(found[1]):
                     yield self.ranks[task], int(found[2] or KILLED)
@@ -119,6 +124,8 @@ class JobLauncher:
         """Exit status of the first rank that failed by itself, or was lost when the run could not go on without it."""
         self.stopped = False
         """True once a rank has ended on request."""
+        self.leaving = False
+        """True once SLURM has taken the first host off the job."""
 
     def run(self) -> int:
         """Start the ranks and wait for them; return the exit status of the job."""
@@ -144,9 +151,12 @@ class JobLauncher:
 
     @property
     def is_over(self) -> bool:
-        """True once a rank has failed, or no process of a rank is left."""
+        """True once a rank has failed, or no process of a rank is left.
+
+        srun counts ranks as ended whose host SLURM takes for lost, as where its daemon alone has died. They may go on.
+        """
         alive = [step for step in self.steps if step.process.poll() is None]
-        return bool(self.failed) or not alive or (bool(self.coordinator.number) and not self.coordinator.present)
+        return bool(self.failed) or (not self.coordinator.present and (bool(self.coordinator.number) or not alive))
 
     def start(self, ranks: list[int], options: list[str], more: list[str], environ: dict[str, str]) -> None:
         """Start ranks in a step of their own."""
@@ -201,6 +211,18 @@ class JobLauncher:
             for rank, status in step.read_endings():
                 if rank != REPLACED:
                     self.note_ending(rank, status)
+            if self.hosts[0] in step.lost_hosts and not self.leaving:
+                self.leave_first_host()
+
+    def leave_first_host(self) -> None:
+        """Let the ranks save and stop where SLURM has taken this host off the job, as when its daemon has died.
+
+        The daemon, once it is back, would end the job's script, and nothing the job.
+        """
+        print("SLURM has taken the first host off the job: the ranks are told to save and stop", flush=True)
+        self.leaving = True
+        for step in self.steps:
+            step.process.send_signal(signal.SIGUSR2)  # which srun gives to the ranks
 
     def note_ending(self, rank: int, status: int) -> None:
         """Note that a rank has ended with another status than 0: stopped on request, lost, or failed by itself.
