@@ -30,7 +30,7 @@ class Struck:
     total: float = 0.0
 
 
-HEAD = "| fault | experiment | detected after (s) | resumed after (s) | steps redone | equal to the bit |\n"
+HEAD = "| fault | experiment | detected after (s) | resumed after (s) | steps redone | equal |\n"
 
 
 def table(lines: list[str]) -> str:
