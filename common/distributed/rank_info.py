@@ -12,6 +12,7 @@ from common.core.errors import UserError
 
 COORDINATOR = "ELASTIC_COORDINATOR"  # variable with the address of the coordinator of a job's elastic run
 KEY = "ELASTIC_KEY"  # variable with the key that this coordinator asks for
+ORPHANED = "ELASTIC_ORPHANED"  # variable with the command, as JSON, that a rank executes which cannot reach it any more
 JOINS_AS = "ELASTIC_JOINS_AS"  # variable with the rank that a new process takes the place of
 WAIT = 10.0  # seconds in which rank 0 says why all ranks refuse, and the launcher ends the others
 

@@ -1,6 +1,6 @@
 """Launcher of an elastic job: starts its ranks with srun, and goes on without those that are lost. Imports no torch.
 
-    python -m slurm.scheduling.elastic_launcher RUN_FOLDER srun [OPTIONS] PYTHON ...
+    python -m slurm.scheduling.elastic_launcher RUN_FOLDER srun [OPTIONS] -- COMMAND
 
 The job's script executes it on the first host, where it outlives the ranks: it has their coordinator. srun leaves the
 other ranks alone when one ends or a host is lost, so it is the launcher that ends them where one fails by itself.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -25,7 +26,7 @@ from pathlib import Path
 from common.core import config, network
 from common.core.errors import EXIT_RESUMABLE, exit_on_user_error
 from common.distributed.elastic.supervisor import Supervisor, open_listener
-from common.distributed.rank_info import COORDINATOR, JOINS_AS, KEY
+from common.distributed.rank_info import COORDINATOR, JOINS_AS, KEY, ORPHANED
 from common.runs.folder import Folder
 from common.runs.wandb_tracker import Tracker
 from configs.elastic import find_elastic
@@ -37,6 +38,7 @@ KILLED = 128 + signal.SIGKILL
 ALL_RANKS = ("--no-kill", "--wait=0")  # srun goes on without a rank, and without a host
 ONE_RANK = ("--overlap", "--open-mode=append", "--nodes=1", "--ntasks=1")
 REPLACED = -1  # stands for a rank whose place a new process has taken
+HOST_LOST = re.compile(r"error: Node failure on (\S+)")
 ENDED = re.compile(r"error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|\w+)")
 
 
@@ -48,6 +50,8 @@ class JobStep:
     ranks: list[int]
     began: float = field(default_factory=time.monotonic)
     received: bytes = b""
+    lost_hosts: set[str] = field(default_factory=set)
+    """Hosts that SLURM has taken off the job, of those that the ranks were started on."""
 
     def read_endings(self) -> Iterator[tuple[int, int]]:
         """Yield each rank that has ended meanwhile, and its exit status; KILLED stands for every signal.
@@ -61,6 +65,8 @@ class JobStep:
         for line in lines:
             text = line.decode(errors="replace")
             print(text, file=sys.stderr, flush=True)
+            if found := HOST_LOST.search(text):
+                self.lost_hosts.add(found[1])
             if found := ENDED.search(text):
                 for task in expand_numbers(found[1]):
                     yield self.ranks[task], int(found[2] or KILLED)
@@ -86,18 +92,20 @@ class JobLauncher:
     """The launcher of one attempt of a job."""
 
     def __init__(self, folder: Folder, cfg: Experiment, command: list[str]) -> None:
-        """`command` is that of srun for all ranks."""
+        """`command` is that of srun for all ranks, in which `--` separates the options from what a rank executes."""
         settings = find_elastic(cfg)
         assert settings is not None
         self.folder, self.cfg, self.settings = folder, cfg, settings
-        at = command.index(sys.executable)
-        self.options, self.task = command[:at], command[at:]
+        at = command.index("--")
+        self.options, self.task = command[:at], command[at + 1 :]
         nodes = Scheduler("SLURM").call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         self.hosts, self.spares = nodes[: cfg.launch.nodes], nodes[cfg.launch.nodes :]
         address = network.resolve_for_others(socket.gethostname(), "the first host of the job", len(nodes))
         key = secrets.token_hex(16)
         listener = open_listener(f"{address}:0", cfg.processes)
-        self.environ = os.environ | {COORDINATOR: f"{address}:{listener.getsockname()[1]}", KEY: key}
+        orphaned = [sys.executable, "-m", "slurm.scheduling.orphaned_rank", str(folder.path), nodes[0]]
+        own = {COORDINATOR: f"{address}:{listener.getsockname()[1]}", KEY: key, ORPHANED: json.dumps(orphaned)}
+        self.environ = os.environ | own
         self.supervisor = Supervisor(listener, cfg.processes, settings, self.note_silence, self.start_again, key)
         self.coordinator = self.supervisor.coordinator
         self.steps: list[JobStep] = []
@@ -116,6 +124,8 @@ class JobLauncher:
         """Exit status of the first rank that failed by itself, or was lost when the run could not go on without it."""
         self.stopped = False
         """True once a rank has ended on request."""
+        self.leaving = False
+        """True once SLURM has taken the first host off the job."""
 
     def run(self) -> int:
         """Start the ranks and wait for them; return the exit status of the job."""
@@ -141,9 +151,12 @@ class JobLauncher:
 
     @property
     def is_over(self) -> bool:
-        """True once a rank has failed, or no process of a rank is left."""
+        """True once a rank has failed, or no process of a rank is left.
+
+        srun counts ranks as ended whose host SLURM takes for lost, as where its daemon alone has died. They may go on.
+        """
         alive = [step for step in self.steps if step.process.poll() is None]
-        return bool(self.failed) or not alive or (bool(self.coordinator.number) and not self.coordinator.present)
+        return bool(self.failed) or (not self.coordinator.present and (bool(self.coordinator.number) or not alive))
 
     def start(self, ranks: list[int], options: list[str], more: list[str], environ: dict[str, str]) -> None:
         """Start ranks in a step of their own."""
@@ -198,8 +211,20 @@ class JobLauncher:
             for rank, status in step.read_endings():
                 if rank != REPLACED:
                     self.note_ending(rank, status)
+            if self.hosts[0] in step.lost_hosts and not self.leaving:
+                self.leave_first_host()
         if self.coordinator.broken:  # SLURM may tell of a host that is gone much later
             self.failed = self.failed or KILLED
+
+    def leave_first_host(self) -> None:
+        """Let the ranks save and stop where SLURM has taken this host off the job, as when its daemon has died.
+
+        The daemon, once it is back, would end the job's script, and nothing the job.
+        """
+        print("SLURM has taken the first host off the job: the ranks are told to save and stop", flush=True)
+        self.leaving = True
+        for step in self.steps:
+            step.process.send_signal(signal.SIGUSR2)  # which srun gives to the ranks
 
     def note_ending(self, rank: int, status: int) -> None:
         """Note that a rank has ended with another status than 0: stopped on request, lost, or failed by itself.

@@ -108,6 +108,22 @@ def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
     return known.get("JobState") == "RUNNING" and known.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
 
 
+def requeue_or_fail(folder: Folder, scheduler: Scheduler, job: str, status: int, reason: str) -> int:
+    """Queue a job again, or note the reason not to; returns the exit status of this restart."""
+    if not reason:
+        try:
+            scheduler.call("scontrol", "requeue", job)  # ends this process, too
+            return EXIT_RESUMABLE
+        except UserError as error:
+            if not is_latest_restart(scheduler, job):
+                return EXIT_RESUMABLE
+            reason = f"it cannot be queued again: {error}"
+    Result("failed", status or 1, reason, folder.find_last_step()).write(folder)
+    provenance.record_attempt_end(folder, "failed")
+    print(f"not started again: {reason}", file=sys.stderr)
+    return status or 1
+
+
 def main(path: str, status: int) -> int:
     """Requeue a job whose tasks have ended, or note why not; returns the exit status of the job."""
     folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
@@ -123,17 +139,7 @@ def main(path: str, status: int) -> int:
     if not reason:
         how = "stopped on request" if status in NOTICED_STATUSES else f"failed with exit status {status}"
         print(f"the ranks {how}; job {job} is queued again", flush=True)
-        try:
-            scheduler.call("scontrol", "requeue", job)  # ends this script, too
-            return EXIT_RESUMABLE
-        except UserError as error:
-            if not is_latest_restart(scheduler, job):
-                return EXIT_RESUMABLE
-            reason = f"it cannot be queued again: {error}"
-    Result("failed", status or 1, reason, folder.find_last_step()).write(folder)
-    provenance.record_attempt_end(folder, "failed")
-    print(f"not started again: {reason}", file=sys.stderr)
-    return status or 1
+    return requeue_or_fail(folder, scheduler, job, status, reason)
 
 
 if __name__ == "__main__":

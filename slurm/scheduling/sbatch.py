@@ -136,7 +136,8 @@ class Executor(SlurmExecutor):
         return ids
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        text: str = super()._make_submission_file_text(command, uid)
+        separator = "-- " if self.launcher else ""  # behind the options of srun, for the launcher to tell them apart
+        text: str = super()._make_submission_file_text(separator + command, uid)
         if self.launcher:
             setup, mark, commands = text.partition("\n# command\n")
             text = setup + mark + commands.replace("\nsrun ", f"\n{self.launcher} srun ", 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.data.prepare import prepare_digits
-from tests.cluster import faults
+from tests.cluster import fault_tables
 from tests.cluster.lab import Lab, laboratory
 from tests.harness.shared import locked
 from tests.harness.site import FIRST, Site, up
@@ -32,7 +32,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
     lines = [str(value) for report in reports for name, value in report.user_properties if name == "fault"]
     if lines:
-        terminalreporter.write_line(f"{SEED}={os.environ[SEED]}\n{faults.table(lines)}")
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]}\n{fault_tables.table(lines)}")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from common.runs.folder import Folder
 from configs.elastic import Elastic
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
-from tests.cluster.lab import Lab, Running, laboratory
+from tests.cluster.lab import Lab, Running, laboratory, time_step_after
 from tests.harness.elastic_runs import differences
 from tests.harness.processes import run
 from tests.harness.site import until
@@ -50,21 +50,6 @@ def start(lab: Lab, nodes: int, steps: int, *words: str) -> Running:
 
 def kill(running: Running, rank: int) -> None:
     os.kill(running.ranks()[rank], signal.SIGKILL)
-
-
-def time_step_after(running: Running, strike: Callable[[], object]) -> float:
-    """Strike, and return the seconds until a step has been taken that came after it."""
-    known, attempts, began = len(read_generations(running.newest())), len(running.folder.attempts()), time.monotonic()
-    strike()
-
-    def goes_on() -> bool:
-        changes, step = read_generations(running.newest()), running.step()
-        if len(running.folder.attempts()) > attempts:
-            return step > 0
-        return len(changes) > known and step > int(changes[-1]["step"])
-
-    until("the run goes on", goes_on, 150, 0.005)
-    return time.monotonic() - began
 
 
 def wait_until_complete(running: Running) -> None:
@@ -96,7 +81,7 @@ def measure_kills(lab: Lab, kills: int, found: Seconds) -> None:
     steps = 600 + 700 * kills
     running = start(lab, 3, steps, *ELASTIC)
     for number in range(kills):
-        found["kill -9 of a rank"].append(time_step_after(running, lambda rank=number % 3: kill(running, rank)))  # type: ignore[misc]
+        found["kill -9 of a rank"].append(time_step_after(running, lambda rank=number % 3: kill(running, rank))[0])  # type: ignore[misc]
         wait_until_complete(running)
     running.finish()
     found["join"] += measure_stalls(running.folder)
@@ -108,10 +93,10 @@ def measure_hosts(lab: Lab, rounds: int, found: Seconds) -> None:
     for _ in range(rounds):
         running = start(lab, 3, 1500, *ELASTIC)
         host = running.hosts()[2]
-        found["cable cut"].append(time_step_after(running, lambda host=host: lab.tool("cut", host)))  # type: ignore[misc]
+        found["cable cut"].append(time_step_after(running, lambda host=host: lab.tool("cut", host))[0])  # type: ignore[misc]
         lab.tool("join", host)
         wait_until_complete(running)
-        found["power-off of a host"].append(time_step_after(running, lambda host=host: lab.tool("power-off", host)))  # type: ignore[misc]
+        found["power-off of a host"].append(time_step_after(running, lambda host=host: lab.tool("power-off", host))[0])  # type: ignore[misc]
         running.finish()
         check_losses(running, 1500)
         lab.tool("power-on", host)
@@ -128,7 +113,7 @@ def measure_requeues(lab: Lab, rounds: int, found: Seconds) -> None:
         for name, strike in blows.items():
             running = start(lab, 2, 100_000)
             host = running.hosts()[1]
-            found[name].append(time_step_after(running, lambda: strike(running)))  # noqa: B023 (called at once)
+            found[name].append(time_step_after(running, lambda: strike(running))[0])  # noqa: B023 (called at once)
             lab.command("cancel", str(running.folder.path))
             until("no rank is left", lambda: not running.ranks(), 60, 0.2)  # noqa: B023
             if name != "kill -9 of a rank":

@@ -7,15 +7,13 @@ mnist_pipeline take turns, a server is killed in a run of param_server, and runs
 exchanges; the step at which a fault strikes is drawn from a printed seed. The table goes to the screen and to
 tests/benchmarks/results/. Needs slurm-wlm and iproute2, and root for the fault that fills a disk. With --elastic the
 faults that leave checkpoints alone strike runs with elastic=true, which may go on in flight and are compared in float64
-to 1e-9; they are not recorded.
+to 1e-9; theirs is a table of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
 import os
 import random
 import subprocess
@@ -28,17 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.storage import CheckpointPath
-from common.distributed.elastic.generations import read_generations
 from common.runs.folder import Folder
-from tests.benchmarks import records as benchmarks
-from tests.benchmarks.records import Record, Table
-from tests.cluster.fault_kinds import FAULTS, Fault
-from tests.cluster.lab import EVERY, STEPS, USUAL, Lab, Running, laboratory, last_step
+from tests.cluster.fault_kinds import FAULTS, Fault, Mend
+from tests.cluster.fault_tables import Struck, line, save, table
+from tests.cluster.lab import EVERY, STEPS, USUAL, Lab, Running, laboratory, last_step, time_step_after
 from tests.harness import elastic_runs as near
 from tests.harness.site import until
-from tests.harness.warm import ROOT
 
-RESULTS = ROOT / "tests" / "benchmarks" / "results"
 GOING_ON = ("RUNNING", "COMPLETING")
 ELASTIC, FLOAT64 = ("elastic=true", "elastic.rejoin=100"), "dtype=float64"
 IN_FLIGHT = (  # what strikes neither checkpoints nor a new start
@@ -53,34 +47,13 @@ NO_DISK = "only root can give a run a disk of its own"
 # ---- one case
 
 
-@dataclasses.dataclass
-class Row:
-    """What became of a disturbed run."""
-
-    fault: str
-    experiment: str
-    step: int
-    """At which it was struck."""
-    detected: float | None = None
-    """Seconds until SLURM no longer showed the job as running; of the time limit, since the run was slowed."""
-    resumed: float | None = None
-    """Seconds until a new start had loaded a checkpoint."""
-    redone: int | None = None
-    """Steps that were trained again."""
-    starts: int = 0
-    equal: bool = False
-    problems: list[str] = dataclasses.field(default_factory=list)
-    folder: str = ""
-    total: float = 0.0
-
-
-def suffer(lab: Lab, fault: Fault, experiment: str, seed: str, *, elastic: bool = False) -> Row:
+def suffer(lab: Lab, fault: Fault, experiment: str, seed: str, *, elastic: bool = False) -> Struck:
     """Disturb one run; what it ends with is compared with an undisturbed one."""
     chance = random.Random(f"{seed} {fault.name} {experiment}")
     began = time.monotonic()
     lab.up(fault.conf)
     reference = lab.reference(experiment, *([FLOAT64] if elastic else []))
-    row = Row(fault.name, experiment, chance.randint(STEPS // 5, STEPS // 2))
+    row = Struck(fault.name, experiment, chance.randint(STEPS // 5, STEPS // 2))
     environ = fault.environ(lab)
     words = (*fault.words, *((FLOAT64, *ELASTIC) if elastic else ()))
     running = lab.submit(experiment, *words, own_disk=fault.own_disk, **environ)
@@ -110,7 +83,7 @@ def suffer(lab: Lab, fault: Fault, experiment: str, seed: str, *, elastic: bool 
     return row
 
 
-def watch(running: Running, fault: Fault, row: Row, chance: random.Random) -> None:
+def watch(running: Running, fault: Fault, row: Struck, chance: random.Random) -> None:
     """Strike, and take the times until the run goes on."""
     old, start = running.newest(), time.monotonic()
     with stopwatch(running, row, start) if fault.starts > 1 else contextlib.nullcontext():
@@ -131,20 +104,16 @@ def watch(running: Running, fault: Fault, row: Row, chance: random.Random) -> No
         row.problems.append(f"{row.redone} steps were done again after step {reached}, not {least} to {most}")
 
 
-def watch_elastic(running: Running, fault: Fault, row: Row, chance: random.Random) -> None:
-    """Strike, and take the time until a step is done that came after it, in this attempt or in the next one."""
-    old, known, start = running.newest(), len(read_generations(running.newest())), time.monotonic()
-    mend = fault.strike(running, chance)
+def watch_elastic(running: Running, fault: Fault, row: Struck, chance: random.Random) -> None:
+    """Strike, and take the time until the run goes on, in flight or by a new start."""
 
-    def goes_on() -> bool:
-        if running.folder.result or running.newest().number > old.number:
-            return bool(running.folder.result) or running.step() > 0
-        changes = read_generations(old)
-        return len(changes) > known and running.step() > int(changes[-1]["step"])
+    def strike() -> Mend | None:
+        return fault.strike(running, chance)
 
     if fault.starts > 1:
-        until("the run goes on", goes_on, 150, 0.01)
-        row.resumed = time.monotonic() - start
+        row.resumed, mend = time_step_after(running, strike)
+    else:
+        mend = strike()
     if mend:
         mend()
     running.lab.limit_cables(USUAL)
@@ -164,7 +133,7 @@ def redone(running: Running, old: Folder) -> int:
 
 
 @contextlib.contextmanager
-def stopwatch(running: Running, row: Row, start: float) -> Iterator[None]:
+def stopwatch(running: Running, row: Struck, start: float) -> Iterator[None]:
     """Meanwhile a process of its own asks SLURM when the job is no longer shown as running."""
     script = f'until [ "$(squeue -h -j {running.job} -o %T)" != RUNNING ]; do sleep 0.2; done'
     with subprocess.Popen(running.lab.cluster.build_command(["sh", "-c", script])) as process:
@@ -248,7 +217,7 @@ def differences(one: Any, other: Any, place: str = "") -> list[str]:
     return [] if type(one) is type(other) and one == other else [place]
 
 
-# ---- the table
+# ---- all faults
 
 
 def plan(rounds: int, names: list[str], *, elastic: bool = False) -> list[tuple[int, Fault, str]]:
@@ -258,49 +227,6 @@ def plan(rounds: int, names: list[str], *, elastic: bool = False) -> list[tuple[
     if elastic:
         chosen = [fault for fault in chosen if fault.name in IN_FLIGHT]
     return [(n, fault, fault.only or both[(n + i) % 2]) for n in range(rounds) for i, fault in enumerate(chosen)]
-
-
-HEAD = "| fault | experiment | detected after (s) | resumed after (s) | steps redone | equal to the bit |\n"
-
-
-def table(lines: list[str]) -> str:
-    """Markdown."""
-    return HEAD + "| --- | --- | --- | --- | --- | --- |\n" + "".join(f"{line}\n" for line in lines)
-
-
-def line(row: Row) -> str:
-    """A run's line of the table."""
-    times = ["-" if value is None else f"{value:.1f}" for value in (row.detected, row.resumed)]
-    redone = "-" if row.redone is None else str(row.redone)
-    words = "yes" if row.equal else "NO: " + "; ".join(row.problems).replace("\n", " ")[:300]
-    return f"| {row.fault} | {row.experiment} | {times[0]} | {times[1]} | {redone} | {words} |"
-
-
-def save(rows: list[Row], seed: str, rounds: int) -> None:
-    """Write every run, and the table of all faults into the record of this machine and day."""
-    RESULTS.mkdir(exist_ok=True)
-    facts = {"seed": seed, "steps": STEPS, "every": EVERY, "rows": [dataclasses.asdict(row) for row in rows]}
-    (RESULTS / "faults.json").write_text(json.dumps(facts, indent=1) + "\n")
-    about = {"title": "faults", "command": f"python -m tests.cluster.faults --rounds={rounds} --seed={seed}"}
-    Record().put_table("cluster/faults", about | {"rounds": rounds}, summary(rows))
-
-
-def summary(rows: list[Row]) -> Table:
-    """One line a fault."""
-    lines = []
-    for fault in dict.fromkeys(row.fault for row in rows):
-        mine = [row for row in rows if row.fault == fault]
-        redone = ", ".join("-" if row.redone is None else str(row.redone) for row in mine)
-        cells = [", ".join(row.experiment for row in mine), *(spread(mine, name) for name in ("detected", "resumed"))]
-        lines.append(benchmarks.Row(fault, [*cells, redone, f"{sum(row.equal for row in mine)} of {len(mine)}"]))
-    times = ("detected after (s)", "resumed after (s)")
-    return Table(("fault", "experiment of each round", *times, "steps redone", "equal to the bit"), lines)
-
-
-def spread(rows: list[Row], name: str) -> str:
-    """The least and the most of a time."""
-    values = sorted(value for row in rows if (value := getattr(row, name)) is not None)
-    return f"{values[0]:.1f} to {values[-1]:.1f}" if values else "-"
 
 
 def main(arguments: list[str]) -> int:
@@ -318,7 +244,7 @@ def main(arguments: list[str]) -> int:
         print("\n".join(fault.name for fault in FAULTS))
         return 0
     print(f"seed {given.seed}", flush=True)
-    rows: list[Row] = []
+    rows: list[Struck] = []
     with contextlib.suppress(AssertionError), laboratory() as lab:
         for number, fault, experiment in plan(given.rounds, given.only, elastic=given.elastic)[given.skip :]:
             if fault.own_disk and os.getuid():
@@ -326,8 +252,7 @@ def main(arguments: list[str]) -> int:
                 continue
             rows.append(suffer(lab, fault, experiment, f"{given.seed} {number}", elastic=given.elastic))
             print(f"{rows[-1]}", flush=True)
-            if not given.elastic:
-                save(rows, given.seed, given.rounds)
+            save(rows, given.seed, given.rounds, elastic=given.elastic)
         assert all(row.equal for row in rows)
     print(table([line(row) for row in rows]))
     return 0 if all(row.equal for row in rows) else 1

@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
 
+from common.distributed.elastic.generations import read_generations
 from common.distributed.rank_info import JOINS_AS
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import namespaces
@@ -45,6 +48,7 @@ EXPERIMENTS = {
 }
 USUAL, SLOW, CRAWLING = "50mbit", "4mbit", "2mbit"  # of a cable: a step takes about 0.03, 0.4 and 0.8 s
 DISK = 2 << 30  # bytes of a disk that can be made full: a run refuses to begin with less than 1 GB
+Answer = TypeVar("Answer")
 
 
 class Lab:
@@ -233,6 +237,25 @@ class Running:
 
 def last_step(attempt: Folder) -> int:
     return max((row["global_step"] for row in attempt.read_own_rows()), default=0)
+
+
+def time_step_after(running: Running, strike: Callable[[], Answer]) -> tuple[float, Answer]:
+    """Strike an elastic run; return the seconds until a step has been taken that came after it, and what `strike` did.
+
+    The step may be one of the struck attempt, by other ranks, or of the next attempt. A run that ends has taken it.
+    """
+    old, began = running.newest(), time.monotonic()
+    known = len(read_generations(old))
+    struck = strike()
+
+    def goes_on() -> bool:
+        if running.newest().number > old.number:
+            return running.step() > 0
+        changes = read_generations(old)
+        return bool(running.folder.result) or (len(changes) > known and running.step() > int(changes[-1]["step"]))
+
+    until("the run goes on", goes_on, 150, 0.005)
+    return time.monotonic() - began, struck
 
 
 @contextlib.contextmanager

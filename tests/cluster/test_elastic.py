@@ -39,9 +39,9 @@ def train_alone(cache: Path, runs: Path, *words: str) -> Folder:
     return run("ddp_multinode", *words, runs=runs).folder
 
 
-def submit(lab: Lab, *words: str) -> Running:
+def submit(lab: Lab, *words: str, nodes: int = 3) -> Running:
     lab.up()
-    return lab.submit_on(3, "ddp_multinode", *MODEL, *SETTINGS, "data.workers=0", "elastic=true", *words)
+    return lab.submit_on(nodes, "ddp_multinode", *MODEL, *SETTINGS, "data.workers=0", "elastic=true", *words)
 
 
 def changes(running: Running) -> list[tuple[list[int], list[int]]]:
@@ -66,6 +66,21 @@ def test_a_killed_rank_and_a_cut_host_come_back_and_a_dead_host_does_not(lab: La
     assert not differences(running.folder, train_alone(cache, tmp_path, *LONG))
     until("SLURM knows that the job is over", lambda: running.state() == "COMPLETED", 60, 0.2)
     lab.tool("power-on", hosts[2])
+
+
+def test_a_job_that_loses_its_first_host_is_queued_again(lab: Lab, cache: Path, tmp_path: Path) -> None:
+    """With it are gone its script, the launcher and the coordinator: SLURM alone would let the rest wait."""
+    running = submit(lab, *SHORT, nodes=2)
+    running.wait_for_step(20)
+    first = running.hosts()[0]
+    lab.tool("power-off", first)
+    running.finish()
+    attempts = running.folder.attempts()
+    assert running.folder.result["state"] == "finished" and len(attempts) == 2
+    assert attempts[1].parent_record is not None and attempts[1].parent_record[1] >= 20
+    assert not differences(running.folder, train_alone(cache, tmp_path, *SHORT))
+    until("SLURM knows that the job is over", lambda: running.state() == "COMPLETED", 60, 0.2)
+    lab.tool("power-on", first)
 
 
 def test_too_few_ranks_save_and_an_error_ends_the_job(lab: Lab, cache: Path, tmp_path: Path) -> None:

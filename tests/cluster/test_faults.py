@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster import faults
+from tests.cluster import fault_tables, faults
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.lab import Lab, Running
 from tests.harness.site import until
@@ -48,7 +48,7 @@ def test_a_disturbed_run_ends_equal_to_the_bit(
         pytest.skip(f"NOT TESTED: {faults.NO_DISK}")
     seed = os.environ["FAULT_SEED"]
     row = faults.suffer(lab, fault, experiment, f"{seed} {number}")
-    record_property("fault", faults.line(row))
+    record_property("fault", fault_tables.line(row))
     assert row.equal, f"FAULT_SEED={seed}: {row}"
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.distributed.rank_info import ORPHANED
+
 BEATS = 5  # heartbeats in the time after which a rank is lost
 
 
@@ -54,7 +56,7 @@ class Member:
 
         Without an `irreplaceable` rank the run ends.
         """
-        self.socket, self.pause = connect(address), timeout / BEATS
+        self.socket, self.pause = connect(address, timeout), timeout / BEATS
         self.generation = Generation(0 if joins else 1)
         self.on_end: Callable[[], None] = lambda: None
         """Called in the thread when the generation is over, and again until `sign_in`, to wake the main thread."""
@@ -123,7 +125,8 @@ class Member:
         except (OSError, ValueError):
             pass
         if not self.closed:
-            self._leave("the coordinator has given up this rank, or has ended")
+            words = json.loads(os.environ.get(ORPHANED, "[]"))
+            self._leave("the coordinator has given up this rank, or has ended, or cannot be reached", words)
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "leave" in message:
@@ -139,14 +142,20 @@ class Member:
             self.over = self.signed = self.join_waits = False
         self.answers.put(message)
 
-    def _leave(self, why: str) -> None:
-        """End this process at once: the others go on without it, and it must not write any more."""
+    def _leave(self, why: str, command: Sequence[str] = ()) -> None:
+        """End this process at once, or execute a command in its place: it must not write any more."""
         print(f"this rank leaves the run: {why}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            if command:
+                os.execvp(command[0], [*command])
         os._exit(0)
 
 
-def connect(address: str) -> socket.socket:
-    """Connect to a coordinator: the path of a UNIX socket, or host:port. Raises OSError."""
+def connect(address: str, timeout: float) -> socket.socket:
+    """Connect to a coordinator: the path of a UNIX socket, or host:port. Raises OSError.
+
+    A TCP connection fails where its other host has acknowledged nothing for so many seconds.
+    """
     if address.startswith("/"):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address)
@@ -154,6 +163,7 @@ def connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=10)
     connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout))
     send_at_once(connection)
     return connection
 

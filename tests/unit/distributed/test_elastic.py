@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from common.distributed.elastic.member import Generation, GenerationOver, Member
 from common.distributed.elastic.supervisor import Supervisor
+from common.distributed.rank_info import ORPHANED
 from configs.elastic import Elastic
-from tests.harness.processes import wait_until
+from tests.harness.processes import environment, wait_until
+from tests.harness.warm import ROOT
 
 
 class Rank(Member):
@@ -21,7 +26,7 @@ class Rank(Member):
 
     left = ""
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, command: Sequence[str] = ()) -> None:
         self.left = why
 
 
@@ -229,3 +234,21 @@ def test_a_stranger_is_sent_away_and_changes_nothing(path: Path, sent: bytes) ->
             assert not stranger.recv(1)
     run.kill(1)
     assert run.sign_in(r0=3)["r0"].members == [0]
+
+
+def test_a_rank_that_cannot_reach_its_coordinator_becomes_the_command_for_that() -> None:
+    source = (
+        "import socket, sys, time; from common.distributed.elastic.member import Member; "
+        "member = Member(sys.argv[1], 0, 1.5, '', joins=False); "
+        "print(member.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), flush=True); time.sleep(60)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        argv = [sys.executable, "-c", source, f"127.0.0.1:{listener.getsockname()[1]}"]
+        env = environment(**{ORPHANED: json.dumps(["echo", "orphaned"])})
+        with subprocess.Popen(argv, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
+            assert rank.stdout
+            accepted, _ = listener.accept()
+            assert rank.stdout.readline() == "1500\n", "a host that is gone is noticed after so many ms"
+            accepted.close()
+            assert rank.communicate(timeout=30)[0] == "orphaned\n"
+    assert rank.returncode == 0
