@@ -19,7 +19,7 @@ from common.checkpoint.storage import CheckpointPath
 from common.runs.folder import Folder, read_json
 from slurm.local_cluster import daemons
 from slurm.local_cluster.slurm_conf import CONTROLLER
-from tests.cluster.lab import CRAWLING, DISK, EVERY, SLOW, Lab, Running, last_step
+from tests.cluster.lab import CRAWLING, DISK, EVERY, SLOW, USUAL, Lab, Running, last_step
 from tests.harness.site import until
 from tests.harness.warm import ROOT
 
@@ -186,10 +186,12 @@ def bring_back(lab: Lab, verb: str, host: str) -> None:
 
 
 def kill_slurmd(running: Running, chance: random.Random) -> Mend:
-    """Training goes on, slowly enough not to be over when SLURM misses the host."""
+    """Training goes on, slowly enough not to be over when SLURM misses the host; an elastic run may go on even then."""
     lab, host = running.lab, chance.choice(running.hosts())
     lab.limit_cables(SLOW)
     lab.on_host(host, "kill", "-KILL", lab.daemon(f"slurmd-{host}"))
+    until("SLURM misses the host", lambda: "down" in lab.slurm("sinfo", "-h", "-n", host, "-o", "%t"))
+    lab.limit_cables(USUAL)
     return lambda: lab.on_host(host, "slurmd", "-N", host)
 
 
