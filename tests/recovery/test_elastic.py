@@ -141,9 +141,11 @@ def test_accumulation_windows_are_done_again(
 def test_a_step_that_only_some_ranks_have_taken_is_copied(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Rank 0 loses its connections when the others know already that all have come: they take the step."""
+    """Rank 0 loses its connections a second after all have come: the others have taken the step."""
     alone = train_alone(tmp_path_factory, f"data.cache={cache}")
-    folder = train_like(alone, "committed:0:9:fail", f"data.cache={cache}", *THREE, runs=tmp_path / "runs")
+    folder = train_like(
+        alone, "committed:0:9:wait,committed:0:9:fail", f"data.cache={cache}", *THREE, runs=tmp_path / "runs"
+    )
     (change,) = folder.result["measured"]["generations"]
     assert (change["lost"], change["joined"], change["step"]) == ([], [], 9)
 
@@ -152,7 +154,9 @@ def test_a_step_applied_by_some_ranks_only_leaves_different_models(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     words = (f"data.cache={cache}", *THREE, "checkpoint.every_steps=0")
-    done = train("committed:0:9:fail", *words, runs=tmp_path / "runs", name="ddp_multinode+own_state")
+    done = train(
+        "committed:0:9:wait,committed:0:9:fail", *words, runs=tmp_path / "runs", name="ddp_multinode+own_state"
+    )
     assert done.status == 0, done.err
     wrong = differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
     assert wrong and wrong[0].startswith("step 10: loss"), wrong
