@@ -13,7 +13,7 @@ servers - 1 serve a shard each, in threads beside their own work, and every rank
 
     pull        get the newest values of all shards
     compute     the gradient of its shard of the batch
-    push        send the gradient, each server its part, and wait until it is applied
+    push        send the gradient, each server its part, and wait until it is applied, with sync until all are there
 
 A server's step is that of torch's optimizer, and makes a new version of its shard. The staleness of a push is the
 number of versions between its pull and its application.

@@ -27,7 +27,7 @@ class ServedState(TrainState):
 
     @property
     def irreplaceable(self) -> bool:
-        """Whether this rank has a shard: it is lost with it."""
+        """True where this rank has a shard, which is lost with it."""
         return self.worker.server is not None
 
     def collect_state(self) -> CheckpointState:
@@ -46,7 +46,7 @@ class ServedState(TrainState):
         self.optimizer.state.clear()
 
     def load_copy(self, loaded: LoadedCheckpoint) -> None:
-        """Load all but the shards from another rank, whose network is older than these; the next pull brings them.
+        """Load all but the shards from another rank, whose network is older than the shards; the next pull brings them.
 
         Where that rank has taken a step more, this rank's server has all pushes of it, and takes it now.
         """

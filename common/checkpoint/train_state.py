@@ -72,7 +72,7 @@ class TrainState:
 
     @property
     def irreplaceable(self) -> bool:
-        """Whether the others of an elastic run cannot go on without this rank, as it alone has a part of the state."""
+        """True where the others of an elastic run cannot go on without this rank: it alone has a part of the state."""
         return False
 
     @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -114,15 +113,12 @@ def parse_first_host(nodelist: str) -> str:
 def refusing_once(rank_info: RankInfo | None) -> Iterator[None]:
     """Let one rank say what all of them refuse in the block, before they have met: rank 0, at once.
 
-    The others wait, because the launcher ends all ranks when one has ended. Those of rank 0's host then exit without
-    a word; the first one of another host, whose files may be other ones, says why.
+    The others wait, because the launcher ends all ranks when one has ended. One that is still there then has a reason
+    of its own, and says it.
     """
     try:
         yield
     except UserError:
-        if rank_info is None or rank_info.rank == 0:
-            raise
-        time.sleep(WAIT)
-        if rank_info.node == 0 or rank_info.local_rank:
-            sys.exit(2)
+        if rank_info is not None and rank_info.rank:
+            time.sleep(WAIT)
         raise

@@ -30,6 +30,7 @@ def time_calls(
             break
         if prepare is not None:
             prepare()
+            synchronize_device(device)
         start = time.perf_counter()
         call()
         synchronize_device(device)

@@ -74,7 +74,7 @@ class Step:
     def log(self, **values: Tensor | float | None) -> None:
         """Add values to metrics.jsonl; tensors stay on their device. Where only one rank knows them, None elsewhere.
 
-        In an elastic run all ranks average them, which costs least where they are logged before backward.
+        In an elastic run all ranks know and average them, which costs least where they are logged before backward.
         """
         self.values |= values
         if self.recovery is not None and not self.committed:

@@ -66,6 +66,14 @@ def find_running_cluster(name: str = DEFAULT) -> Cluster | None:
     return Cluster(Plan.load(folder), process) if process else None
 
 
+def is_own_folder(path: Path) -> bool:
+    """Check for a folder of this user: /tmp is everybody's."""
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except FileNotFoundError:  # a cluster that ends
+        return False
+
+
 def choose_running_cluster() -> Cluster | None:
     """Choose the cluster that programs use: that of the default name if it is up, else the only one that is.
 
@@ -73,8 +81,8 @@ def choose_running_cluster() -> Cluster | None:
     """
     default = find_cluster_folder(DEFAULT)
     begin = default.name.removesuffix(DEFAULT)
-    up = [path for path in sorted(default.parent.glob(f"{begin}*")) if Process.load(path / "holder")]
-    names = [path.name.removeprefix(begin) for path in up if path.lstat().st_uid == os.getuid()]
+    own = [path for path in sorted(default.parent.glob(f"{begin}*")) if is_own_folder(path)]
+    names = [path.name.removeprefix(begin) for path in own if Process.load(path / "holder")]
     if len(names) > 1 and DEFAULT not in names:
         raise UserError(
             f"the local clusters {', '.join(names)} are up: end all but one with make cluster-down NAME={names[0]}, or "

@@ -28,6 +28,8 @@ class EntryPoints:
     """Words after `python -m` that check the settings of an experiment."""
     elastic: str = ""
     """Starts the ranks of an elastic run, with the run folder and the command of srun; empty where there are none."""
+    separator: str = ""
+    """What stands in that command between the options of srun and what a rank executes."""
 
 
 VERSIONS = {
@@ -37,7 +39,8 @@ VERSIONS = {
         "slurm.scheduling.job", "slurm.scheduling.requeue", ("slurm", "exp"), "slurm.scheduling.elastic_launcher"
     ),
 }
-CURRENT = VERSIONS[3]
+VERSIONS[4] = dataclasses.replace(VERSIONS[3], separator="--")
+CURRENT = VERSIONS[4]
 
 
 def find_entry_points(folder: Folder) -> EntryPoints:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.checkpoint import storage
@@ -105,6 +106,11 @@ def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
             if time.monotonic() > end:
                 raise
             time.sleep(PAUSE)
+    return is_restart_of_this_process(known)
+
+
+def is_restart_of_this_process(known: Mapping[str, str]) -> bool:
+    """Check that a job, as scontrol shows it, runs and has not been restarted since this process began."""
     return known.get("JobState") == "RUNNING" and known.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
 
 

@@ -104,9 +104,12 @@ def choose_host_options(profile: Profile) -> dict[str, str]:
 class Executor(SlurmExecutor):
     """Submitit's executor, on a chosen SLURM, keeping the text of a job before it is submitted."""
 
-    def __init__(self, folder: Folder, scheduler: Scheduler | None, launcher: str = "") -> None:
-        """`launcher` is a command, as the shell takes it, to which srun's is given."""
-        self.run_folder, self.scheduler, self.launcher = folder, scheduler, launcher
+    def __init__(self, folder: Folder, scheduler: Scheduler | None, launcher: str = "", separator: str = "") -> None:
+        """`launcher` is a command, as the shell takes it, to which srun's is given.
+
+        The separator stands behind the options of srun, for the launcher to tell them from what a rank executes.
+        """
+        self.run_folder, self.scheduler, self.launcher, self.separator = folder, scheduler, launcher, separator
         super().__init__(folder.path / "submit")
 
     @classmethod
@@ -136,8 +139,7 @@ class Executor(SlurmExecutor):
         return ids
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        separator = "-- " if self.launcher else ""  # behind the options of srun, for the launcher to tell them apart
-        text: str = super()._make_submission_file_text(separator + command, uid)
+        text: str = super()._make_submission_file_text(f"{self.separator} {command}".lstrip(), uid)
         if self.launcher:
             setup, mark, commands = text.partition("\n# command\n")
             text = setup + mark + commands.replace("\nsrun ", f"\n{self.launcher} srun ", 1)
@@ -158,9 +160,10 @@ def make_executor(
         raise UserError(
             f"a job script cannot hold the path {str(folder.path)!r}; set runs=<path of letters and digits>"
         )
-    module = find_entry_points(folder).elastic or CURRENT.elastic  # without source it is only shown
-    words = [sys.executable, "-m", module, str(folder.path)] if elastic else []
-    made = Executor(folder, scheduler, shlex.join(words))
+    points = find_entry_points(folder)
+    points = points if points.elastic else CURRENT  # without source it is only shown
+    words = [sys.executable, "-m", points.elastic, str(folder.path)] if elastic else []
+    made = Executor(folder, scheduler, shlex.join(words), points.separator if elastic else "")
     with disk_errors(made.folder):
         made.folder.mkdir(parents=True, exist_ok=True)
     made.update_parameters(**asked)

@@ -70,6 +70,11 @@ def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
     assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_commands(*PAGES))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_holds_both_sides_of_a_merge(page: Path) -> None:
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(), re.MULTILINE)
+
+
 def test_every_module_of_common_has_its_sentence() -> None:
     files = [path.relative_to(ROOT / "common") for path in (ROOT / "common").glob("*/**/*.py")]
     modules = {path.with_suffix("").as_posix() for path in files if path.stem != "__init__"}

@@ -234,10 +234,10 @@ class Coordinator:
         self._remove_member(connection, failed=not connection.left)
 
     def _remove_member(self, connection: Connection, *, failed: bool) -> None:
+        self.broken |= failed and connection.irreplaceable and not self.finished
         if connection.member in self.members and not connection.joins and not self.finished:
             self.members.remove(connection.member)
             if failed:
-                self.broken |= connection.irreplaceable
                 self.lost.append(connection.member)
                 self._end_generation()
         self._try_to_form()

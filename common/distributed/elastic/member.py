@@ -56,6 +56,8 @@ class Member:
 
         Without an `irreplaceable` rank the run ends.
         """
+        self.orphaned: list[str] = json.loads(os.environ.get(ORPHANED, "[]"))
+        """Command that this process executes instead once it cannot reach the coordinator."""
         self.socket, self.pause = connect(address, timeout), timeout / BEATS
         self.generation = Generation(0 if joins else 1)
         self.on_end: Callable[[], None] = lambda: None
@@ -125,8 +127,7 @@ class Member:
         except (OSError, ValueError):
             pass
         if not self.closed:
-            words = json.loads(os.environ.get(ORPHANED, "[]"))
-            self._leave("the coordinator has given up this rank, or has ended, or cannot be reached", words)
+            self._leave("the coordinator has given up this rank, or has ended, or cannot be reached", self.orphaned)
 
     def _receive(self, message: dict[str, Any]) -> None:
         if "leave" in message:
@@ -145,10 +146,11 @@ class Member:
     def _leave(self, why: str, command: Sequence[str] = ()) -> None:
         """End this process at once, or execute a command in its place: it must not write any more."""
         print(f"this rank leaves the run: {why}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
+        try:
             if command:
                 os.execvp(command[0], [*command])
-        os._exit(0)
+        finally:
+            os._exit(0)
 
 
 def connect(address: str, timeout: float) -> socket.socket:

@@ -73,6 +73,8 @@ class Worker:
         if self.world.joins:
             return
         rank, workers = self.world.rank, self.world.size
+        if (rank < len(self.parts)) != (self.server is not None):
+            raise RuntimeError(f"rank {rank} of {workers} has another rank's place: a server is lost")
         self.policy = dataclasses.replace(self.policy, workers=workers)
         self.ticket = done * workers + rank
         self.remote = [server for server in range(len(self.parts)) if server != rank]
@@ -131,9 +133,10 @@ class Worker:
     def stop_serving(self, *, together: bool = True) -> None:
         """End the server's threads. Where not all ranks do so after the same step, their connections are cut."""
         if together:
-            with contextlib.suppress(RuntimeError):  # a connection that has ended ends its thread, too
-                end = torch.tensor([END, 0.0], dtype=torch.float64)
-                wait_for([self._send(end, rank, REQUEST) for rank in self.remote])
+            end = torch.tensor([END, 0.0], dtype=torch.float64)
+            for rank in self.remote:
+                with contextlib.suppress(RuntimeError):  # a connection that has ended ends its thread, too
+                    self._send(end, rank, REQUEST).wait()
         elif self.server is not None:
             self.server.fail(RuntimeError("its connections are cut"))
         for thread in self.threads:

@@ -14,8 +14,8 @@ from common.measure.metrics_log import Values
 class SharedValues:
     """Means over the ranks of the values that a step logs before its update.
 
-    All ranks call `start` and `finish` in the same order. What is started before backward is done when that ends, at
-    whose end the ranks have waited for each other anyway.
+    All ranks call `start` and `finish` in the same order. What is started before backward has ended with it, as the
+    ranks wait for each other there anyway.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,15 @@ class SharedValues:
         """Of each all-reduce: the names, the table that it changes, and what to wait for."""
 
     def start(self, values: Values, flag: bool) -> None:
-        """Start to average values; `flag` is known to all ranks once it is set on one of them."""
-        names = sorted(name for name, value in values.items() if value is not None)
-        own = [float(flag), *(float(values[name] or 0.0) for name in names)]
+        """Start to average values; `flag` is known to all ranks once it is set on one of them.
+
+        Raises ValueError for a value that this rank does not know: the others would add up what belongs to other names.
+        """
+        own, names = [float(flag)], sorted(values)
+        for name in names:
+            if (value := values[name]) is None:
+                raise ValueError(f"step.log({name}=None) before step.commit(): every rank must know the value")
+            own.append(float(value))
         table = torch.tensor(own, dtype=torch.float64)
         self.started.append((names, table, dist.all_reduce(table, async_op=True)))
 

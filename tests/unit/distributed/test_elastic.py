@@ -33,7 +33,8 @@ class Rank(Member):
 class Run:
     """A coordinator and its supervisor in a thread, and its members."""
 
-    def __init__(self, path: Path, ranks: int, needed: int = 0, **settings: float) -> None:
+    def __init__(self, path: Path, ranks: int, needed: int = 0, late: int = 0, **settings: float) -> None:
+        """Without the last `late` ranks, which have not come."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen()
@@ -44,8 +45,8 @@ class Run:
         self.coordinator = self.supervisor.coordinator
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
-        self.members = [self.join(rank, irreplaceable=rank < needed) for rank in range(ranks)]
-        wait_until(lambda: self.coordinator.is_active, "all ranks")
+        self.members = [self.join(rank, irreplaceable=rank < needed) for rank in range(ranks - late)]
+        wait_until(lambda: len(self.coordinator.present) == ranks - late, "all ranks")
 
     def serve(self) -> None:
         while not self.ended.is_set():
@@ -88,8 +89,8 @@ def path(tmp_path: Path) -> Iterator[Path]:
 RUNS: list[Run] = []
 
 
-def begin(path: Path, ranks: int, needed: int = 0, **settings: float) -> Run:
-    RUNS.append(Run(path, ranks, needed, **settings))
+def begin(path: Path, ranks: int, needed: int = 0, late: int = 0, **settings: float) -> Run:
+    RUNS.append(Run(path, ranks, needed, late, **settings))
     return RUNS[-1]
 
 
@@ -163,6 +164,14 @@ def test_without_an_irreplaceable_rank_the_run_is_over(path: Path) -> None:
         threading.Thread(target=run.sign_in, kwargs={f"r{rank}": 4}, daemon=True).start()
     wait_until(lambda: sum(bool(one.signed) for one in run.coordinator.connections) == 2, "the others sign in")
     assert run.coordinator.number == 2 and run.started == [3]
+
+
+def test_the_loss_of_an_irreplaceable_rank_counts_before_all_have_come(path: Path) -> None:
+    run = begin(path, 3, needed=1, late=1)
+    run.kill(0)
+    wait_until(lambda: run.coordinator.broken, "the loss of rank 0")
+    run.join(2)
+    assert not run.supervisor.absorb(0, -9) and not run.coordinator.is_active
 
 
 def test_a_rank_is_started_again_once_it_is_known_to_be_lost(path: Path) -> None:
