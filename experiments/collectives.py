@@ -9,9 +9,8 @@
 Takes about a minute on 2 CPU cores. Nothing is trained: a step is one round of one point (operation, type, size), in
 which all sides take their turn, another one first in each round. A side is the library (gloo on CPUs, nccl on GPUs),
 the ring below, which only sends and receives, or the built-in backend with an algorithm and a transport. All ranks put
-in whole numbers, call the operation, whose bytes are counted, wait for each other, call it once more, timed, and
-compare what they get with the exact result. The time of a call is that of its slowest rank, and the time of a point the
-median over the rounds; a resumed run keeps its rounds.
+in whole numbers, call the operation and count its bytes, wait for each other, call it again, timed, and compare the
+result with the exact one. A call's time is that of its slowest rank, a point's the median over the rounds.
 
 A link takes alpha + beta n seconds for n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks a ring
 sends 2 (p - 1) messages of n / p bytes: an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n, and no algorithm
