@@ -224,13 +224,11 @@ def wait_for_ranks(
         if stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
             raise StoppedAtOnce(stop.number)  # it had not begun to listen, and others fail without it
         if failed:
-            return report_failure(
-                find_first_failed_rank(failed, private),
-                len(children),
-                private,
-                why,
-                host_memory.count_oom_kills() > kills,
-            )
+            first, memory_is_gone = find_first_failed_rank(failed, private), host_memory.count_oom_kills() > kills
+            status = report_failure(first, len(children), private, why, memory_is_gone)
+            if supervisor is not None and supervisor.coordinator.broken:
+                print("that rank alone had a part of the state: elastic=true cannot go on without it", file=sys.stderr)
+            return status
         if not ended and supervisor is None:
             time.sleep(0.01)
     if any(child.exit_code == EXIT_RESUMABLE for child in children):

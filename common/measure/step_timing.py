@@ -39,6 +39,7 @@ class RankTimes:
     before_backward: float
     step: float
     steps: int
+    rank: int = 0
     exposed: Sequence[float] = ()
     """From the last gradient to the end of backward, step by step: communication that nothing hid."""
 
@@ -182,7 +183,8 @@ class StepTimes:
 def gather_step_times(world: World, times: StepTimes | None) -> list[RankTimes]:
     """Return the numbers of all ranks that have some, on rank 0. All ranks call it."""
     own = times.summarize() if times else None
-    return [RankTimes(**found) for found in world.gather(asdict(own) if own else None) if found]
+    given = enumerate(world.gather(asdict(own) if own else None))
+    return [RankTimes(**(found | {"rank": rank})) for rank, found in given if found]
 
 
 def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:
@@ -245,20 +247,21 @@ class ScalingReport:
         """The rank that the others wait for, if one is clearly slower before backward."""
         if not self.ranks or min(rank.steps for rank in self.ranks) < ENOUGH:
             return None
-        return find_straggler([rank.before_backward for rank in self.ranks])
+        found = find_straggler([rank.before_backward for rank in self.ranks])
+        return None if found is None else self.ranks[found].rank
 
     def rows(self) -> dict[str, str]:
         """Return the rows of the final table."""
         rows: dict[str, str] = {}
         if self.ranks:
             each = [
-                f"rank {r}: data {rank.data * 1e3:.2f}, before backward {rank.before_backward * 1e3:.2f}, "
+                f"rank {rank.rank}: data {rank.data * 1e3:.2f}, before backward {rank.before_backward * 1e3:.2f}, "
                 f"step {rank.step * 1e3:.2f}"
-                for r, rank in enumerate(self.ranks)
+                for rank in self.ranks
             ]
             rows["ms per step"] = "\n".join(each)
         if self.straggler is not None:
-            slow, host = self.ranks[self.straggler], self.hosts[self.straggler]
+            slow, host = next(one for one in self.ranks if one.rank == self.straggler), self.hosts[self.straggler]
             others = median(rank.before_backward for rank in self.ranks if rank is not slow)
             rows["straggler"] = (
                 f"rank {self.straggler} on {host}: {slow.before_backward * 1e3:.2f} ms until backward, "

@@ -145,7 +145,8 @@ def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Schedul
     """Print where a job's run is, and how to follow and end it."""
     nodes, ranks = format_count(settings.launch.nodes, "node"), format_count(settings.processes, "rank")
     run = shlex.quote(folder.reference)
-    print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes}, {ranks}")
+    alone = "" if settings.processes > 1 else ": nothing is distributed; NODES=2 or ARGS=processes_per_node=2 has two"
+    print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes}, {ranks}{alone}")
     print(f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1")
     print(f"  cancel      make cancel RUN={run}", flush=True)
 
@@ -228,7 +229,7 @@ def main(given: argparse.Namespace) -> int:
     if resumed:
         check_source_knows_settings(resumed, words)
     elastic = find_elastic(settings)
-    scheduler.check_enough_hosts(settings.launch.nodes + (elastic.spares if elastic else 0), profile.partition)
+    scheduler.check_enough_hosts(settings.launch.nodes, profile.partition, elastic.spares if elastic else 0)
     resolve_processes_per_node(settings, profile)
     folder, job = submit_run(name, settings, profile, scheduler, resumed)
     print_job(folder, settings, job, scheduler)

@@ -34,6 +34,7 @@ from slurm.local_cluster import cables, daemons, slurm_conf
 from slurm.local_cluster.cluster import (
     DEFAULT,
     Cluster,
+    choose_running_cluster,
     find_cluster_folder,
     find_running_cluster,
     require_running_cluster,
@@ -217,7 +218,8 @@ def make_parser() -> argparse.ArgumentParser:
     def add(name: str, function: Callable[[argparse.Namespace], None], *words: str) -> argparse.ArgumentParser:
         described = function.__doc__ if function is not cut_or_restore_host else daemons.VERBS[name].__doc__
         added = verbs.add_parser(name, help=str(described).partition("\n")[0], description=described)
-        added.add_argument("--name", default=DEFAULT, type=lambda text: text or DEFAULT, help="of the cluster (local)")
+        rule = f"{DEFAULT}, or the only one that is up" if function is not start_cluster else DEFAULT
+        added.add_argument("--name", default="", help=f"of the cluster ({rule})")
         added.set_defaults(function=function)
         for word in words:
             added.add_argument(word, nargs=argparse.REMAINDER if word == "command" else None, help=ARGUMENTS[word])
@@ -246,6 +248,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     """Carry out one verb of `python -m slurm cluster`. Raises UserError."""
     given = make_parser().parse_args(arguments)
+    if not given.name:
+        chosen = None if given.function is start_cluster else choose_running_cluster()
+        given.name = chosen.plan.name if chosen else DEFAULT
     if os.environ.get("SLURM_CONF") == str(find_cluster_folder(given.name) / "slurm.conf"):
         raise UserError(
             f"this is inside cluster {given.name}, where its processes look different; leave its shell first"

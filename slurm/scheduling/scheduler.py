@@ -170,8 +170,8 @@ class Scheduler:
             return "UNKNOWN", silent[0]
         return "LOST", f"job {job} is not known to SLURM any more"
 
-    def check_enough_hosts(self, nodes: int, partition: str) -> None:
-        """Raise UserError unless the controller answers and there are as many hosts.
+    def check_enough_hosts(self, nodes: int, partition: str, spares: int = 0) -> None:
+        """Raise UserError unless the controller answers and there are as many hosts, with the spare ones.
 
         sbatch takes a job for more hosts than there are, and it then waits for ever.
         """
@@ -188,10 +188,11 @@ class Scheduler:
         hosts = sum(int(line) for line in self.call("sinfo", "-h", "-o", "%D", *chosen).split())
         if partition and not hosts:
             raise UserError(f"{self.name} has no partition {partition}; sinfo lists them")
-        if nodes > hosts:
+        if nodes + spares > hosts:
             where = f" in partition {partition}" if partition else ""
             size = format_count(hosts, "host")
-            raise UserError(f"NODES={nodes}, but {self.name} has {size}{where}; ask for at most {hosts}")
+            asked, most = (f" and elastic.spares={spares}", f"{hosts} in all") if spares else ("", str(hosts))
+            raise UserError(f"NODES={nodes}{asked}, but {self.name} has {size}{where}; ask for at most {most}")
 
 
 def parse_job_fields(text: str) -> dict[str, str]:

@@ -62,12 +62,14 @@ def test_a_frozen_rank_is_lost_and_comes_back(
 def test_all_ranks_are_lost_and_come_back_one_after_another(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Images are changed at random, by their position: another rank's draw is the same."""
+    """Images are changed at random, by their position: another rank's draw is the same. One rank speaks at a time."""
     words = (f"data.cache={cache}", "data.augment=crop")
     faults = "reduction:1:4:kill,begin:0:8:join,reduced:0:12:kill,begin:1:16:join"
     two = ("processes_per_node=2", "elastic=true")
-    folder = train_like(train_alone(tmp_path_factory, *words), faults, *words, *two, runs=tmp_path / "runs")
-    assert list_lost_and_joined(folder) == ([1, 0], [1, 0])
+    done = train(faults, *words, *two, runs=tmp_path / "runs")
+    assert done.status == 0 and not differences(done.folder, train_alone(tmp_path_factory, *words)), done.err
+    assert list_lost_and_joined(done.folder) == ([1, 0], [1, 0])
+    assert [done.out.count(f"epoch {epoch} ") for epoch in ("1", "2", "2.5")] == [1, 1, 1], done.out
 
 
 def train_both(name: str, faults: str, words: tuple[str, ...], path: Path) -> tuple[Folder, Folder]:

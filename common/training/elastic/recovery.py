@@ -215,8 +215,9 @@ class Recovery:
         self._adopt(facts)
         self.joining = False
         self._cut_batches(rank, members)
+        if world.is_main != was_main:
+            run.screen = Screen(run.cfg.log, silent=was_main)
         if world.is_main and not was_main:
-            run.screen = Screen(run.cfg.log, silent=False)
             self.metrics.take_over()
         self.metrics.write_rows(self.metrics.kept)
 

@@ -107,17 +107,19 @@ def test_torchs_own_synchronised_norm_refuses_the_cpu() -> None:
     assert sum(isinstance(module, sync_batchnorm.SyncBatchNorm2d) for module in ours.modules()) == 20
 
 
-def rank(before: float, exposed: tuple[float, ...] = ()) -> RankTimes:
-    return RankTimes(data=0.001, before_backward=before, step=0.1, steps=50, exposed=exposed)
+def rank(number: int, before: float, exposed: tuple[float, ...] = ()) -> RankTimes:
+    return RankTimes(data=0.001, before_backward=before, step=0.1, steps=50, rank=number, exposed=exposed)
 
 
 def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
-    ranks = [rank(0.010, (0.5, 0.2, 0.9)), rank(0.020, (0.1, 0.3, 0.2)), rank(0.011, (0.6, 0.2, 0.4))]
+    ranks = [rank(0, 0.010, (0.5, 0.2, 0.9)), rank(1, 0.020, (0.1, 0.3, 0.2)), rank(2, 0.011, (0.6, 0.2, 0.4))]
     found = ScalingReport(ranks, ("a", "b", "c"), communication=0.4, alone=0.15, step=0.1)
     assert found.straggler == 1 and "rank 1 on b: 20.00 ms" in found.rows()["straggler"]
     assert found.exposed_fraction == pytest.approx(0.2 / 0.4)  # the median of 0.1, 0.2, 0.2
     assert found.efficiency == pytest.approx(0.15 / 0.1 / 3) and "50%" in found.rows()["efficiency"]
-    assert ScalingReport([rank(0.010), rank(0.011)], ("a", "b"), 0.1).straggler is None
+    assert ScalingReport([rank(0, 0.010), rank(1, 0.011)], ("a", "b"), 0.1).straggler is None
+    of_two = ScalingReport([rank(1, 0.010), rank(2, 0.020)], ("a", "b", "c"), 0.1)  # rank 0 has just joined
+    assert of_two.straggler == 2 and "rank 2 on c: 20.00 ms" in of_two.rows()["straggler"]
     assert ScalingReport(ranks[:1], "a", 0.1).rows().keys() == {"ms per step"}
 
 
