@@ -79,9 +79,9 @@ def test_a_push_that_only_some_servers_have_is_dropped_there(
 def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
     rank: int, words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One server loses its connections when the other ranks know already that all have come."""
+    """One server loses its connections a second after all ranks know that all have come."""
     more = (*THREE, "servers=2")
-    fault = f"committed:{rank}:9:fail"
+    fault = f"committed:{rank}:9:wait,committed:{rank}:9:fail"
     adam = (*words, "optim.name=adam", "optim.lr=0.01")
     folder = train_like_one(tmp_path_factory, fault, adam, *more, runs=tmp_path / "runs")
     (change,) = folder.result["measured"]["generations"]
