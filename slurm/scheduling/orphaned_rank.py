@@ -1,4 +1,4 @@
-"""What becomes of a rank of an elastic job that cannot reach its coordinator any more. Imports no torch.
+"""The program that a rank of an elastic job becomes when it cannot reach its coordinator any more. Imports no torch.
 
     python -m slurm.scheduling.orphaned_rank RUN_FOLDER FIRST_HOST
 
