@@ -145,8 +145,9 @@ def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Schedul
     """Print where a job's run is, and how to follow and end it."""
     nodes, ranks = format_count(settings.launch.nodes, "node"), format_count(settings.processes, "rank")
     run = shlex.quote(folder.reference)
-    alone = "" if settings.processes > 1 else ": nothing is distributed; NODES=2 or ARGS=processes_per_node=2 has two"
-    print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes}, {ranks}{alone}")
+    alone = settings.processes == 1 and hasattr(settings, "processes_per_node")
+    hint = ": nothing is distributed; NODES=2 or ARGS=processes_per_node=2 has two" if alone else ""
+    print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes}, {ranks}{hint}")
     print(f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1")
     print(f"  cancel      make cancel RUN={run}", flush=True)
 
