@@ -13,6 +13,8 @@ from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
 POLL_SECONDS = 0.5  # between two votes: an all-reduce each
+LONGEST_POLL_SECONDS = 2.0  # where ranks wait for each other at a vote
+WAIT_SHARE = 0.05  # of the time, at most, that rank 0 may wait at votes
 
 
 class Decision(NamedTuple):
@@ -27,7 +29,7 @@ class SaveOrStopVote:
     """Vote of all ranks between steps: whether to save a checkpoint, and whether to stop. `Saver` does what it decides.
 
     It costs an all-reduce, so ranks vote only after every `checkpoint.every_steps` steps, and about every POLL_SECONDS
-    by rank 0's clock.
+    by rank 0's clock; more seldom where rank 0 waits long for the others, up to LONGEST_POLL_SECONDS.
     """
 
     def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
@@ -44,6 +46,7 @@ class SaveOrStopVote:
         self.next_step = self.last_step = step
         self.calls, self.next_call = 0, 1
         self.voted = time.perf_counter()
+        self.waited = 0.0
 
     def is_due(self, step: int) -> bool:
         """Check whether the ranks vote after this step; the same on all ranks."""
@@ -63,8 +66,9 @@ class SaveOrStopVote:
         return bool(stop)
 
     def _choose_interval(self, done: int, now: float) -> int:
-        """Return the steps or calls until the next vote: POLL_SECONDS of them, at most four times those just done."""
-        count = int(done * POLL_SECONDS / max(now - self.voted, 1e-6))
+        """Return the steps or calls until the next vote, at most four times those just done."""
+        seconds = min(max(POLL_SECONDS, self.waited / WAIT_SHARE), LONGEST_POLL_SECONDS)
+        count = int(done * seconds / max(now - self.voted, 1e-6))
         self.voted = now
         return min(max(1, count), 4 * done)
 
@@ -75,14 +79,18 @@ class SaveOrStopVote:
             dist.all_reduce(table, dist.ReduceOp.MAX)
         return table.tolist()
 
-    def decide(self, step: int, diverged: bool) -> Decision:
-        """Decide by a vote; all ranks call it after the same step. Rank 0's clock and knowledge of the loss count."""
+    def decide(self, step: int, diverged: bool, came: float) -> Decision:
+        """Decide by a vote; all ranks call it after the same step. Rank 0's clock and knowledge of the loss count.
+
+        `came` is when this rank began to wait for the others, by time.perf_counter().
+        """
         now = time.perf_counter()
         following = step + self._choose_interval(max(1, step - self.last_step), now)
         late = 0 < self.settings.every_seconds <= now - self.saved
         main = self.world.is_main
         votes = bool(self.stop_request.number), main and late, main and diverged, main * following
         *answers, self.next_step = self._reduce_max(*votes)
+        self.waited = time.perf_counter() - came
         stop, by_time, diverged = (bool(answer) for answer in answers)
         self.last_step = step
         save = stop or by_time or self._is_save_step(step)

@@ -76,8 +76,9 @@ class Saver:
         if not now and not self.vote.is_due(step):
             return False
         assert self.metrics is not None
-        self.metrics.flush()
-        decision = self.vote.decide(step, bool(self.metrics.diverged))
+        came = time.perf_counter()
+        self.metrics.flush()  # ranks may wait for each other here already
+        decision = self.vote.decide(step, bool(self.metrics.diverged), came)
         self.metrics.forget()
         self.restart_watchdogs()
         if decision.diverged:

@@ -33,7 +33,7 @@ def drop_attempts() -> None:
 def drop_vote() -> None:
     """Each rank leaves when it is told, without asking the others."""
 
-    def decide_alone(vote: SaveOrStopVote, step: int, diverged: bool) -> Decision:
+    def decide_alone(vote: SaveOrStopVote, step: int, diverged: bool, came: float) -> Decision:
         vote.next_step = step + 1
         told = bool(vote.stop_request.number)
         return Decision(told, told, diverged)

@@ -35,7 +35,7 @@ def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(c
     saved = []
     for step in range(1, 13):
         clock[0] += 4
-        if vote.decide(step, False).save:
+        if vote.decide(step, False, clock[0]).save:
             saved.append(step)
     assert saved == [3, 6, 9, 12]
 
@@ -47,9 +47,26 @@ def test_looks_are_as_seldom_as_half_a_second_and_at_most_four_times_further_apa
     for step in range(1, 101):
         clock[0] += 0.05
         if vote.is_due(step):
-            vote.decide(step, False)
+            vote.decide(step, False, clock[0])
             looked.append(step)
     assert looked[:3] == [1, 5, 15] and all(b - a == 10 for a, b in itertools.pairwise(looked[2:]))
+
+
+def test_looks_are_more_seldom_where_ranks_wait_long_for_each_other(clock: list[float]) -> None:
+    def list_gaps(wait: float) -> list[int]:
+        vote, looked = make_vote(Checkpoint(every_seconds=0)), []
+        for step in range(1, 401):
+            clock[0] += 0.05
+            if vote.is_due(step):
+                came = clock[0]
+                clock[0] += wait
+                vote.decide(step, False, came)
+                looked.append(step)
+        return [b - a for a, b in itertools.pairwise(looked)][2:]
+
+    assert set(list_gaps(0.02)) <= {9, 10}  # a wait of 4 % of half a second
+    assert all(22 <= gap <= 28 for gap in list_gaps(0.07))  # 5 % of 1.4 s
+    assert all(33 <= gap <= 40 for gap in list_gaps(0.3)[3:])  # never over 2 s apart
 
 
 def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> None:
