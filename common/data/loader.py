@@ -59,7 +59,7 @@ class Images:
         self.mean, self.std = (to_channel_tensor(values) for values in get_statistics(prepared))
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.labels.shape[0]  # each step asks several times, and len() of a tensor runs Python code of torch
 
     @property
     def shape(self) -> torch.Size:
@@ -179,7 +179,8 @@ class Loader:
     def count_samples(self, steps: int) -> int:
         """Return the number of samples in the first `steps` steps, over all ranks."""
         epochs, rest = divmod(steps, self.steps)
-        return epochs * self.epoch_samples + min(rest * self.batch, self.epoch_samples)
+        whole = self.epoch_samples
+        return epochs * whole + min(rest * self.batch, whole)
 
     def state_dict(self) -> dict[str, int]:
         """Return epoch and position."""

@@ -104,8 +104,9 @@ class MetricsLog:
         self.next_flush = step + gathered[self.source][1]  # decided by one rank, so that all agree
         if not self.world.is_main:
             return
-        known = [values for values, _ in (gathered if self.averaged else [gathered[self.source]])]
-        found = [average_over_ranks(values) for values in zip(*known, strict=True)]
+        found = gathered[self.source][0]
+        if self.averaged:
+            found = [average_over_ranks(values) for values in zip(*(values for values, _ in gathered), strict=True)]
         self._note_divergence([row[0] for row in rows], found)
         self.writer.add(self._make_row(s, t) | values for (s, t, _), values in zip(rows, found, strict=True))
         self.show(step, found[-1])

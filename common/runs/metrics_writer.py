@@ -13,6 +13,8 @@ from typing import Any
 from common.core.errors import UserError
 from common.runs.folder import disk_errors
 
+ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would make one for each row
+
 
 def replace_nonfinite(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with null for the values that JSON cannot hold: NaN and infinity."""
@@ -30,7 +32,7 @@ class MetricsWriter:
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write rows; where the disk refuses, warn once and keep them for the next call."""
-        self.waiting += [json.dumps(replace_nonfinite(row), allow_nan=False) + "\n" for row in rows]
+        self.waiting += [ENCODER.encode(replace_nonfinite(row)) + "\n" for row in rows]
         try:
             self.flush()
         except UserError as error:
