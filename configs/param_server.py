@@ -35,14 +35,14 @@ class Config(ElasticRanks, Replicated):
     """At the end, draw how often each staleness occurred."""
 
     def check(self) -> None:
+        if self.servers > self.processes:  # before the batch: its remedy would suit the wrong number of ranks
+            what = f"servers={self.servers}: a rank serves one shard at most, and there are {self.processes} ranks"
+            raise ValueError(f"{what}; use at most servers={self.processes}")
         super().check()
         if self.staleness and self.mode != "bounded":
             raise ValueError(f"staleness={self.staleness} is a setting of mode=bounded; leave it out, or use that mode")
         if self.damp and self.mode == "sync":
             raise ValueError("damp=true: with mode=sync no push is stale; leave it out, or use mode=async")
-        if self.servers > self.processes:
-            what = f"servers={self.servers}: a rank serves one shard at most, and there are {self.processes} ranks"
-            raise ValueError(f"{what}; use at most servers={self.processes}")
         if self.elastic.on:
             self.check_elastic()
         if self.optim.name not in ("sgd", "adam", "adamw") or self.optim.decayed != "all":

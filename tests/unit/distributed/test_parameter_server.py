@@ -48,6 +48,7 @@ def test_more_servers_than_parameters_are_refused() -> None:
         (["mode=async", "staleness=3"], ["staleness=3 is a setting of mode=bounded"]),
         (["damp=true"], ["damp=true: with mode=sync no push is stale", "mode=async"]),
         (["servers=3"], ["servers=3", "there are 2 ranks", "at most servers=2"]),
+        (["servers=4", "processes_per_node=3"], ["servers=4", "there are 3 ranks", "at most servers=3"]),
         (["servers=0"], ["servers=0: out of range"]),
         (["launch.device=cuda"], ["launch.device=cuda", "use launch.device=cpu"]),
         (["launch.device=auto"], ["launch.device=auto", "use launch.device=cpu"]),
