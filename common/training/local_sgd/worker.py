@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -124,10 +125,12 @@ class LocalWorker:
                 moment.copy_(values.view_as(moment))
 
     def _find_moments(self) -> list[Tensor]:
-        """Return the tensors of the optimizer's state that are as large as a parameter. Raises UserError without any.
+        """Return the tensors of the optimizer's state that are as large as a parameter. All workers call it.
 
         A parameter of which this worker has had no gradient has no state: zeros stand for it, so that the moments of
-        all workers are as many, and it goes on without.
+        all workers are as many, and it goes on without. Which kinds of moments there are the workers tell each other:
+        one that has had no gradient at all does not know, and must not leave the others waiting. Raises UserError, on
+        all workers, where none of them has any.
         Adam's first and second moments go together: a mean of first ones over the root of a worker's own second one is
         a huge step where this worker alone has had no gradient.
         """
@@ -136,7 +139,9 @@ class LocalWorker:
             {name: value for name, value in self.optimizer.state.get(p, {}).items() if is_moment(value, p)}
             for p in trained
         ]
-        names = dict.fromkeys(name for state in states for name in state)
+        with self.count():
+            found = self.world.all_gather(list(dict.fromkeys(itertools.chain.from_iterable(states))))
+        names = list(dict.fromkeys(itertools.chain.from_iterable(found)))
         if not names:
             kind = type(self.optimizer).__name__
             raise UserError(f"momentum_of=averaged: {kind} keeps no momentum in its state; use own")
