@@ -20,7 +20,7 @@ class Config(ElasticRanks, Replicated):
     mode: Literal["sync", "async", "bounded"] = "sync"
     """sync applies the pushes of all workers together, and all wait for that; async applies each push when it comes,
     and a worker that is done takes the next shard of the data; bounded is async within `staleness`."""
-    staleness: int = at_least(0, 0)
+    staleness: int = at_least(0, 0, only="mode=bounded")
     """bounded: how many versions of the parameters may be made at most between a pull and the application of its push.
     As many workers compute at a time as this and one more: with 0 one after the other."""
     servers: int = at_least(1, 1)
@@ -39,8 +39,6 @@ class Config(ElasticRanks, Replicated):
             what = f"servers={self.servers}: a rank serves one shard at most, and there are {self.processes} ranks"
             raise ValueError(f"{what}; use at most servers={self.processes}")
         super().check()
-        if self.staleness and self.mode != "bounded":
-            raise ValueError(f"staleness={self.staleness} is a setting of mode=bounded; leave it out, or use that mode")
         if self.damp and self.mode == "sync":
             raise ValueError("damp=true: with mode=sync no push is stale; leave it out, or use mode=async")
         if self.elastic.on:
