@@ -16,13 +16,14 @@ class Config(ElasticRanks, Replicated):
 
     model: Literal["mlp", "convnet", "resnet18"] = "convnet"
     """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 has the CIFAR
-    stem, and BatchNorm, whose statistics are those of one worker's shard."""
+    stem, and BatchNorm, whose statistics are those of one worker's share of the batch."""
     mode: Literal["sync", "async", "bounded"] = "sync"
     """sync applies the pushes of all workers together, and all wait for that; async applies each push when it comes,
-    and a worker that is done takes the next shard of the data; bounded is async within `staleness`."""
+    and a worker that is done takes the next share of the data; bounded is async within `staleness`."""
     staleness: int = at_least(0, 0, only="mode=bounded")
-    """bounded: how many versions of the parameters may be made at most between a pull and the application of its push.
-    As many workers compute at a time as this and one more: with 0 one after the other."""
+    """bounded: the largest staleness of a push, which is the number of versions of the parameters that a server makes
+    between a worker's pull and the application of its push. At most staleness + 1 workers compute at a time: with 0
+    one after the other."""
     servers: int = at_least(1, 1)
     """Ranks that serve a shard of the parameters each, the first ones; every rank is a worker."""
     damp: bool = False

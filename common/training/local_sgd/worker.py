@@ -54,8 +54,13 @@ class LocalWorker:
 
     @property
     def sent_after(self) -> int:
-        """The step after which an exchange began whose outer step is not yet taken; 0 if there is none."""
+        """The step after which the exchange began that `awaits_outer_step`; 0 if there is none."""
         return int(self.counts[SENT_AFTER])
+
+    @property
+    def awaits_outer_step(self) -> bool:
+        """True while an exchange has begun whose outer step is not yet taken."""
+        return self.sent_after > 0
 
     @torch.no_grad()
     def flatten(self) -> Tensor:
@@ -165,7 +170,7 @@ class LocalWorker:
         return total.div_(self.world.size)
 
     @torch.no_grad()
-    def load_average(self) -> nn.Module:
+    def build_average_network(self) -> nn.Module:
         """Return a copy of the network with the mean of the parameters over the workers, in eval mode."""
         vector_to_parameters(self.average_parameters(), self.average.parameters())
         for buffer, own in zip(self.average.buffers(), self.network.buffers(), strict=True):
@@ -182,7 +187,7 @@ class LocalWorker:
     def collect_own(self) -> dict[str, Any]:
         """Return the vectors of this worker alone. All workers call it; an exchange in flight is waited for."""
         self.receive()
-        waiting = {"sent": self.sent, "received": self.received} if self.sent_after else {}
+        waiting = {"sent": self.sent, "received": self.received} if self.awaits_outer_step else {}
         return {"parameters": self.flatten()} | waiting | self.exchange.collect()
 
     @torch.no_grad()
