@@ -21,7 +21,7 @@ from tests.harness.made_runs import Made
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("optim.name=no.py:Own", "optim.name=no.py:Own: neither one of sgd, adam, adamw, lars, lamb nor an existing"),
+        ("optim.name=no.py:Own", "no.py; name an existing FILE.py:Class, or use one of sgd, adam, adamw, lars, lamb"),
         ("optim.decay={}/own.py:f", "own.py:1: it returned -1 for step 0 of 100"),
     ],
 )
