@@ -9,8 +9,6 @@ from configs.dataparallel import Replicated
 from configs.optional import InitialWeights
 from configs.shared import at_least, between
 
-OUTER_MOMENTUM, TOPK, RANK = 0.9, 0.01, 8  # defaults
-
 
 @dataclass
 class Config(Replicated, InitialWeights):
@@ -29,7 +27,7 @@ class Config(Replicated, InitialWeights):
     step of SGD, or of SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)."""
     outer_lr: float = between(0.001, 2, 1)
     """Learning rate of the outer step; with outer=mean 1 gives the mean of the workers' parameters."""
-    outer_momentum: float = between(0, 0.9999, OUTER_MOMENTUM)
+    outer_momentum: float = between(0, 0.9999, 0.9, only="outer=nesterov")
     """Momentum of the outer step with outer=nesterov."""
     momentum_of: Literal["own", "averaged", "reset"] = "own"
     """Momentum of a worker's optimizer at an exchange: it stays the worker's own; is averaged over the workers,
@@ -38,9 +36,9 @@ class Config(Replicated, InitialWeights):
     """How differences are sent: as they are; in half the bits; in a quarter, with a scale for each parameter; the
     largest numbers only; or as products of thin matrices (arXiv 1905.13727). What is left out is added to the next
     difference."""
-    topk: float = between(1e-6, 1, TOPK)
+    topk: float = between(1e-6, 1, 0.01, only="communication=topk")
     """Share of the numbers that topk sends."""
-    powersgd_rank: int = at_least(1, RANK)
+    powersgd_rank: int = at_least(1, 8, only="communication=powersgd")
     """Columns of PowerSGD's matrices. Differences of several steps need more of them than gradients do."""
     delay: int = at_least(0, 0)
     """Steps that workers take on while an exchange is under way, before its outer step is taken (arXiv 2501.18512)."""
@@ -48,9 +46,6 @@ class Config(Replicated, InitialWeights):
     def check(self) -> None:
         super().check()
         self.check_exchange()
-        if self.outer == "mean" and self.outer_momentum != OUTER_MOMENTUM:
-            what = f"outer_momentum={self.outer_momentum:g} is a setting of outer=nesterov"
-            raise ValueError(f"{what}; leave it out, or use that")
         if self.momentum_of == "averaged" and self.optim.name == "sgd" and not self.optim.momentum:
             raise ValueError("momentum_of=averaged: with optim.momentum=0 there is none; leave it out")
         held = self.data.train_samples
@@ -59,11 +54,6 @@ class Config(Replicated, InitialWeights):
 
     def check_exchange(self) -> None:
         """Raise ValueError where settings of the exchange do not fit together."""
-        own = {"topk": ("topk", TOPK), "powersgd": ("powersgd_rank", RANK)}
-        for kind, (name, default) in own.items():
-            if self.communication != kind and getattr(self, name) != default:
-                what = f"{name}={getattr(self, name):g} is a setting of communication={kind}"
-                raise ValueError(f"{what}; leave it out, or use that")
         if self.communication in ("bf16", "int8") and self.dtype == "float64":
             what = f"communication={self.communication} takes dtype=float32"
             raise ValueError(f"{what}; with float64 use none, topk or powersgd")

@@ -16,13 +16,14 @@ class Config(ElasticRanks, Replicated):
 
     model: Literal["mlp", "convnet", "resnet18"] = "convnet"
     """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 has the CIFAR
-    stem, and BatchNorm, whose statistics are those of one worker's shard."""
+    stem, and BatchNorm, whose statistics are those of one worker's share of the batch."""
     mode: Literal["sync", "async", "bounded"] = "sync"
     """sync applies the pushes of all workers together, and all wait for that; async applies each push when it comes,
-    and a worker that is done takes the next shard of the data; bounded is async within `staleness`."""
-    staleness: int = at_least(0, 0)
-    """bounded: how many versions of the parameters may be made at most between a pull and the application of its push.
-    As many workers compute at a time as this and one more: with 0 one after the other."""
+    and a worker that is done takes the next share of the data; bounded is async within `staleness`."""
+    staleness: int = at_least(0, 0, only="mode=bounded")
+    """bounded: the largest staleness of a push, which is the number of versions of the parameters that a server makes
+    between a worker's pull and the application of its push. At most staleness + 1 workers compute at a time: with 0
+    one after the other."""
     servers: int = at_least(1, 1)
     """Ranks that serve a shard of the parameters each, the first ones; every rank is a worker."""
     damp: bool = False
@@ -35,14 +36,12 @@ class Config(ElasticRanks, Replicated):
     """At the end, draw how often each staleness occurred."""
 
     def check(self) -> None:
-        super().check()
-        if self.staleness and self.mode != "bounded":
-            raise ValueError(f"staleness={self.staleness} is a setting of mode=bounded; leave it out, or use that mode")
-        if self.damp and self.mode == "sync":
-            raise ValueError("damp=true: with mode=sync no push is stale; leave it out, or use mode=async")
-        if self.servers > self.processes:
+        if self.servers > self.processes:  # before the batch: its remedy would suit the wrong number of ranks
             what = f"servers={self.servers}: a rank serves one shard at most, and there are {self.processes} ranks"
             raise ValueError(f"{what}; use at most servers={self.processes}")
+        super().check()
+        if self.damp and self.mode == "sync":
+            raise ValueError("damp=true: with mode=sync no push is stale; leave it out, or use mode=async")
         if self.elastic.on:
             self.check_elastic()
         if self.optim.name not in ("sgd", "adam", "adamw") or self.optim.decayed != "all":

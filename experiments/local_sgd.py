@@ -80,7 +80,7 @@ def take_outer_step(cfg: Config, worker: LocalWorker) -> None:
 def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int) -> None:
     """Begin the exchange of a round that is over, and take the outer step, `delay` steps later."""
     last = step == total
-    if worker.sent_after and (last or step >= worker.sent_after + cfg.delay):
+    if worker.awaits_outer_step and (last or step >= worker.sent_after + cfg.delay):
         take_outer_step(cfg, worker)
     if ends_round(cfg, step, total):
         worker.begin_exchange(step)  # messages are under way while the next steps are computed
@@ -113,7 +113,7 @@ def main(cfg: Config, run: Run) -> None:
     except ValueError as error:  # of a set whose size the settings do not tell
         raise UserError(str(error)) from None
 
-    for step in run.steps(state, lambda: score_replicated(worker.load_average(), run)):
+    for step in run.steps(state, lambda: score_replicated(worker.build_average_network(), run)):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(network(step.x), step.y)  # the mean over this worker's shard

@@ -12,7 +12,7 @@ The parameters are one vector, cut into as many shards as there are servers (Li 
 servers - 1 serve a shard each, in threads beside their own work, and every rank is a worker. A worker's turn:
 
     pull        get the newest values of all shards
-    compute     the gradient of its shard of the batch
+    compute     the gradient of its share of the batch
     push        send the gradient, each server its part, and wait until it is applied, with sync until all are there
 
 A server's step is that of torch's optimizer, and makes a new version of its shard. The staleness of a push is the
@@ -20,13 +20,14 @@ number of versions between its pull and its application.
 
     sync        the pushes of all workers are applied together, as their mean: the step that DDP takes
     async       each push is applied as it comes, at once (Recht et al. 2011, arXiv 1106.5730, though with a lock for
-                each shard), and the worker takes whichever shard of the data is next
-    bounded     as async, but nobody is answered so early that a push could become staler than `staleness` (stale
-                synchronous parallel, Ho et al. 2013)
+                each shard), and the worker takes whichever share of the data is next
+    bounded     as async, but no push becomes staler than `staleness`: a server lets a worker wait for its answer as
+                long as that answer could make a push too stale (stale synchronous parallel, Ho et al. 2013)
 
 With async and bounded a push counts as its share of the batch, too, and `damp=true` divides its learning rate by its
-staleness (Zhang et al. 2015, arXiv 1511.05950). Between two evaluations, checkpoints and votes workers run ahead of
-each other; where all ranks meet, all pushes are applied, and that is the state which is evaluated and saved.
+staleness (Zhang et al. 2015, arXiv 1511.05950). Workers run ahead of each other until all ranks meet: for an
+evaluation, or to agree whether to save a checkpoint or to stop. Then all pushes are applied, and that is the state
+which is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def main(cfg: Config, run: Run) -> None:
         record=cfg.record,
     )
     optimizer = build_optimizer(network.parameters(), cfg.optim)  # it gets the learning rate; servers take the steps
-    own = run.shard if cfg.mode == "sync" else (0, 1)  # else whole batches: which shard is whose may change
-    state = ServedState(worker, optimizer, run.batches(shard=own))
+    loaded = run.shard if cfg.mode == "sync" else (0, 1)  # (0, 1): whole batches, as any share may be this worker's
+    state = ServedState(worker, optimizer, run.batches(shard=loaded))
 
     def evaluate() -> dict[str, float]:
         worker.fetch_parameters()  # each rank has what it pulled for its last gradient
@@ -91,7 +92,7 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps(state, evaluate):
         with step:
             losses, staleness = [], []
-            for x, y in worker.take_shards(step.number, step.x, step.y):  # with sync this worker's own, and no other
+            for x, y in worker.take_shares(step.number, step.x, step.y):  # with sync this worker's own, and no other
                 worker.pull(step.rate)
                 network.zero_grad()
                 loss = F.cross_entropy(network(x), y, reduction="sum") / (cfg.batch / run.world.size)

@@ -44,7 +44,11 @@ NAME = Setting("NAME", "name", "experiment: the name of a file in experiments/, 
 RUN = Setting("RUN", "run", "id of a run, the last four characters of one, or the path of a run folder")
 NODES = Setting("NODES", "--nodes", "number of hosts (1)")
 ARGS = Setting("ARGS", "--args", 'settings of the experiment, and of the cluster as cluster.key=value: "key=value ..."')
-LAUNCH = Setting("LAUNCH", "--launch", "local, slurm, or auto: the local cluster, else SLURM, else this machine (auto)")
+LAUNCH = Setting(
+    "LAUNCH",
+    "--launch",
+    "local, slurm, slurm:NAME for a local cluster, or auto: a local cluster, else SLURM, else this machine (auto)",
+)
 CLUSTER = Setting("CLUSTER", "--cluster", "profile of the site: the name of a file in configs/cluster/ (default)")
 FOLLOW = Setting("FOLLOW", "--follow", "1: show the log of rank 0 until the end")
 DRY_RUN = Setting("DRY_RUN", "--dry-run", "1: show what would be done, and do nothing")

@@ -17,14 +17,14 @@ import os
 import sys
 import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
 
-from common.core.config_keys import list_keys, parse_value, suggest_key
+from common.core.config_keys import list_keys, parse_value, refuse_unused_keys, suggest_key
 from common.core.errors import UserError
 from configs.shared import OF_TRAINING, Experiment
 
@@ -83,13 +83,16 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return flatten_mapping(tree or {})
 
 
-def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
-    """Merge layers of values as text, later ones winning, into a checked config. Raises UserError."""
+def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]], given: Collection[str] = ()) -> S:
+    """Merge layers of values as text, later ones winning, into a checked config. Raises UserError.
+
+    Keys that are `given`, by the command line, must have an effect.
+    """
     known = list_keys(schema)
     config = OmegaConf.structured(schema)
     for layer in layers:
-        for given, text in layer.items():
-            name = f"{given}.on" if f"{given}.on" in known else given  # a group that is switched on by its name
+        for word, text in layer.items():
+            name = f"{word}.on" if f"{word}.on" in known else word  # a group that is switched on by its name
             group = [key for key in known if key.startswith(f"{name}.")]
             if group:
                 raise UserError(f"{name} is a group of settings: {', '.join(group)}")
@@ -101,6 +104,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
         settings.check()
     except ValueError as error:
         raise UserError(str(error)) from None
+    refuse_unused_keys(known.values(), settings, given)
     return settings
 
 
@@ -206,7 +210,7 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
     resumed = {name: now for name, (_, now) in read_last_changes(line.resume).items()} if line.resume else {}
     layers = [surroundings, read_config_file(file), resumed, line.values]
-    settings = build_config(schema, layers)
+    settings = build_config(schema, layers, line.values)
     if line.print_config:
         print_text(format_yaml(settings).rstrip("\n"))
         sys.exit(0)

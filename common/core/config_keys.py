@@ -9,10 +9,11 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 import re
 import textwrap
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from common.core.errors import UserError
@@ -29,6 +30,8 @@ class ConfigKey:
     high: float | None
     owner: type
     """The dataclass that has it as a field."""
+    only: str = ""
+    """The setting without which it has no effect, as in `mode=bounded`; empty where there is none."""
 
     @property
     def doc(self) -> str:
@@ -59,7 +62,7 @@ def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         low, high = field.metadata.get("low"), field.metadata.get("high")
-        found[name] = ConfigKey(name, kind, default, low, high, schema)
+        found[name] = ConfigKey(name, kind, default, low, high, schema, field.metadata.get("only", ""))
     return found
 
 
@@ -109,6 +112,18 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
             raise refuse("out of range")
         return value
     return text
+
+
+def refuse_unused_keys(keys: Iterable[ConfigKey], settings: object, given: Collection[str]) -> None:
+    """Raise UserError for a key without effect whose name is among the `given` ones, or whose value is another one.
+
+    A default value that was given is refused, too: whoever wrote it expects something of it.
+    """
+    for key in keys:
+        other, _, needed = key.only.partition("=")
+        value = operator.attrgetter(key.name)(settings)
+        if key.only and (key.name in given or value != key.default) and getattr(settings, other) != needed:
+            raise UserError(f"{key.name}={value:g} is a setting of {key.only}; leave it out, or use that")
 
 
 def suggest_key(name: str, known: Collection[str]) -> str:

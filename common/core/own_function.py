@@ -26,8 +26,11 @@ def locate_function_file(setting: str, value: str, known: str, kind: str = "func
     `kind` is what the file has to define, in words.
     """
     file = value.rpartition(":")[0]
-    if Path(file).suffix != ".py" or not Path(file).is_file():
-        raise UserError(f"{setting}={value}: neither one of {known} nor an existing FILE.py:{kind}")
+    if Path(file).suffix != ".py":
+        raise UserError(f"{setting}={value} is neither FILE.py:{kind} nor one of {known}; use one of these")
+    if not Path(file).is_file():
+        problem = f"there is no file {Path(file).absolute()}"
+        raise UserError(f"{setting}={value}: {problem}; name an existing FILE.py:{kind}, or use one of {known}")
     return file
 
 
@@ -60,7 +63,8 @@ def load_function(setting: str, value: str, known: str, kind: str = "function") 
     function: Callable[..., Any] | None = found.get(name)
     if not callable(function) or (kind == "Class" and not inspect.isclass(function)):
         defined = [name for name, one in found.items() if fits(one) and one.__module__ == MODULE]
-        what = f"{file} has no {kind.lower()} {name!r}; it has {', '.join(defined) or 'none'}"
+        remedy = f"it has {', '.join(defined)}" if defined else f"define it there, or use one of {known}"
+        what = f"{file} has no {kind.lower()} {name!r}; {remedy}"
         raise UserError(f"{setting}={value}: {what}")
     return function
 

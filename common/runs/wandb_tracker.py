@@ -34,6 +34,7 @@ from configs.shared import Experiment
 FORWARDED = "passed_on.json"  # in an attempt's folder: the number of its rows that W&B has
 SERVICE = "WANDB_SERVICE"  # names the helper process of an earlier wandb
 POLL = 0.3  # seconds between two reads of the metrics file
+LATE = 3  # exit status of a tracking process that ends itself because its time is over
 
 
 class Tracker:
@@ -74,9 +75,11 @@ class Tracker:
         self.process.stdin.close()
         log = self.folder.attempt / "logs" / "tracker.log"
         try:
-            is_complete = self.process.wait(timeout + 1) == 0  # it ends itself after `timeout`
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            is_complete = False
+            problem = describe_tracker_end(self.process.wait(timeout + 1), timeout)  # it ends itself after `timeout`
+        except subprocess.TimeoutExpired:
+            problem = describe_tracker_end(LATE, timeout)
+        except KeyboardInterrupt:
+            problem = "not complete: stopped by Ctrl-C"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -84,11 +87,20 @@ class Tracker:
         if not status:
             return f"W&B: nothing was tracked; see {log}"
         reason = f" ({status['reason']})" if status.get("reason") else ""
-        rest = "" if is_complete else f"; not complete after {timeout:g} s, see {log}"
+        rest = f"; {problem}, see {log}" if problem else ""
         if status["mode"] == "online":
             return f"W&B: {status['url']}{rest}"
         words = shlex.quote(shlex.quote(self.folder.reference))  # RUNS is split into words
         return f"W&B: offline{reason}; send it with: make sync RUNS={words}{rest}"
+
+
+def describe_tracker_end(status: int, timeout: float) -> str:
+    """Describe why a tracking process with this exit status has not forwarded everything; empty where it has."""
+    if status == LATE:
+        return f"not complete after {timeout:g} s"
+    if status < 0:
+        return f"not complete: the tracking process was killed by {signal.Signals(-status).name}"
+    return f"not complete: the tracking process failed with exit status {status}" if status else ""
 
 
 def build_command(folder: Folder, mode: str, reason: str = "") -> list[str]:
@@ -104,7 +116,7 @@ def wait_for_owner_exit(folder: Folder, closed: threading.Event, seconds: float)
     closed.set()
     time.sleep(seconds)
     kill_children()
-    os._exit(1)
+    os._exit(LATE)
 
 
 def follow_rows(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] | None]:

@@ -219,7 +219,7 @@ def main(given: argparse.Namespace) -> int:
         print(extension.describe_finished(resumed, settings))
         return 0
     alone = getattr(settings, "sweep", False)
-    if alone and given.launch == "slurm":
+    if alone and given.launch.partition(":")[0] == "slurm":
         raise UserError(
             "sweep=true runs on this machine, one run after the other; leave LAUNCH=slurm out, or see make sweep"
         )

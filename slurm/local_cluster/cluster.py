@@ -85,8 +85,8 @@ def choose_running_cluster() -> Cluster | None:
     names = [path.name.removeprefix(begin) for path in own if Process.load(path / "holder")]
     if len(names) > 1 and DEFAULT not in names:
         raise UserError(
-            f"the local clusters {', '.join(names)} are up: end all but one with make cluster-down NAME={names[0]}, or "
-            "use LAUNCH=local"
+            f"the local clusters {', '.join(names)} are up; name one: LAUNCH=slurm:{names[0]} (NAME={names[0]} with "
+            "make cluster-status and the like), or use LAUNCH=local"
         )
     return find_running_cluster(DEFAULT if DEFAULT in names else names[0]) if names else None
 

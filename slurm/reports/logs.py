@@ -14,10 +14,13 @@ from common.core.errors import UserError
 from common.runs import provenance
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
-from slurm.reports.selection import find_run
-from slurm.reports.status import OVER, find_scheduler, read_status
+from slurm.reports.selection import find_run, parse_float, read_settings
+from slurm.reports.status import OVER, find_scheduler, is_process_alive, read_status
+from slurm.scheduling.scheduler import QUICK
 
 EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
+
+MARGIN = 10.0  # seconds for which a run that is over is followed, beside those that it waits for W&B
 
 
 def follow_log(folder: Folder, log: Path) -> int:
@@ -31,21 +34,36 @@ def follow_log(folder: Folder, log: Path) -> int:
 
 
 def print_growing_log(folder: Folder, log: Path) -> int:
-    """Print a log as it grows, and at the end the status; returns the run's exit status."""
+    """Print a log as it grows, and at the end the status; returns the run's exit status.
+
+    A run writes its result before its last lines: the log is followed until its job or process has ended, too, but no
+    longer than W&B may take.
+    """
+    patience = MARGIN + (parse_float(read_settings(folder).get("wandb.finish_timeout", "")) or 0.0)
     position, looked, state = 0, 0.0, ""
     while True:
+        is_last = state in OVER and (time.monotonic() > looked + patience or not is_still_ending(folder))
         with contextlib.suppress(OSError), open(log, errors="replace") as file:
             file.seek(position)
             text = file.read()
             position = file.tell()
             print(text, end="", flush=True)
-        if state in OVER:
+        if is_last:
             break
-        if time.monotonic() - looked > 2:
+        if state not in OVER and time.monotonic() - looked > 2:
             state, looked = read_status(folder).state, time.monotonic()
         time.sleep(0.2)
     print(read_status(folder).format_line(), flush=True)
     return find_exit_status(folder)
+
+
+def is_still_ending(folder: Folder) -> bool:
+    """Check whether the job or process of a run that is over can still write."""
+    meta = provenance.read_metadata(folder)
+    if meta.get("job"):
+        scheduler = find_scheduler(meta)
+        return scheduler is not None and scheduler.read_job_state(meta["job"]["id"], QUICK)[0] == "RUNNING"
+    return bool(is_process_alive((meta.get("history") or [{}])[-1]))
 
 
 def find_exit_status(folder: Folder) -> int:

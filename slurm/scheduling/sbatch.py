@@ -33,7 +33,8 @@ def load_profile(name: str, words: list[str]) -> Profile:
     """Load the profile configs/cluster/<name>.yaml with `cluster.key=value` words on top. Raises UserError."""
     known = sorted(path.stem for path in (ROOT / "configs" / "cluster").glob("*.yaml"))
     if name not in known:
-        raise UserError(f"CLUSTER={name} is unknown; there are {', '.join(known)} in configs/cluster/")
+        there = f"there are {', '.join(known)} in configs/cluster/"
+        raise UserError(f"CLUSTER={name} is unknown; {there}; LAUNCH=slurm:NAME chooses a local cluster")
     return make_profile(config.read_config_file(ROOT / "configs" / "cluster" / f"{name}.yaml"), words)
 
 

@@ -209,16 +209,18 @@ def is_configured() -> bool:
 
 
 def choose_scheduler(launch: str) -> Scheduler | None:
-    """Choose the SLURM for LAUNCH=auto|local|slurm; None means processes on this machine. Raises UserError.
+    """Choose the SLURM for LAUNCH=auto|local|slurm|slurm:NAME; None means processes here. Raises UserError.
 
-    auto takes a local cluster if one is up, else SLURM if it is configured. Once SLURM is chosen, one
-    that does not answer is an error and never a silent local run.
+    slurm:NAME is the local cluster of that name, of which several may be up. auto takes a local cluster if one is up,
+    else SLURM if it is configured. Once SLURM is chosen, one that does not answer is an error and never a silent local
+    run.
     """
-    if launch not in ("auto", "local", "slurm"):
-        raise UserError(f"LAUNCH={launch} is unknown; use auto, local or slurm")
+    kind, _, name = launch.partition(":")
+    if kind not in ("auto", "local", "slurm") or (":" in launch and not (kind == "slurm" and name)):
+        raise UserError(f"LAUNCH={launch} is unknown; use auto, local, slurm, or slurm:NAME for a local cluster")
     if launch == "local":
         return None
-    own = cluster.choose_running_cluster()
+    own = cluster.require_running_cluster(name) if name else cluster.choose_running_cluster()
     if own is None and not is_configured():
         if launch == "auto":
             return None

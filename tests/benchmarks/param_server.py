@@ -60,7 +60,8 @@ def sides_on_hosts(scratch: Path) -> list[Task]:
     keep = (*KEEP, "pushes", "bytes_received")
 
     def serve(side: str, mode: str, staleness: int, cable: Shape) -> Task:
-        more = (f"mode={mode}", f"staleness={staleness}", "plot=false")
+        bound = (f"staleness={staleness}",) if mode == "bounded" else ()
+        more = (f"mode={mode}", *bound, "plot=false")
         return hosts.run_on_hosts(scratch, side, NAME, *words, *more, last=cable, keep=keep)
 
     ddp = hosts.run_on_hosts(scratch, DDP, "ddp_multinode", *words, last=slow, keep=("test_accuracy",))

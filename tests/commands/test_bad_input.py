@@ -46,7 +46,8 @@ FILES = [
     scheduled(
         "schedule: no file",
         "pass",
-        "nor an existing FILE.py:function",
+        "there is no file ",
+        "name an existing FILE.py:function",
         words=("schedule=no.py:f",),
     ),
     scheduled("schedule: no function", "pass", "no function 'g'", "it has f", words=("schedule=own.py:g",)),

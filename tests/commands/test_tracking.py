@@ -25,7 +25,7 @@ from common.runs.wandb_tracker import Tracker
 from configs.mnist_pipeline import Config
 from tests.harness import warm
 from tests.harness.made_runs import Made
-from tests.harness.processes import Done, command, environment, run, values_of
+from tests.harness.processes import Done, command, environment, run, values_of, wait_until
 from tests.harness.shared import make_once
 from tests.harness.tracked_runs import SECRET, exit_code, history, inspect, kill_rank, of_type, records, status, track
 
@@ -236,20 +236,39 @@ def test_a_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, di
     assert exit_code(found) == process.returncode
 
 
+def start_offline(place: Path) -> tuple[Tracker, Folder]:
+    """The tracking process of a finished run, once it has begun."""
+    made = Made("mnist_pipeline", steps=10, settings={"wandb.mode": "offline"}).write(place / "runs")
+    folder = made.attempts()[0]
+    (folder.attempt / "logs").mkdir(exist_ok=True)
+    settings = Config()
+    settings.wandb.mode = "offline"
+    tracker = Tracker.start(settings, folder)
+    assert tracker is not None
+    return tracker, folder
+
+
 def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = tmp_path / "fake" / "wandb" / "__init__.py"
     fake.parent.mkdir(parents=True)
     fake.write_text("raise OSError(28, 'No space left on device')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    folder = Made("mnist_pipeline", steps=10, settings={"wandb.mode": "offline"}).write(tmp_path / "runs").attempts()[0]
-    (folder.attempt / "logs").mkdir(exist_ok=True)
-    settings = Config()
-    settings.wandb.mode = "offline"
-    tracker = Tracker.start(settings, folder)
-    assert tracker is not None
+    tracker, folder = start_offline(tmp_path)
     assert tracker.finish(20).startswith("W&B: nothing was tracked; see ")
     assert "No space left" in (folder.attempt / "logs" / "tracker.log").read_text()
+
+
+def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not as one that had too little time."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    tracker, folder = start_offline(tmp_path)
+    wait_until(lambda: status(folder), "it is tracked")
+    tracker.process.kill()
+    start = time.monotonic()
+    said = tracker.finish(60)
+    assert "; not complete: the tracking process was killed by SIGKILL, see " in said and "60 s" not in said
+    assert time.monotonic() - start < BOUND
 
 
 def test_tracker_without_room_does_not_fail_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

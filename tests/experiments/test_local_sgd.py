@@ -72,6 +72,7 @@ def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tm
         ("outer_lr=2.5", "outer_lr=2.5: out of range"),
         ("outer=nesterov outer_momentum=1", "outer_momentum=1: out of range"),
         ("outer_momentum=0.5", "is a setting of outer=nesterov"),
+        ("outer_momentum=0.9", "outer_momentum=0.9 is a setting of outer=nesterov; leave it out, or use that"),
         ("communication=topk topk=0", "topk=0: out of range"),
         ("communication=topk topk=1.5", "topk=1.5: out of range"),
         ("topk=0.1", "topk=0.1 is a setting of communication=topk"),

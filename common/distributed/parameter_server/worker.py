@@ -36,8 +36,8 @@ IDLE = datetime.timedelta(days=365)  # evaluations and checkpoints come between 
 class Worker:
     """This rank's part of a parameter server: its worker, and on the first ranks a server.
 
-    A ticket names the next piece of work: ticket t is the shard t % p of the batch of step t // p, of p workers. Server
-    0 hands them out, in sync mode each worker's own shard, else whichever is next. When ranks meet, no worker has
+    A ticket names the next piece of work: ticket t is the share t % p of the batch of step t // p, of p workers. Server
+    0 hands them out, in sync mode each worker's own share, else whichever is next. When ranks meet, no worker has
     started the next step, so every push has been applied. Workers may change in sync mode, between two calls of
     `stop_serving` and `start_serving`; the servers may not.
     """
@@ -85,15 +85,15 @@ class Worker:
         for thread in self.threads:
             thread.start()
 
-    def take_shards(self, step: int, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the shards of a step's batch, inputs and targets, that this worker is to compute: any number.
+    def take_shares(self, step: int, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the shares of a step's batch, inputs and targets, that this worker is to compute: any number.
 
-        In sync mode the batch is this worker's own shard already, else the whole one.
+        In sync mode the batch is this worker's own share already, else the whole one.
         """
         workers = self.policy.workers
         while self.ticket // workers == step - 1:
-            shard = self.ticket % workers
-            yield (x, y) if self.policy.mode == "sync" else (x.chunk(workers)[shard], y.chunk(workers)[shard])
+            share = self.ticket % workers
+            yield (x, y) if self.policy.mode == "sync" else (x.chunk(workers)[share], y.chunk(workers)[share])
 
     def pull(self, rate: float) -> None:
         """Get the newest parameters from all servers; the push to come is to be applied at this learning rate."""

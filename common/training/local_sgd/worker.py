@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -53,8 +54,13 @@ class LocalWorker:
 
     @property
     def sent_after(self) -> int:
-        """The step after which an exchange began whose outer step is not yet taken; 0 if there is none."""
+        """The step after which the exchange began that `awaits_outer_step`; 0 if there is none."""
         return int(self.counts[SENT_AFTER])
+
+    @property
+    def awaits_outer_step(self) -> bool:
+        """True while an exchange has begun whose outer step is not yet taken."""
+        return self.sent_after > 0
 
     @torch.no_grad()
     def flatten(self) -> Tensor:
@@ -124,10 +130,12 @@ class LocalWorker:
                 moment.copy_(values.view_as(moment))
 
     def _find_moments(self) -> list[Tensor]:
-        """Return the tensors of the optimizer's state that are as large as a parameter. Raises UserError without any.
+        """Return the tensors of the optimizer's state that are as large as a parameter. All workers call it.
 
         A parameter of which this worker has had no gradient has no state: zeros stand for it, so that the moments of
-        all workers are as many, and it goes on without.
+        all workers are as many, and it goes on without. Which kinds of moments there are the workers tell each other:
+        one that has had no gradient at all does not know, and must not leave the others waiting. Raises UserError, on
+        all workers, where none of them has any.
         Adam's first and second moments go together: a mean of first ones over the root of a worker's own second one is
         a huge step where this worker alone has had no gradient.
         """
@@ -136,7 +144,9 @@ class LocalWorker:
             {name: value for name, value in self.optimizer.state.get(p, {}).items() if is_moment(value, p)}
             for p in trained
         ]
-        names = dict.fromkeys(name for state in states for name in state)
+        with self.count():
+            found = self.world.all_gather(list(dict.fromkeys(itertools.chain.from_iterable(states))))
+        names = list(dict.fromkeys(itertools.chain.from_iterable(found)))
         if not names:
             kind = type(self.optimizer).__name__
             raise UserError(f"momentum_of=averaged: {kind} keeps no momentum in its state; use own")
@@ -160,7 +170,7 @@ class LocalWorker:
         return total.div_(self.world.size)
 
     @torch.no_grad()
-    def load_average(self) -> nn.Module:
+    def build_average_network(self) -> nn.Module:
         """Return a copy of the network with the mean of the parameters over the workers, in eval mode."""
         vector_to_parameters(self.average_parameters(), self.average.parameters())
         for buffer, own in zip(self.average.buffers(), self.network.buffers(), strict=True):
@@ -177,7 +187,7 @@ class LocalWorker:
     def collect_own(self) -> dict[str, Any]:
         """Return the vectors of this worker alone. All workers call it; an exchange in flight is waited for."""
         self.receive()
-        waiting = {"sent": self.sent, "received": self.received} if self.sent_after else {}
+        waiting = {"sent": self.sent, "received": self.received} if self.awaits_outer_step else {}
         return {"parameters": self.flatten()} | waiting | self.exchange.collect()
 
     @torch.no_grad()

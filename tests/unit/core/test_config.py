@@ -15,6 +15,7 @@ from common.core.config_keys import list_keys
 from common.core.errors import UserError
 from configs.ddp_multinode import Config as ElasticConfig
 from configs.mnist_pipeline import Config
+from configs.param_server import Config as ServerConfig
 from configs.profile import Profile
 
 
@@ -134,6 +135,20 @@ def test_a_key_of_elastic_is_corrected_where_there_are_some() -> None:
 def test_settings_that_do_not_fit_together_are_refused(words: list[str], parts: list[str]) -> None:
     message = refused(*words)
     assert all(part in message for part in parts), message
+
+
+def test_the_default_of_a_setting_without_effect_is_refused_on_the_command_line_alone(tmp_path: Path) -> None:
+    """A run's config.yaml holds every key, whether it has an effect or not."""
+    file = tmp_path / "config.yaml"
+    file.write_text(config.format_yaml(load_config(ServerConfig, ["mode=async"], {})))
+    assert "staleness: 0" in file.read_text()
+    assert load_config(ServerConfig, ["--config", str(file)], {}).mode == "async"
+    assert load_config(ServerConfig, ["mode=bounded", "staleness=0"], {}).staleness == 0
+    with pytest.raises(UserError, match=r"staleness=0 is a setting of mode=bounded; leave it out, or use that"):
+        load_config(ServerConfig, ["--config", str(file), "staleness=0"], {})
+    file.write_text("mode: async\nstaleness: 3\nlaunch:\n  device: cpu\n")
+    with pytest.raises(UserError, match="staleness=3 is a setting of mode=bounded"):
+        load_config(ServerConfig, ["--config", str(file)], {})
 
 
 def test_help_names_every_key_with_default_type_and_meaning() -> None:

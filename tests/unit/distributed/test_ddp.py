@@ -62,6 +62,7 @@ def test_shares_of_a_batch_are_the_batch(cache: Path) -> None:
         (["shards=[]"], ["shards=[]: write equal, auto, or a whole number"]),
         (["shards=auto", "batch=4", "processes_per_node=5"], ["each rank one sample at least", "batch=5"]),
         (["elastic=true", "strategy=fsdp"], ["a part of the state is lost with a rank", "leave strategy=fsdp out"]),
+        (["elastic=true", "processes_per_node=1"], ["elastic=true needs at least two ranks", "processes_per_node=2"]),
         (["shards=auto", "strategy=fsdp"], ["shards=auto", "strategy=fsdp", "such as shards=[3,1]"]),
         (["shards=auto", "model=resnet18", "sync_batchnorm=true"], ["shards=auto", "leave sync_batchnorm=true out"]),
         (["launch.mixed=true", "strategy=fsdp"], ["launch.mixed=true", "use strategy=ddp"]),

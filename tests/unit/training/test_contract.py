@@ -73,9 +73,13 @@ def test_a_decay_that_gives_no_rate_is_refused(tmp_path: Path, body: str, told: 
 def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(KEEPS)
     for settings, told in (
-        (Optim(name="no.py:Own"), "neither one of sgd, adam, adamw, lars, lamb nor an existing FILE.py:Class"),
-        (Optim(decay="no.py:f"), "neither one of linear, cosine, constant, step nor an existing FILE.py:function"),
-        (Optim(decay=f"{tmp_path / 'own.py'}:f"), "has no function 'f'; it has none"),
+        (Optim(name="no.py:Own"), "no.py; name an existing FILE.py:Class, or use one of sgd, adam, adamw, lars, lamb"),
+        (Optim(decay="no.py:f"), "no.py; name an existing FILE.py:function, or use one of linear, cosine,"),
+        (
+            Optim(name="own.txt:Own"),
+            "optim.name=own.txt:Own is neither FILE.py:Class nor one of sgd, adam, adamw, lars",
+        ),
+        (Optim(decay=f"{tmp_path / 'own.py'}:f"), "has no function 'f'; define it there, or use one of linear,"),
     ):
         with pytest.raises(UserError, match=re.escape(told)):
             own_files.check_files_of_config(settings)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from common.core.errors import UserError
 from common.training.local_sgd.exchange import Exchange
 from common.training.local_sgd.worker import LocalWorker
 from tests.harness import warm
@@ -21,6 +22,16 @@ class Recorded(Exchange):
     def average(self, vector: Tensor) -> Tensor:
         self.given = vector.clone()
         return vector.clone()
+
+
+class World:
+    """This worker and one other, which names the moments that it has."""
+
+    def __init__(self, other: list[str]) -> None:
+        self.other = other
+
+    def all_gather(self, value: list[str]) -> list[list[str]]:
+        return [value, self.other]
 
 
 @pytest.mark.parametrize("backend", ["gloo", "builtin"])
@@ -37,7 +48,7 @@ def test_what_a_worker_has_no_gradient_of_counts_as_zero(optimizer: Any) -> None
     network = nn.ModuleList([used, rest, frozen])
     own = optimizer(network.parameters(), lr=0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
     exchange = Recorded(torch.zeros(12), 1)
-    worker: Any = LocalWorker(network, own, None, exchange, "averaged")  # type: ignore[arg-type]
+    worker: Any = LocalWorker(network, own, World([]), exchange, "averaged")  # type: ignore[arg-type]
     used(torch.ones(1, 2)).sum().backward()
     own.step()
     worker.adopt_reference()
@@ -50,3 +61,16 @@ def test_what_a_worker_has_no_gradient_of_counts_as_zero(optimizer: Any) -> None
     assert used.weight.grad is not None and used.weight.grad.tolist() == [[1, 1]]
     assert rest.weight.grad is not None and not rest.weight.grad.any() and frozen.weight.grad is None
     own.step()
+
+
+def test_a_worker_without_any_gradient_sends_zeros_for_the_moments_of_the_others() -> None:
+    """Were it to raise, or send fewer numbers, the others would wait."""
+    network = nn.Linear(2, 1)
+    own = torch.optim.AdamW(network.parameters())
+    exchange = Recorded(torch.zeros(3), 2)
+    worker: Any = LocalWorker(network, own, World(["exp_avg", "exp_avg_sq"]), exchange, "averaged")  # type: ignore[arg-type]
+    worker.adopt_reference()
+    assert exchange.given.tolist() == [0] * 6 and not own.state
+    worker.world = World([])
+    with pytest.raises(UserError, match="AdamW keeps no momentum in its state; use own"):  # on both
+        worker.adopt_reference()

@@ -173,10 +173,10 @@ def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monk
     monkeypatch.chdir("/")  # where the job may start
     written = config.load_config(mnist_pipeline.Config, ["--resume", str(folder.path)], {})
     schedules.check_schedule_of_config(written, folder.path / "code")
-    with pytest.raises(UserError, match="neither one of naive, gpipe, 1f1b nor an existing"):
+    with pytest.raises(UserError, match=r"name an existing FILE\.py:function, or use one of naive, gpipe, 1f1b"):
         schedules.check_schedule_of_config(written)
     own_files.check_files_of_config(written.optim, folder.path / "code")
-    with pytest.raises(UserError, match=r"neither one of sgd, adam, adamw, lars, lamb nor an existing FILE\.py:Class"):
+    with pytest.raises(UserError, match=r"name an existing FILE\.py:Class, or use one of sgd, adam, adamw, lars, lamb"):
         own_files.check_files_of_config(written.optim)
     found = prepare.prepare_dataset(written.data, code=folder.path / "code")
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"

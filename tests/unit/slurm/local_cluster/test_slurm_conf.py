@@ -251,8 +251,15 @@ def test_programs_use_the_only_cluster_that_is_up_and_ask_where_there_are_severa
     assert find_scheduler({"job": {"scheduler": found.name}}) == found
     assert find_scheduler({"job": {"scheduler": "the local cluster"}}) is None, "one of another name"
     set_up("other", here)
-    with pytest.raises(UserError, match="clusters mine, other are up: end all but one with make cluster-down NAME="):
+    with pytest.raises(UserError, match="clusters mine, other are up; name one: LAUNCH=slurm:mine "):
         choose_scheduler("auto")
+    found = choose_scheduler("slurm:other")
+    assert found and found.local and (found.name, found.local.plan.name) == ("the local cluster other", "other")
+    with pytest.raises(UserError, match="cluster over is not up; start it with: make cluster-up NAME=over"):
+        choose_scheduler("slurm:over")
+    for unknown in ("slurm:", "local:mine", "mine"):
+        with pytest.raises(UserError, match=f"LAUNCH={unknown} is unknown; use auto, local, slurm, or slurm:NAME"):
+            choose_scheduler(unknown)
     set_up("local", here)
     found = choose_scheduler("slurm")
     assert found and (found.name, find_scheduler({"job": {"scheduler": found.name}})) == ("the local cluster", found)
