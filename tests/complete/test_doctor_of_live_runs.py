@@ -38,7 +38,7 @@ def test_a_straggler_is_named_while_the_run_goes_on(strategy: str, cache: Path, 
         slow, deadline, found = ranks_of(process)[1], time.monotonic() + 120, ""
         while "rank 1 on " not in found:
             assert time.monotonic() < deadline, found
-            throttle(slow, 4)
+            throttle(slow, 2)
             found = inside.run_verb("doctor", f"--run={folder.path}").stdout
         assert re.search(r"rank 1 on \S+ is slow: \S+ ms until backward, the others \S+ ms", found), found
         shown = inside.run_verb("status", str(folder.path))
