@@ -18,6 +18,7 @@ from slurm.local_cluster import cluster, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness import inside, warm
 from tests.harness.fake_slurm import Fake
+from tests.harness.warm import ROOT
 
 LINKS = [
     {"ifname": "switch", "flags": ["UP"]},
@@ -127,8 +128,30 @@ def test_a_requeue_passes_on_what_slurm_says(up: Up) -> None:
     assert up.tool("requeue", "1", status=2) == "error: scontrol: Invalid job id specified"
 
 
-def test_the_end_of_a_cluster_leaves_its_logs_alone(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_conf, "check_folder", lambda folder: folder)  # pytest's paths may be long
+@pytest.fixture
+def any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pytest's paths may be longer than those that SLURM takes."""
+    monkeypatch.setattr(slurm_conf, "check_folder", lambda folder: folder)
+
+
+@pytest.mark.usefixtures("any_folder")
+def test_a_cluster_that_is_up_stays_as_it_is(up: Up) -> None:
+    for names in slurm_conf.PACKAGES.values():
+        for name in set(names) - {"ip"}:
+            up.fake.answer(name, "exit 1")
+    asked = ("cluster", "up", "--auth=none")
+    variables = {"CLUSTER_DIR": str(up.folder.parent), "PATH": up.variables["PATH"]}
+    for words in ((), ("--nodes=3",)):
+        done = inside.run_verb(*asked, *words, cwd=ROOT, **variables)
+        assert (done.returncode, done.stdout) == (0, "cluster local is up already\n"), done.stderr
+    done = inside.run_verb(*asked, "--nodes=2", cwd=ROOT, **variables)
+    assert done.stderr == "error: cluster local is up already, with NODES=3; first: make cluster-down\n"
+    assert done.returncode == 2
+    assert up.hosts[0].poll() is None
+
+
+@pytest.mark.usefixtures("any_folder")
+def test_the_end_of_a_cluster_leaves_its_logs_alone(up: Up) -> None:
     (up.folder / "log" / "ctl.log").write_text("it began\n")
     done = inside.run_verb("cluster", "down", CLUSTER_DIR=str(up.folder.parent))
     assert done.stdout == f"cluster local is down; its logs are in {up.folder}/log\n", done.stderr
