@@ -29,7 +29,7 @@ from common.data.prepare import Prepared
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs import provenance, result
-from common.runs.folder import Folder, disk_errors, read_json
+from common.runs.folder import Folder, disk_errors
 from common.training.optimization import own_files
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -122,10 +122,6 @@ def list_differences(
     for key in now | then:
         if key not in PLACES and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)
-    for start in old.attempts():
-        for key, (_, value) in read_json(start.attempt / "changed.json").items():
-            if not key.startswith("wandb."):
-                yield f"{key}, from its attempt {start.number} on", value, now.get(key)
     meta = provenance.read_metadata(old)
     for package in provenance.PACKAGES:
         yield f"package {package}", (meta.get("packages") or {}).get(package), provenance.read_package_version(package)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -149,37 +149,43 @@ def print_totals(merged: Merged) -> None:
     print(f"{lines} lines and {branches} branches of {len(merged)} files executed")
 
 
-def find_renamed(revision: str) -> dict[str, str]:
-    """Today's names of files that had others in a revision."""
-    words = ["git", "diff", "--find-renames=40%", "--diff-filter=R", "--name-status", revision, "--", *PACKAGES]
-    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {old: new for _, old, new in (line.split("\t") for line in shown.stdout.splitlines())}
+def find_origins(name: str, revision: str) -> dict[int, tuple[str, int]]:
+    """The file and line of a revision from which each line of a file of today comes; others are left out."""
+    words = ["git", "blame", "--incremental", "-M", "-C", f"^{revision}", "--", name]
+    shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)  # an untracked file has none
+    found: dict[int, tuple[str, int]] = {}
+    commit, old, new, count, kept = "", 0, 0, 0, set[str]()
+    for line in shown.stdout.splitlines():
+        if match := re.fullmatch(r"([0-9a-f]{40}) (\d+) (\d+) (\d+)", line):
+            commit, old, new, count = match[1], int(match[2]), int(match[3]), int(match[4])
+        elif line == "boundary":
+            kept.add(commit)
+        elif line.startswith("filename ") and commit in kept:
+            found |= {new + i: (line.removeprefix("filename "), old + i) for i in range(count)}
+    return found
 
 
 def follow_lines(merged: Merged, revision: str) -> Merged:
     """What was executed of the sources of a revision, by the names and line numbers that today's sources have.
 
-    Lines that are no more, or that were changed or moved to another file, are left out.
+    Lines are followed into other files. Those that are no more, or that were changed, are left out, and so are
+    branches that today's sources do not have.
     """
+    from coverage.parser import PythonParser
+
+    lines = {(name, line) for name, file in merged.items() for line in file["lines"]}
+    branches = {((name, a), (name, b)) for name, file in merged.items() for a, b in file["branches"]}
     followed: Merged = {}
-    names = find_renamed(revision)
-    for before, file in merged.items():
-        name = names.get(before, before)
-        shown = subprocess.run(
-            ["git", "show", f"{revision}:{before}"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        if not (ROOT / name).exists():
-            print(f"{before} is no more")
-            continue
-        old, new = shown.stdout.splitlines(), (ROOT / name).read_text().splitlines()
-        now: dict[int, int] = {}
-        for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
-            now |= {block.a + i + 1: block.b + i + 1 for i in range(block.size)}
-        ends = {-1: -1} | {-line: -number for line, number in now.items()}  # a negative line leaves a function
-        both = now | ends
+    for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
+        name = str(path.relative_to(ROOT))
+        then = find_origins(name, revision)
+        then |= {-line: (before, -number) for line, (before, number) in then.items()}  # these leave a function
+        parser = PythonParser(filename=str(path))
+        parser.parse_source()
+        choices = {line for line, count in parser.exit_counts().items() if count > 1}
         followed[name] = {
-            "lines": {now[line] for line in file["lines"] if line in now},
-            "branches": {(both[a], both[b]) for a, b in file["branches"] if a in both and b in both},
+            "lines": {line for line in parser.statements if then.get(line) in lines},
+            "branches": {(a, b) for a, b in parser.arcs() if a in choices and (then.get(a), then.get(b)) in branches},
         }
     return followed
 

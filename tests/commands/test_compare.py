@@ -126,8 +126,9 @@ def test_what_the_loss_of_ranks_cost_is_shown(tmp_path: Path) -> None:
         Made("ddp_multinode", number, 20, result={"format": 2, "measured": measured}).write(tmp_path)
     told = [[run[name] for name in lost if name in run] for run in as_json(tmp_path)["runs"]]
     assert told == [[2, 0.254, 1], [None] * 3]
-    head, _, first, *_ = compare(tmp_path).stdout.splitlines()
-    assert "  ranks lost" in head and first.split()[-1] == "2"
+    done = inside.run_verb("compare", f"--runs={tmp_path}", COLUMNS="120")
+    head, _, first, *_ = done.stdout.splitlines()
+    assert head.endswith("  ranks lost  seconds lost  steps redone") and first.split()[-3:] == ["2", "0.25", "1"]
 
 
 def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:

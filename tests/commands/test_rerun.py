@@ -157,6 +157,8 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): then ")
     assert f"error: {file} is damaged" in done.stderr and done.stderr.count("\n") == 1
     assert list(old.parent.iterdir()) == [old] and "\nsame " not in done.stdout
+    done = inside.run_verb("rerun", "--args=seed=1", "--", str(old))
+    assert differing(done.stdout) == ["seed: then 0, now 1", line]
     meta = json.loads((old / "meta.json").read_text())
     write_json(old / "meta.json", meta | {"data": {}})  # nothing tells what the data were
     done = inside.run_verb("rerun", "--", str(old))
@@ -207,6 +209,17 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], me
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_run_that_goes_on_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
+    run = Made("mnist_pipeline", state="running").write(tmp_path).path
+    repeated = inside.run_verb("rerun", "--", str(run))
+    remedy = f"repeat it when it is over: make status RUN={run} WAIT=600"
+    assert repeated.returncode == 2 and repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
+    resumed = inside.run_verb("exp", f"--resume={run}")
+    remedy = f"to go on with it elsewhere, first make cancel RUN={run}"
+    assert resumed.returncode == 2 and resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
+    assert list(tmp_path.iterdir()) == [run]
 
 
 MEASURED = {

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from common.core.errors import UserError
+from common.runs.folder import read_json
 from slurm.launch import sweep_file
+from slurm.scheduling import scheduler
 from tests.harness import inside
 from tests.harness.damaged_runs import DAMAGES
 from tests.harness.fake_slurm import Fake, call
@@ -78,6 +80,56 @@ def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_made(tmp_pa
     done = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
     assert "elastic=true is for single jobs" in done.stderr and not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_tells_the_points_and_makes_nothing(tmp_path: Path, cache: Path) -> None:
+    points = [{"batch": "32"}, {"batch": "64"}]
+    file = write(tmp_path, cache, points=points)
+    (run,) = begin(tmp_path, points, "finished")
+    before = sorted(tmp_path.rglob("*"))
+    done = inside.run_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"  FINISHED   batch=32  {run}\n  MISSING    batch=64\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue is looked at three times, and both runs end before the last time."""
+    for name, value in (("QUEUES", {}), ("FRESH", 0)):
+        monkeypatch.setattr(scheduler, name, value)
+    monkeypatch.setattr("slurm.launch.sweep.PAUSE", 0.01)
+    file, fake = write(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2"), Fake(tmp_path)
+    runs, looked = tmp_path / "runs", tmp_path / "looked"
+    result = '{"state": "finished", "exit_status": 0}'
+    ends = f"for run in {runs}/mnist_pipeline-*; do echo '{result}' >$run/result.json; done"
+    queue = "printf '4711_0|RUNNING|None\\n4711_1|PENDING|JobArrayTaskLimit\\n'"
+    fake.answer("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
+    done = inside.run_verb("sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "(2 missing); 2 to run now" in done.stdout
+    assert "job 4711 on SLURM: an array of 2, at most 2 at once, 1 node and 1 rank each" in done.stdout
+    told = [line.split()[0] for line in done.stdout.splitlines() if "  batch=" in line]
+    assert told == ["RUNNING", "PENDING", "FINISHED", "FINISHED"], done.stdout
+    for number, cell in enumerate(cells(file)):
+        assert cell["state"] == "finished"
+        assert read_json(runs / cell["run"] / "meta.json")["job"]["id"] == f"4711_{number}"
+    assert "#SBATCH --array=0-1%2\n" in (runs / "sweeps" / "rates" / "submit" / "job.sh").read_text()
+
+
+def test_a_refused_sweep_leaves_the_points_as_they_were(tmp_path: Path, cache: Path) -> None:
+    points = [{"batch": "32"}, {"batch": "64"}]
+    file, fake = write(tmp_path, cache, points=points), Fake(tmp_path)
+    runs = begin(tmp_path, points, "failed")
+    fake.answer("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
+    for failed in ("0", "1"):  # the point that is missing, then the one that has failed
+        words = ("--launch=slurm", f"--failed={failed}", "--", str(file))
+        done = inside.run_verb("sweep", *words, cwd=ROOT, **fake.environment())
+        assert done.returncode == 2 and "; 1 to run now" in done.stdout
+        assert "SLURM refused the job: sbatch: error: invalid account" in done.stderr
+        assert [cell["run"] for cell in cells(file)] == runs
+        assert [path.name for path in (tmp_path / "runs").glob("mnist_pipeline-*")] == runs
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])

@@ -1,13 +1,15 @@
 """Three steps of messages between two processes, one way or another, for tests/unit/pipeline/test_memory.py.
 
-    python -m tests.harness.exchange memory|network|small|silent|gone
+    python -m tests.harness.exchange memory|network|groups|small|silent|gone
 
-With `small` the files of a process, which its shared memory is too, may hold next to nothing; with `silent` one
-process says nothing in the last step, with `gone` it ends there.
+With `groups` each direction has a process group and a first message, as on nccl; with `small` the files of a process,
+which its shared memory is too, may hold next to nothing; with `silent` one process says nothing in the last step, with
+`gone` it ends there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import sys
@@ -29,8 +31,10 @@ def exchange(what: str, place: RankInfo) -> None:
         if what == "small":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         found = list_routes(make_gpipe(2, 2, 2), SHAPES, 4)
-        messages = Messages(world, found, torch.float32, 2, "network" if what == "network" else "auto")
+        shown = dataclasses.replace(world, backend="nccl") if what == "groups" else world
+        messages = Messages(shown, found, torch.float32, 2, "network" if what in ("network", "groups") else "auto")
         assert (messages.memory is not None) == (what in ("memory", "silent", "gone"))
+        assert len(set(messages.network.groups.values())) == (4 if what == "groups" else 0)
         for step in range(3):
             messages.post_receives()
             for m in range(2):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import http.server
 import itertools
 import multiprocessing
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -171,6 +174,48 @@ def test_only_the_default_folder_may_be_missing(cache: Path, tmp_path: Path, mon
     found = prepare.prepare_dataset(settings)
     assert found.name == "digits" and "training on the built-in digits set instead" in found.notice
     assert not Path(root).exists()
+
+
+def test_a_missing_mnist_is_downloaded_once(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a mirror on this machine, whose files are smaller than the real ones."""
+    from torchvision.datasets import MNIST
+
+    files = {f"{file.name}.gz": gzip.compress(file.read_bytes()) for file in raw.iterdir()}
+    resources = [(name, hashlib.md5(packed).hexdigest()) for name, packed in files.items()]
+    asked: list[str] = []
+
+    class Mirror(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(files[self.path.strip("/")])
+
+        do_HEAD = do_GET
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    monkeypatch.setattr(sources, "MNIST_FILES", {file.name: file.stat().st_size for file in raw.iterdir()})
+    monkeypatch.setattr(MNIST, "resources", resources)
+    (tmp_path / "new").mkdir()
+    settings = Data(root=str(tmp_path / "new"), cache=str(tmp_path / "cache"), download_timeout=20)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        monkeypatch.setattr(MNIST, "mirrors", [address])
+        monkeypatch.setattr(prepare, "MNIST_MIRROR", address + resources[0][0])
+        found = prepare.prepare_dataset(settings)
+        assert found.name == "mnist" and not found.notice
+        assert (found.map_array("train_images") == synthetic_digits.generate_digits(100, 1, "train")[0]).all()
+        before = list(asked)
+        assert prepare.prepare_dataset(settings) == found and asked == before
+        server.shutdown()
+    assert not list((tmp_path / "new").glob(".download-*"))
+    held = Data(root=str(tmp_path), cache=str(tmp_path / "cache"), download_timeout=20)
+    shutil.rmtree(raw)
+    with pytest.raises(UserError, match=r"MNIST .* cannot be downloaded \(no connection: .*refused"):
+        prepare.prepare_dataset(held)
 
 
 def test_changed_raw_files_are_prepared_anew(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def exchange(what: str) -> subprocess.CompletedProcess[str]:
     return warm.execute([sys.executable, "-m", "tests.harness.exchange", what], env=environment())
 
 
-@pytest.mark.parametrize("what", ["memory", "network", "small"])
+@pytest.mark.parametrize("what", ["memory", "network", "groups", "small"])
 def test_every_way_delivers(what: str) -> None:
     done = exchange(what)
     assert done.returncode == 0, done.stderr
