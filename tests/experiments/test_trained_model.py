@@ -186,8 +186,8 @@ def test_a_model_of_another_device_is_measured_and_not_judged(finished: Make, tm
 def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     folder = copy(finished(REPLICATED).folder, tmp_path)
     before = [row["loss"] for row in folder.metrics() if "loss" in row]
-    done = resume(REPLICATED, folder)
-    assert done.returncode == 0 and f'make exp RESUME={folder.path.name} ARGS="steps=80"' in done.stdout
+    for done in (resume(REPLICATED, folder), inside.run_verb("exp", f"--resume={folder.path}", "--launch=local")):
+        assert done.returncode == 0 and f'make exp RESUME={folder.path.name} ARGS="steps=80"' in done.stdout
     done = resume(REPLICATED, folder, "steps=40")
     assert done.returncode == 0 and "is finished" in done.stdout
     for ways in (
