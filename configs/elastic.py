@@ -39,7 +39,7 @@ class ElasticRanks(RanksPerNode):
             return
         if self.processes < 2:
             what = "elastic=true needs at least two ranks: with a single one nobody is left to go on"
-            raise ValueError(f"{what}; use processes_per_node=2 or leave elastic out")
+            raise ValueError(f"{what}; use processes_per_node=2, or elastic=false")
         if self.elastic.min > self.processes:
             what = f"elastic.min={self.elastic.min}, and the run has {self.processes} ranks"
             raise ValueError(f"{what}; use at most elastic.min={self.processes}")

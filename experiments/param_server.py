@@ -26,8 +26,8 @@ number of versions between its pull and its application.
 
 With async and bounded a push counts as its share of the batch, too, and `damp=true` divides its learning rate by its
 staleness (Zhang et al. 2015, arXiv 1511.05950). Workers run ahead of each other until all ranks meet: for an
-evaluation, or to agree whether to save a checkpoint or to stop. Then all pushes are applied, and that is the state
-which is evaluated and saved.
+evaluation, to bring metrics together, or to agree whether to save a checkpoint or to stop. Then all pushes are applied,
+and that is the state which is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main(cfg: Config, run: Run) -> None:
             if losses:  # a slow worker may find that others have done all of a step
                 step.log(loss=torch.stack(losses).mean(), staleness=sum(staleness) / len(staleness))
             step.commit()  # with elastic=true: all ranks know that all servers have all pushes
-            worker.apply()
+            worker.take_prepared_step()
     worker.stop_serving()
     compared = [time_ddp(cfg, run)] if cfg.compare else []
     run.report(report_servers(cfg, run, worker), *compared)

@@ -51,7 +51,7 @@ class ServedState(TrainState):
         Where that rank has taken a step more, this rank's server has all pushes of it, and takes it now.
         """
         super().load(loaded)
-        self.worker.apply()
+        self.worker.take_prepared_step()
 
     def leave_group(self, *, together: bool) -> None:
         """End the messages between workers and servers."""

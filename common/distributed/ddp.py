@@ -158,14 +158,14 @@ def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    with leave_as_it_was(model, x.device):
+    with restore_buffers_and_rng(model, x.device):
         model(x).sum().backward()
     for parameter in model.parameters():
         parameter.grad = None
 
 
 @contextlib.contextmanager
-def leave_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+def restore_buffers_and_rng(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Bring buffers and random state back at the end of the block, in which forwards are made that do not train."""
     before = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -219,8 +219,8 @@ def wait_for_ranks(
         ended = [child for child in children if child.exit_code is None and reap_child(child)]
         failed = [child for child in ended if child.exit_code not in (0, EXIT_RESUMABLE)]
         if supervisor is not None:
-            failed = [child for child in failed if not supervisor.absorb(child.rank, child.exit_code or 0)]
-            supervisor.tend([child.rank for child in children if child.exit_code is not None])
+            failed = [child for child in failed if not supervisor.accept_loss(child.rank, child.exit_code or 0)]
+            supervisor.poll_and_restart_ranks([child.rank for child in children if child.exit_code is not None])
         if stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
             raise StoppedAtOnce(stop.number)  # it had not begun to listen, and others fail without it
         if failed:

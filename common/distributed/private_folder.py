@@ -50,7 +50,7 @@ def open_identity(folder: Path, rank_info: RankInfo, seconds: float) -> Identity
     """
     if rank_info.rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        certificates.make_identity(folder, find_life(folder.parent))
+        certificates.make_identity(folder, compute_certificate_seconds(folder.parent))
     deadline = time.monotonic() + seconds
     while not is_listed(folder):
         if time.monotonic() > deadline:
@@ -70,7 +70,7 @@ def is_listed(folder: Path) -> bool:
         return False
 
 
-def find_life(run: Path) -> float:
+def compute_certificate_seconds(run: Path) -> float:
     """Return for how many seconds a certificate is needed: until the end of the job's time limit, if there is one.
 
     Older versions of SLURM do not tell the end: then the time limit of the profile counts with which it was submitted.

@@ -111,7 +111,9 @@ def parse_first_host(nodelist: str) -> str:
 
 
 @contextlib.contextmanager
-def refusing_once(rank_info: RankInfo | None, wait: Callable[[float], bool | None] | None = None) -> Iterator[None]:
+def report_refusal_once(
+    rank_info: RankInfo | None, wait: Callable[[float], bool | None] | None = None
+) -> Iterator[None]:
     """Let one rank say what all of them refuse in the block: rank 0, at once.
 
     The others wait, because the launcher ends all ranks when one has ended: at once by SIGTERM, or, where that is a

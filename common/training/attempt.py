@@ -79,8 +79,8 @@ class Attempt:
             self.prepared.copy_own_data_file(self.folder.path / "code")
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         schedules.copy_schedule_file(cfg, self.folder.path / "code")
-        algorithms.keep_file(cfg.launch, self.folder.path / "code")
-        own_files.keep_files(cfg.optim, self.folder.path / "code")
+        algorithms.copy_algorithm_file(cfg.launch, self.folder.path / "code")
+        own_files.copy_optimizer_files(cfg.optim, self.folder.path / "code")
         provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()
 

@@ -23,7 +23,7 @@ from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is
 from common.core.processes import exit_at_once
 from common.core.text import format_count
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
-from common.distributed.rank_info import RankInfo, read_rank_info, refusing_once
+from common.distributed.rank_info import RankInfo, read_rank_info, report_refusal_once
 from common.distributed.rendezvous import World
 from common.distributed.silent_ranks import name_silent_ranks
 from common.distributed.transport import algorithms
@@ -58,7 +58,7 @@ def start(main: Main[T], schema: type[T]) -> None:
 
 def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
     """Run what the command line asks for, with ranks of its own or as one rank; return the exit status."""
-    with refusing_once(rank_info):
+    with report_refusal_once(rank_info):
         cfg = config.load_config(schema, sys.argv[1:])
         path = config.parse_command_line(sys.argv[1:]).resume
         given, code = (Folder(path.absolute()), path.absolute() / "code") if path else (None, None)
@@ -243,7 +243,7 @@ class LaunchedRank:
         if self.is_main and not self.rank_info.coordinator:  # else the launcher tracks, which outlives every rank
             attempt.tracker = wandb_tracker.Tracker.start(cfg, attempt.folder)
         try:
-            with refusing_once(self.rank_info, self.stop.wait_for_request):
+            with report_refusal_once(self.rank_info, self.stop.wait_for_request):
                 train_rank(main, cfg, self.world, attempt, self.stop)
         except StopRequested as request:
             return Ending(EXIT_RESUMABLE, together=request.together)

@@ -135,7 +135,7 @@ def measure_speed(run: RunContext, model: nn.Module, batch: int) -> Speed:
         return min(times) / calls
 
     x = run.load_example(many)
-    with ddp.leave_as_it_was(model, run.device):
+    with ddp.restore_buffers_and_rng(model, run.device):
         return Speed.fit(few, many, [time_shortest(x[:few]), time_shortest(x)])
 
 

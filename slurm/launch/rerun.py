@@ -104,8 +104,8 @@ def create_folder(
             shutil.copytree(old.path / "code", new.path / "code", ignore=leave)
         found.copy_own_data_file(new.path / "code")
         schedules.copy_schedule_file(settings, new.path / "code", anew="schedule" in named)
-        algorithms.keep_file(settings.launch, new.path / "code", anew="launch.algorithm" in named)
-        own_files.keep_files(settings.optim, new.path / "code", anew=named)
+        algorithms.copy_algorithm_file(settings.launch, new.path / "code", anew="launch.algorithm" in named)
+        own_files.copy_optimizer_files(settings.optim, new.path / "code", anew=named)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], found.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new

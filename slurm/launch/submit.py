@@ -91,8 +91,8 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
         provenance.copy_source(folder)
         found.copy_own_data_file(folder.path / "code")
         schedules.copy_schedule_file(settings, folder.path / "code")
-        algorithms.keep_file(settings.launch, folder.path / "code")
-        own_files.keep_files(settings.optim, folder.path / "code")
+        algorithms.copy_algorithm_file(settings.launch, folder.path / "code")
+        own_files.copy_optimizer_files(settings.optim, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, found.to_dict())
     return folder
@@ -115,8 +115,8 @@ def submit_run(
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     if resumed:
         schedules.copy_schedule_file(settings, resumed.path / "code")
-        algorithms.keep_file(settings.launch, resumed.path / "code")
-        own_files.keep_files(settings.optim, resumed.path / "code")
+        algorithms.copy_algorithm_file(settings.launch, resumed.path / "code")
+        own_files.copy_optimizer_files(settings.optim, resumed.path / "code")
         text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)
     folder = prepare_run_folder(name, settings, scheduler)
@@ -153,9 +153,16 @@ def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Schedul
 
 
 def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
-    """Set the ranks per host, where the settings leave it open: one for each GPU of the profile."""
+    """Set the ranks per host, where the settings leave it open: one for each GPU of the profile.
+
+    Raises UserError where the settings do not fit that number.
+    """
     if getattr(settings, "processes_per_node", None) == 0:
         settings.processes_per_node = profile.ranks_per_node  # type: ignore[attr-defined]
+        try:
+            settings.check()
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
 
 def check_step_timeout(settings: Experiment, profile: Profile) -> None:
@@ -213,6 +220,7 @@ def main(given: argparse.Namespace) -> int:
             "STRICT=1, but the checkout has changes that are not committed; commit them, or leave STRICT out"
         )
     if dry:
+        resolve_processes_per_node(settings, profile)
         print_dry_run(name, settings, profile)
         return 0
     if resumed and resumed.result.get("state") == "finished" and not extension.has_more_steps(resumed, settings):

@@ -135,7 +135,7 @@ class JobLauncher:
         self.host_of = {rank: self.hosts[rank * len(self.hosts) // len(everyone)] for rank in everyone}
         try:
             while not self.is_over:
-                self.supervisor.tend(self.ended)
+                self.supervisor.poll_and_restart_ranks(self.ended)
                 self.note_endings()
                 self.forget_failed_starts()
                 self.end_killers(GRACE)

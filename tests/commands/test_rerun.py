@@ -98,7 +98,7 @@ def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path)
     words = ["launch.backend=builtin", f"launch.algorithm={own}:star", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(ddp_multinode.Config, words, {})
     old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    algorithms.keep_file(settings.launch, old.path / "code")
+    algorithms.copy_algorithm_file(settings.launch, old.path / "code")
     own.write_text("def star(ranks):\n    return [[], []]\n")
     found = Prepared("digits", tmp_path, {})
     for named in ([], ["launch.algorithm"]):
@@ -115,7 +115,7 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
     words = [f"optim.name={files[0]}:Lion", f"optim.decay={files[1]}:halve", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(ddp_multinode.Config, words, {})
     old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    own_files.keep_files(settings.optim, old.path / "code")
+    own_files.copy_optimizer_files(settings.optim, old.path / "code")
     for file in files:
         file.write_text("def halve(step, total):\n    return -1\n")
     found = Prepared("digits", tmp_path, {})

@@ -40,12 +40,12 @@ class Supervisor:
         self.starts: collections.Counter[int] = collections.Counter()
         self.starting: set[int] = set()
 
-    def absorb(self, rank: int, exit_code: int) -> bool:
+    def accept_loss(self, rank: int, exit_code: int) -> bool:
         """Return whether the run goes on without a rank whose process has ended: only one that was killed is lost."""
         self.starting.discard(rank)
         return exit_code < 0 and self.coordinator.lose(rank)
 
-    def tend(self, ended: Container[int]) -> None:
+    def poll_and_restart_ranks(self, ended: Container[int]) -> None:
         """Answer the ranks, and start those again that are missing once the others go on.
 
         `ended` has those that are known to have ended, as lost ones: another may have failed by itself.

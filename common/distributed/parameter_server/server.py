@@ -4,9 +4,9 @@ A server answers pulls with its shard and applies pushed gradients by torch's ow
 new version of the shard. The staleness of a push is the number of versions that were made between the pull that its
 gradient was computed from and its application.
 
-In sync mode a step is taken in two parts: all pushes of it are answered once all are there, and `apply` takes it. A
-worker that has its answers knows that every server has all pushes, so that a step of an elastic run, once it counts on
-one rank, can be taken on each server, and until then on none.
+In sync mode a step is taken in two parts: all pushes of it are answered once all are there, and `take_prepared_step`
+takes it. A worker that has its answers knows that every server has all pushes, so that a step of an elastic run, once
+it counts on one rank, can be taken on each server, and until then on none.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Server:
             self._wait(lambda: worker in self.answers)
             return self.answers.pop(worker)
 
-    def apply(self) -> None:
+    def take_prepared_step(self) -> None:
         """Take the step whose pushes are all there, if there is one: pulls are answered again."""
         with self.changed:
             if self.prepared is not None:
@@ -183,7 +183,7 @@ class Server:
 
         self.prepared = take_step
         if self.policy.mode != "sync":
-            self.apply()
+            self.take_prepared_step()
         for worker, age in zip(workers, ages, strict=True):
             self.answers[worker] = self.next_ticket, age
             self.next_ticket += 1

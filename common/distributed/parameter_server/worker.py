@@ -112,7 +112,7 @@ class Worker:
     def push(self) -> int:
         """Send the gradient, each server its shard of it, and wait for all answers; return the staleness.
 
-        All servers have applied it then, or in sync mode have the pushes of all workers, for `apply`.
+        All servers have applied it then, or in sync mode have the pushes of all workers, for `take_prepared_step`.
         """
         gradient = parameters_to_vector(p.grad for p in self.parameters if p.grad is not None)
         answers = [torch.zeros(2, dtype=torch.int64) for _ in self.parts]
@@ -125,10 +125,10 @@ class Worker:
         self.ticket = int(answers[0][0])
         return int(torch.stack(answers)[:, 1].max())
 
-    def apply(self) -> None:
+    def take_prepared_step(self) -> None:
         """Let this rank's server, if it has one, take the step whose pushes are all there."""
         if self.server is not None:
-            self.server.apply()
+            self.server.take_prepared_step()
 
     def stop_serving(self, *, together: bool = True) -> None:
         """End the server's threads. Where not all ranks do so after the same step, their connections are cut."""

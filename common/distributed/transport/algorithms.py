@@ -93,7 +93,7 @@ def choose_file(launch: Launch, code: Path) -> Launch:
     return replace(launch, algorithm=prefer_kept(name, find_kept_file("algorithm", name, code)))
 
 
-def keep_file(launch: Launch, code: Path, *, anew: bool = False) -> None:
+def copy_algorithm_file(launch: Launch, code: Path, *, anew: bool = False) -> None:
     """Copy the file of a user's own algorithm into the source of a run, if it is not there yet, or `anew`.
 
     Raises UserError.

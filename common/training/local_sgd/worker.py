@@ -87,27 +87,27 @@ class LocalWorker:
     @torch.no_grad()
     def begin_exchange(self, step: int) -> None:
         """Begin to send how far this worker's parameters are from the reference. All workers call it after a step."""
-        with self.count():
+        with self.count_traffic():
             self.sent = self.flatten()
             self.exchange.begin(self.reference - self.sent)
         self.counts[EXCHANGES] += 1
         self.counts[SENT_AFTER] = step
 
     @torch.no_grad()
-    def receive(self) -> None:
+    def wait_for_exchange(self) -> None:
         """Wait for an exchange that is in flight, whose result is kept for the outer step. All workers call it."""
         if self.exchange.in_flight:
-            with self.count():
+            with self.count_traffic():
                 self.received = self.exchange.finish()
 
     def finish_exchange(self) -> Tensor:
         """Return the mean difference [n] over the workers; all of them call it, and then take the outer step."""
-        self.receive()
+        self.wait_for_exchange()
         self.counts[SENT_AFTER] = 0
         return self.received
 
     @contextlib.contextmanager
-    def count(self) -> Iterator[None]:
+    def count_traffic(self) -> Iterator[None]:
         """Count the bytes and seconds of the block as those of exchanges."""
         before, began = self.exchange.bytes_sent, time.perf_counter()
         yield
@@ -144,7 +144,7 @@ class LocalWorker:
             {name: value for name, value in self.optimizer.state.get(p, {}).items() if is_moment(value, p)}
             for p in trained
         ]
-        with self.count():
+        with self.count_traffic():
             found = self.world.all_gather(list(dict.fromkeys(itertools.chain.from_iterable(states))))
         names = list(dict.fromkeys(itertools.chain.from_iterable(found)))
         if not names:
@@ -157,7 +157,7 @@ class LocalWorker:
         ]
 
     def _average(self, vector: Tensor) -> Tensor:
-        with self.count():
+        with self.count_traffic():
             return self.exchange.average(vector)
 
     # ---- between exchanges
@@ -186,7 +186,7 @@ class LocalWorker:
 
     def collect_own(self) -> dict[str, Any]:
         """Return the vectors of this worker alone. All workers call it; an exchange in flight is waited for."""
-        self.receive()
+        self.wait_for_exchange()
         waiting = {"sent": self.sent, "received": self.received} if self.awaits_outer_step else {}
         return {"parameters": self.flatten()} | waiting | self.exchange.collect()
 

@@ -45,7 +45,7 @@ def choose_files(optim: Optim, code: Path) -> Optim:
     return replace(optim, **kept)
 
 
-def keep_files(optim: Optim, code: Path, *, anew: Container[str] = ()) -> None:
+def copy_optimizer_files(optim: Optim, code: Path, *, anew: Container[str] = ()) -> None:
     """Copy the files of a user's own into the source of a run where they are missing, or their settings are in `anew`.
 
     Raises UserError.

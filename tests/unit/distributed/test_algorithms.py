@@ -216,7 +216,10 @@ def test_mistakes_are_refused_naming_rank_and_move(tmp_path: Path, plan: Any, me
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"launch\.algorithm=rng is neither FILE\.py:function nor one of ring, halving_doubling, tree, star"):
+    with pytest.raises(
+        UserError,
+        match=r"launch\.algorithm=rng is neither FILE\.py:function nor one of ring, halving_doubling, tree, star",
+    ):
         build_algorithm("rng", 4)
 
 

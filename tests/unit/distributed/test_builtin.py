@@ -90,7 +90,10 @@ def test_encryption_that_cannot_be_is_refused(
         (("launch.backend=builtin", "launch.device=cuda"), "launch.backend=builtin is for CPUs; leave launch.device"),
         (("launch.algorithm=tree",), "launch.algorithm=tree is for launch.backend=builtin; add that"),
         (("launch.tls=true",), "launch.tls=true is for launch.backend=builtin; add that"),
-        (("launch.backend=builtin", "launch.algorithm=oak"), "launch.algorithm=oak is neither FILE.py:function nor one of ring, "),
+        (
+            ("launch.backend=builtin", "launch.algorithm=oak"),
+            "=oak is neither FILE.py:function nor one of ring, ",
+        ),
         (("launch.backend=builtin", "launch.algorithm={own}:wait"), "own.py:1: deadlock: rank 0, move 0"),
         (("launch.backend=builtin", "launch.algorithm={own}:forget"), "ends without the values of rank"),
     ],

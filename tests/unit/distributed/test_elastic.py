@@ -50,7 +50,7 @@ class Run:
 
     def serve(self) -> None:
         while not self.ended.is_set():
-            self.supervisor.tend(self.dead)
+            self.supervisor.poll_and_restart_ranks(self.dead)
         self.coordinator.close()
 
     def join(self, rank: int, *, joins: bool = False, irreplaceable: bool = False) -> Rank:
@@ -159,7 +159,7 @@ def test_without_an_irreplaceable_rank_the_run_is_over(path: Path) -> None:
     wait_until(lambda: run.started == [3], "rank 3 starts")
     run.kill(1)
     wait_until(lambda: run.coordinator.broken, "the loss of rank 1")
-    assert not run.coordinator.is_active and not run.supervisor.absorb(1, -9)
+    assert not run.coordinator.is_active and not run.supervisor.accept_loss(1, -9)
     for rank in (0, 2):
         threading.Thread(target=run.sign_in, kwargs={f"r{rank}": 4}, daemon=True).start()
     wait_until(lambda: sum(bool(one.signed) for one in run.coordinator.connections) == 2, "the others sign in")
@@ -171,7 +171,7 @@ def test_the_loss_of_an_irreplaceable_rank_counts_before_all_have_come(path: Pat
     run.kill(0)
     wait_until(lambda: run.coordinator.broken, "the loss of rank 0")
     run.join(2)
-    assert not run.supervisor.absorb(0, -9) and not run.coordinator.is_active
+    assert not run.supervisor.accept_loss(0, -9) and not run.coordinator.is_active
 
 
 def test_a_rank_is_started_again_once_it_is_known_to_be_lost(path: Path) -> None:

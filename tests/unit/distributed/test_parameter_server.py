@@ -108,8 +108,8 @@ def test_a_synchronous_server_applies_the_mean_of_all_pushes_once_all_are_there(
     found[0] = server.push(0, torch.tensor([0.0, 4]))
     waiting.join()
     assert server.shard.version == 0, "until it is told that all servers have all pushes"
-    server.apply()
-    server.apply()
+    server.take_prepared_step()
+    server.take_prepared_step()
     assert server.shard.values.tolist() == [-0.5, -1] and server.shard.version == 1
     assert found == {0: (2, 0), 1: (3, 0)}
     assert server.events[-1] == {"push": [0, 1], "rate": 0.5, "version": 1}

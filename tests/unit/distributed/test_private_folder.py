@@ -22,11 +22,11 @@ def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.Mon
         ("", private_folder.LIFE, private_folder.LIFE),
     ):
         monkeypatch.setenv("SLURM_JOB_END_TIME", end)
-        assert least <= private_folder.find_life(tmp_path) <= most, end
+        assert least <= private_folder.compute_certificate_seconds(tmp_path) <= most, end
     write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": {"time": 90}}})
-    assert private_folder.find_life(tmp_path) == private_folder.LIFE, "this attempt is in no job"
+    assert private_folder.compute_certificate_seconds(tmp_path) == private_folder.LIFE, "this attempt is in no job"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert private_folder.find_life(tmp_path) == 90 * 60
+    assert private_folder.compute_certificate_seconds(tmp_path) == 90 * 60
 
 
 @pytest.mark.parametrize("runs", ["", "new"])

@@ -144,7 +144,7 @@ def test_errors_of_a_custom_schedule_name_file_and_line(
 def test_missing_files_and_functions_are_refused_with_those_that_exist(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no function 'yours'; it has mine"):
         schedules.make_schedule(custom(tmp_path, "    return []\n", "yours"))
-    with pytest.raises(UserError, match="there is no file .*nowhere.py; .* or use one of naive, gpipe, 1f1b"):
+    with pytest.raises(UserError, match=r"there is no file .*nowhere\.py; .* or use one of naive, gpipe, 1f1b"):
         schedules.make_schedule(PipelineConfig(schedule="nowhere.py:f"))
 
 

@@ -79,7 +79,7 @@ def test_the_job_script_tells_the_command_of_a_rank_from_the_options_of_srun(
 
 def find_present(launcher: JobLauncher) -> set[int]:
     """The ranks that have a connection."""
-    launcher.supervisor.tend(())
+    launcher.supervisor.poll_and_restart_ranks(())
     return launcher.coordinator.present
 
 
