@@ -72,13 +72,9 @@ class StopRequest:
         elif number == signal.SIGINT or now - self.received > REPEAT_SECONDS:
             os._exit(128 + number)
 
-    def wait_for_request(self, seconds: float = 1.0) -> bool:
-        """Wait so long for a stop request, which other ranks may receive earlier; return True if one came.
-
-        This thread then goes on, whatever could be lost.
-        """
-        self.all_saved = False
-        deadline = time.monotonic() + seconds
+    def wait_for_request(self) -> bool:
+        """Wait up to a second for a stop request, which other ranks may receive earlier; return True if one came."""
+        deadline = time.monotonic() + 1.0
         while not self.number and time.monotonic() < deadline:
             time.sleep(0.02)
         return bool(self.number)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from common.core.errors import UserError
@@ -111,18 +110,15 @@ def parse_first_host(nodelist: str) -> str:
 
 
 @contextlib.contextmanager
-def report_refusal_once(
-    rank_info: RankInfo | None, wait: Callable[[float], bool | None] | None = None
-) -> Iterator[None]:
-    """Let one rank say what all of them refuse in the block: rank 0, at once.
+def report_refusal_once(rank_info: RankInfo | None) -> Iterator[None]:
+    """Let one rank say what all of them refuse in the block, before they have met: rank 0, at once.
 
-    The others wait, because the launcher ends all ranks when one has ended: at once by SIGTERM, or, where that is a
-    stop request, by asking `wait`, which takes seconds and then returns True. A rank that is still there after WAIT has
-    a reason of its own, and says it.
+    The others wait, because the launcher ends all ranks when one has ended. One that is still there then has a reason
+    of its own, and says it.
     """
     try:
         yield
     except UserError:
-        if rank_info is not None and rank_info.rank and (wait or time.sleep)(WAIT):
-            sys.exit(2)
+        if rank_info is not None and rank_info.rank:
+            time.sleep(WAIT)
         raise

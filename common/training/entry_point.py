@@ -239,12 +239,12 @@ class LaunchedRank:
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Ending:
         """Train as one rank, and track the attempt on rank 0."""
-        self.stop.log = open(attempt.folder.log_file(self.rank_info.number), "a")  # noqa: SIM115 (until the process ends)
+        folder = attempt.folder
+        self.stop.log = open(folder.log_file(self.rank_info.number), "a")  # noqa: SIM115 (open as long as the process)
         if self.is_main and not self.rank_info.coordinator:  # else the launcher tracks, which outlives every rank
-            attempt.tracker = wandb_tracker.Tracker.start(cfg, attempt.folder)
+            attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
         try:
-            with report_refusal_once(self.rank_info, self.stop.wait_for_request):
-                train_rank(main, cfg, self.world, attempt, self.stop)
+            train_rank(main, cfg, self.world, attempt, self.stop)
         except StopRequested as request:
             return Ending(EXIT_RESUMABLE, together=request.together)
         return Ending(0)
@@ -279,6 +279,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
             raise TimeoutError(silent) from error
         raise
     except Exception as error:
+        stop.all_saved = False  # what a launcher sends where other ranks have ended hides no error
         run.log_failure(error)
         raise
     finally:

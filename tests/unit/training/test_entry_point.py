@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 
-from common.checkpoint.stop_request import StopRequest
 from common.core.errors import UserError
-from common.distributed import rank_info
 from common.distributed.rank_info import RankInfo
-from common.training import entry_point
-from common.training.attempt import Attempt
-from common.training.entry_point import LaunchedRank, run_command_line
+from common.training.entry_point import run_command_line
 from configs.ddp_multinode import Config
-from tests.harness.made_runs import Made
 
 
 @pytest.mark.parametrize(
@@ -46,29 +40,3 @@ def test_rank_0_says_at_once_why_all_refuse(rank: int, monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="unknown key no_such_key"):
         run_command_line(lambda cfg, run: None, Config, info)
     assert bool(waited) == (rank > 0), "the launcher ends the others meanwhile"
-
-
-@pytest.mark.parametrize(
-    ("rank", "is_ended", "expected"), [(0, True, UserError), (1, True, SystemExit), (1, False, UserError)]
-)
-def test_rank_0_says_why_all_refuse_that_have_met(
-    rank: int, is_ended: bool, expected: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher ends the others; one that it leaves alone has refused by itself, and says why."""
-
-    def refuse(*_: object) -> None:
-        raise UserError("every=100: the run has 37 local steps")
-
-    monkeypatch.setattr(entry_point, "listen_for_stop", lambda cfg, log: StopRequest(60, log))
-    monkeypatch.setattr(entry_point, "train_rank", refuse)
-    monkeypatch.setattr(rank_info, "WAIT", 0.1)
-    folder = Made(steps=10).write(tmp_path).attempts()[0]
-    launched = LaunchedRank(RankInfo(rank, 2, launcher="torchrun"), Config())
-    launched.world = launched.rank_info  # type: ignore[assignment]
-    launched.stop.number = signal.SIGTERM if is_ended else 0
-    launched.stop.all_saved = True
-    settings = Config()
-    settings.wandb.mode = "disabled"
-    with pytest.raises(expected) as caught:
-        launched.train(lambda cfg, run: None, settings, Attempt(folder, None, True))  # type: ignore[arg-type]
-    assert not isinstance(caught.value, SystemExit) or caught.value.code == 2
