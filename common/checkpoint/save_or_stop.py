@@ -14,7 +14,7 @@ from configs.shared import Checkpoint
 
 POLL_SECONDS = 0.5  # between two votes: an all-reduce each
 LONGEST_POLL_SECONDS = 2.0  # where ranks wait for each other at a vote
-WAIT_SHARE = 0.05  # of the time, at most, that rank 0 may wait at votes
+WAIT_SHARE = 0.05  # of the time, at most, that a rank may wait at votes
 
 
 class Decision(NamedTuple):
@@ -29,7 +29,7 @@ class SaveOrStopVote:
     """Vote of all ranks between steps: whether to save a checkpoint, and whether to stop. `Saver` does what it decides.
 
     It costs an all-reduce, so ranks vote only after every `checkpoint.every_steps` steps, and about every POLL_SECONDS
-    by rank 0's clock; more seldom where rank 0 waits long for the others, up to LONGEST_POLL_SECONDS.
+    by rank 0's clock; more seldom where a rank waits long for the others, up to LONGEST_POLL_SECONDS.
     """
 
     def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
@@ -46,7 +46,7 @@ class SaveOrStopVote:
         self.next_step = self.last_step = step
         self.calls, self.next_call = 0, 1
         self.voted = time.perf_counter()
-        self.waited = 0.0
+        self.waited = self.own_wait = 0.0
 
     def is_due(self, step: int) -> bool:
         """Check whether the ranks vote after this step; the same on all ranks."""
@@ -89,8 +89,8 @@ class SaveOrStopVote:
         late = 0 < self.settings.every_seconds <= now - self.saved
         main = self.world.is_main
         votes = bool(self.stop_request.number), main and late, main and diverged, main * following
-        *answers, self.next_step = self._reduce_max(*votes)
-        self.waited = time.perf_counter() - came
+        *answers, self.next_step, waited = self._reduce_max(*votes, int(1e6 * self.own_wait))
+        self.waited, self.own_wait = waited / 1e6, time.perf_counter() - came
         stop, by_time, diverged = (bool(answer) for answer in answers)
         self.last_step = step
         save = stop or by_time or self._is_save_step(step)

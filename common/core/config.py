@@ -17,7 +17,7 @@ import os
 import sys
 import textwrap
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -83,11 +83,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return flatten_mapping(tree or {})
 
 
-def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]], given: Collection[str] = ()) -> S:
-    """Merge layers of values as text, later ones winning, into a checked config. Raises UserError.
-
-    Keys that are `given`, by the command line, must have an effect.
-    """
+def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
+    """Merge layers of values as text, later ones winning, into a checked config. Raises UserError."""
     known = list_keys(schema)
     config = OmegaConf.structured(schema)
     for layer in layers:
@@ -104,7 +101,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]], given: Co
         settings.check()
     except ValueError as error:
         raise UserError(str(error)) from None
-    refuse_unused_keys(known.values(), settings, given)
+    refuse_unused_keys(known.values(), settings)
     return settings
 
 
@@ -210,7 +207,7 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
     resumed = {name: now for name, (_, now) in read_last_changes(line.resume).items()} if line.resume else {}
     layers = [surroundings, read_config_file(file), resumed, line.values]
-    settings = build_config(schema, layers, line.values)
+    settings = build_config(schema, layers)
     if line.print_config:
         print_text(format_yaml(settings).rstrip("\n"))
         sys.exit(0)

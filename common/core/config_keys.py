@@ -114,16 +114,13 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
     return text
 
 
-def refuse_unused_keys(keys: Iterable[ConfigKey], settings: object, given: Collection[str]) -> None:
-    """Raise UserError for a key without effect whose name is among the `given` ones, or whose value is another one.
-
-    A default value that was given is refused, too: whoever wrote it expects something of it.
-    """
+def refuse_unused_keys(keys: Iterable[ConfigKey], settings: object) -> None:
+    """Raise UserError for a key that has another value than its default, and no effect with the other settings."""
     for key in keys:
         other, _, needed = key.only.partition("=")
         value = operator.attrgetter(key.name)(settings)
-        if key.only and (key.name in given or value != key.default) and getattr(settings, other) != needed:
-            raise UserError(f"{key.name}={value:g} is a setting of {key.only}; leave it out, or use that")
+        if key.only and value != key.default and getattr(settings, other) != needed:
+            raise UserError(f"{key.name}={value} is a setting of {key.only}; use that, or {key.name}={key.default}")
 
 
 def suggest_key(name: str, known: Collection[str]) -> str:

@@ -21,7 +21,7 @@ class Run(RunContext):
     def steps(self, state: TrainState, evaluate: Evaluate = dict, *, loss: int = MEAN) -> Iterator[Step]:
         """Yield the optimizer steps that are left, each to be taken in `with step:`, and evaluate after each epoch.
 
-        Before a step the learning rate is set. Between two steps come heartbeat and, about twice a second, the agreed
+        Before a step the learning rate is set. Between two steps come heartbeat and, every 0.5 to 2 s, the agreed
         decision of all ranks to save or to stop. `evaluate` finds all parts of the model in eval mode and returns
         test_loss, test_accuracy and test_samples; without it there are no scores. `loss` is the rank that knows the
         values of `Step.log`; with MEAN every rank has its own and their means are written.

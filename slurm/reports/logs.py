@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 import shlex
 import signal
@@ -42,7 +43,7 @@ def print_growing_log(folder: Folder, log: Path) -> int:
     patience = MARGIN + (parse_float(read_settings(folder).get("wandb.finish_timeout", "")) or 0.0)
     position, looked, state = 0, 0.0, ""
     while True:
-        is_last = state in OVER and (time.monotonic() > looked + patience or not is_still_ending(folder))
+        is_last = state in OVER and (measure_result_age(folder) > patience or not is_still_ending(folder))
         with contextlib.suppress(OSError), open(log, errors="replace") as file:
             file.seek(position)
             text = file.read()
@@ -55,6 +56,14 @@ def print_growing_log(folder: Folder, log: Path) -> int:
         time.sleep(0.2)
     print(read_status(folder).format_line(), flush=True)
     return find_exit_status(folder)
+
+
+def measure_result_age(folder: Folder) -> float:
+    """Return the seconds since a run wrote its result; infinite where it has none."""
+    try:
+        return time.time() - (folder.path / "result.json").stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def is_still_ending(folder: Folder) -> bool:

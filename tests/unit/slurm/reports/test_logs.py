@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from common.core.processes import Process
 from common.runs import provenance
 from slurm.reports import logs
+from slurm.scheduling import scheduler
 from tests.harness.fake_slurm import Fake
 from tests.harness.made_runs import Made
 
@@ -44,6 +46,8 @@ def test_a_job_that_has_its_result_is_followed_until_it_ends(
     ends = f"test -e {asked} && echo '{LAST}' >> {shlex.quote(str(log))}"
     fake.answer("squeue", f"{ends} || {{ touch {asked}; echo '4711|RUNNING|None'; }}")
     fake.answer("scontrol", "echo JobState=COMPLETED")
+    for name, value in (("QUEUES", {}), ("FAILED", {}), ("FRESH", 0)):
+        monkeypatch.setattr(scheduler, name, value)
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     assert logs.follow_log(folder, log) == 0
     assert capsys.readouterr().out.splitlines()[:2] == ["it began", LAST]
@@ -52,7 +56,10 @@ def test_a_job_that_has_its_result_is_followed_until_it_ends(
 def test_a_job_that_does_not_end_is_followed_no_longer_than_wandb_may_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Made(steps=10, settings={"wandb.finish_timeout": "1"}).write(tmp_path)
-    monkeypatch.setattr(logs, "MARGIN", -1.0)
+    folder = Made(steps=10, settings={"wandb.finish_timeout": "4"}).write(tmp_path)
+    monkeypatch.setattr(logs, "MARGIN", 0.0)
     monkeypatch.setattr(logs, "is_still_ending", lambda folder: True)
+    began = time.time()
+    os.utime(folder.path / "result.json", (began - 3, began - 3))
     assert logs.follow_log(folder, folder.attempts()[-1].log_file(0)) == 0
+    assert time.time() - began > 0.9
