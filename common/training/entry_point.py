@@ -239,10 +239,9 @@ class LaunchedRank:
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Ending:
         """Train as one rank, and track the attempt on rank 0."""
-        folder = attempt.folder
-        self.stop.log = open(folder.log_file(self.rank_info.number), "a")  # noqa: SIM115 (open as long as the process)
+        self.stop.log = open(attempt.folder.log_file(self.rank_info.number), "a")  # noqa: SIM115 (until the process ends)
         if self.is_main and not self.rank_info.coordinator:  # else the launcher tracks, which outlives every rank
-            attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
+            attempt.tracker = wandb_tracker.Tracker.start(cfg, attempt.folder)
         try:
             train_rank(main, cfg, self.world, attempt, self.stop)
         except StopRequested as request:
