@@ -26,7 +26,7 @@ MODES = {
 }
 RATE, FREE, DDP = "100mbit", "async, no slow cable", "DDP"
 # ranks meet to write metrics, and all wait there for the slow cable: seldom, as one would set it on such a cable
-ON_HOSTS = ("model=mlp", "launch.threads=1", "steps=600", "data.test_limit=0", "log.seconds=10")
+ON_HOSTS = ("model=mlp", "launch.threads=1", "epochs=1", "data.test_limit=0", "log.seconds=10")
 BATCH = 64
 POLICIES: dict[str, tuple[Literal["sync", "async", "bounded"], int]] = {
     "sync": ("sync", 0),
