@@ -227,7 +227,9 @@ def test_dry_run_leaves_no_trace(fake: Fake, cache: Path) -> None:
 
 def test_a_dry_run_has_the_ranks_that_the_job_would_have(fake: Fake) -> None:
     for words, tasks in (("cluster.gpus=4", 4), ("processes_per_node=2", 2), ("", 1)):
-        done = inside.run_verb("exp", "--dry-run=1", f"--args={words}", "--", "ddp_multinode", **fake.environment())
+        done = inside.run_verb(
+            "exp", "--dry-run=1", f"--args={words}", "--", "ddp_multinode", cwd=ROOT, **fake.environment()
+        )
         assert f"#SBATCH --ntasks-per-node={tasks}\n" in done.stdout, done.stderr
         assert f"processes_per_node: {tasks}\n" in done.stdout
 
@@ -238,7 +240,7 @@ def test_settings_that_do_not_fit_the_ranks_of_a_job_are_refused_before_it_is_su
     for words, message in (("elastic=true", "needs at least two ranks"), ("batch=66 cluster.gpus=4", "batch=66")):
         args = f"--args={words} runs={runs}"
         done = inside.run_verb(
-            "exp", f"--dry-run={dry}", "--launch=slurm", args, "--", "ddp_multinode", **fake.environment()
+            "exp", f"--dry-run={dry}", "--launch=slurm", args, "--", "ddp_multinode", cwd=ROOT, **fake.environment()
         )
         assert done.returncode == 2 and message in done.stderr, done.stdout + done.stderr
     assert not runs.exists()
