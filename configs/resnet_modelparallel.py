@@ -101,7 +101,7 @@ class Config(Sweep, Stages, InitialWeights):
             raise ValueError(f"{what}; valid sizes are {', '.join(map(str, list_divisors(shard)))}")
         if self.loss == "mse" and self.model != "toy":
             raise ValueError(f"loss=mse: model={self.model} is trained with cross-entropy; use model=toy")
-        if self.channels_last and self.width < 16 and self.model in RESNETS:  # uxlfoundation/oneDNN issue 6035
+        if self.channels_last and self.width < 16 and self.model in RESNETS:  # a defect of oneDNN
             what = f"channels_last=true with width={self.width}: oneDNN (CPU) writes past its memory, in gradients"
             raise ValueError(f"{what} of 1x1 convolutions with stride 2 and few channels; set width=16 or more")
         if self.sweep and not (self.split_sizes and all(size.isdecimal() and int(size) for size in self.split_sizes)):

@@ -88,8 +88,8 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
     known = list_keys(schema)
     config = OmegaConf.structured(schema)
     for layer in layers:
-        for word, text in layer.items():
-            name = f"{word}.on" if f"{word}.on" in known else word  # a group that is switched on by its name
+        for given, text in layer.items():
+            name = f"{given}.on" if f"{given}.on" in known else given  # a group that is switched on by its name
             group = [key for key in known if key.startswith(f"{name}.")]
             if group:
                 raise UserError(f"{name} is a group of settings: {', '.join(group)}")
