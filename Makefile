@@ -66,6 +66,9 @@ cluster-shell:  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=
 .settings: $(READY)  # refuses variables that none of the targets has
 	@$(PY) -m slurm --make --check
 
+# tests start thousands of processes, and pytest rewrites what it imports: only the first of them shall compile it
+test test-all test-slurm: export PYTHONDONTWRITEBYTECODE =
+
 test: .settings  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k 'a or b'"]
 	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 3 --dist worksteal
 

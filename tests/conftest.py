@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -20,9 +21,16 @@ from tests.harness.warm import ROOT, Server
 torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
 
 
+MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Have one warm server for all workers; it makes its imports while they collect the tests."""
+    """Have one warm server for all workers; it makes its imports while they collect the tests.
+
+    It and all that workers start keep the memory of freed tensors, instead of asking the kernel for it in each step.
+    """
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ.update(MEMORY)
         Server.start()
 
 
@@ -46,6 +54,7 @@ def digits(cache: Path) -> tuple[str, ...]:
         f"data.cache={cache}",
         "data.test_limit=1000",
         "epochs=1",
+        "batch=32",
         "steps=30",
         "log.progress=lines",
         "launch.threads=1",  # tests run three at a time

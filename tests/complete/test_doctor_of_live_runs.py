@@ -32,13 +32,13 @@ def test_this_machine_is_sound(cache: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_straggler_is_named_while_the_run_goes_on(strategy: str, cache: Path, tmp_path: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}")
-    words = (*data, "batch=128", "epochs=100", "log.progress=none", f"strategy={strategy}")
+    words = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")
     with train_long("ddp_multinode", *words, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         slow, deadline, found = ranks_of(process)[1], time.monotonic() + 120, ""
         while "rank 1 on " not in found:
             assert time.monotonic() < deadline, found
-            throttle(slow, 2)
+            throttle(slow, 1)
             found = inside.run_verb("doctor", f"--run={folder.path}").stdout
         assert re.search(r"rank 1 on \S+ is slow: \S+ ms until backward, the others \S+ ms", found), found
         shown = inside.run_verb("status", str(folder.path))
@@ -50,6 +50,6 @@ def throttle(pid: int, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.06)
+        time.sleep(0.045)
         os.kill(pid, signal.SIGCONT)
-        time.sleep(0.02)
+        time.sleep(0.015)

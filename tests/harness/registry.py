@@ -92,7 +92,7 @@ EXPERIMENTS = [
         processes=2,
         produces=(*SCORES, "pushes", "bytes_received", "staleness_counts"),
         spread=lambda count: (f"processes_per_node={count}", f"servers={min(2, count)}", "model=mlp", "plot=false"),
-        others=(("servers=3", "processes_per_node=3", "optim.name=adam", "plot=false"),),
+        others=(("servers=3", "processes_per_node=3", "model=mlp", "optim.name=adam", "plot=false"),),
     ),
     Entry(
         name="local_sgd",
