@@ -89,17 +89,23 @@ def time_steps(folder: Folder, first: int = WARM_UP) -> tuple[float, float]:
 
 
 def run_on_hosts(
-    scratch: Path, label: str, experiment: str, *settings: str, last: Shape, keep: Sequence[str] = ()
+    scratch: Path,
+    label: str,
+    experiment: str,
+    *settings: str,
+    last: Shape = Shape(),
+    count: int = HOSTS,
+    keep: Sequence[str] = (),
 ) -> Task:
-    """A run with a rank on each host of a cluster; `keep` as in `run_of`.
+    """A run with a rank on each of `count` hosts of a cluster; `keep` as in `run_of`.
 
     Its `samples_per_second` are by the clock of the whole training, the meetings of all ranks included. The cluster's
     processes belong to nobody, so its turns do not tell how much of the machine other programs used.
     """
 
     def run(number: int) -> dict[str, float]:
-        with local_cluster(scratch, last=last) as env:
-            folder = finish(scratch, label, experiment, *settings, nodes=HOSTS, env=env)
+        with local_cluster(scratch, count, last=last) as env:
+            folder = finish(scratch, label, experiment, *settings, nodes=count, env=env)
         result = parse_result(folder.result).flatten_values()
         seconds, rate = time_steps(folder)
         found = {"seconds": seconds, "samples_per_second": rate, "others": 0.0}

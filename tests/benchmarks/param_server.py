@@ -24,7 +24,8 @@ MODES = {
     "async, damped": ("mode=async", "damp=true"),
     **{f"bounded, {bound}": ("mode=bounded", f"staleness={bound}") for bound in (0, 1, 3, 9)},
 }
-RATE, FREE, DDP = "100mbit", "async, no slow cable", "DDP"
+RATE, DDP = "100mbit", "DDP"
+FREE, OTHERS = "async, no slow cable", "async, without the slow worker"
 # ranks meet to write metrics, and all wait there for the slow cable: seldom, as one would set it on such a cable
 ON_HOSTS = ("model=mlp", "launch.threads=1", "epochs=1", "data.test_limit=0", "log.seconds=10")
 BATCH = 64
@@ -56,17 +57,18 @@ def table(taken: Samples) -> Table:
 
 
 def sides_on_hosts(scratch: Path) -> list[Task]:
-    words, slow = (*ON_HOSTS, f"batch={BATCH}"), parse_shape(RATE, "")
+    slow, shard = parse_shape(RATE, ""), BATCH // hosts.HOSTS
     keep = (*KEEP, "pushes", "bytes_received")
 
-    def serve(side: str, mode: str, staleness: int, cable: Shape) -> Task:
+    def serve(side: str, mode: str, staleness: int, cable: Shape, count: int = hosts.HOSTS) -> Task:
         bound = (f"staleness={staleness}",) if mode == "bounded" else ()
-        more = (f"mode={mode}", *bound, "plot=false")
-        return hosts.run_on_hosts(scratch, side, NAME, *words, *more, last=cable, keep=keep)
+        words = (*ON_HOSTS, f"batch={shard * count}", f"mode={mode}", *bound, "plot=false")
+        return hosts.run_on_hosts(scratch, side, NAME, *words, last=cable, count=count, keep=keep)
 
+    words = (*ON_HOSTS, f"batch={BATCH}")
     ddp = hosts.run_on_hosts(scratch, DDP, "ddp_multinode", *words, last=slow, keep=("test_accuracy",))
-    ours = [serve(side, *policy, slow) for side, policy in POLICIES.items()]
-    return [serve(FREE, "async", 0, Shape()), ddp, *ours]
+    free = [serve(FREE, "async", 0, Shape()), serve(OTHERS, "async", 0, Shape(), hosts.HOSTS - 1)]
+    return [*free, ddp, *(serve(side, *policy, slow) for side, policy in POLICIES.items())]
 
 
 def compute_bounds(taken: Samples, side: str) -> list[float]:
@@ -77,8 +79,9 @@ def compute_bounds(taken: Samples, side: str) -> list[float]:
     cable = parse_shape(RATE, "")
     carrying = 2 * 8 * max(0, size - cable.bucket) / cable.rate  # there and back
     processors = len(os.sched_getaffinity(0))
-    free = taken.kept(FREE, "samples_per_second")
-    return [shard * compute_bound(policy, each / shard, carrying, processors) for each in free]
+    free, others = ([each / shard for each in taken.kept(side, "samples_per_second")] for side in (FREE, OTHERS))
+    pairs = zip(free, others, strict=True)
+    return [shard * compute_bound(policy, every, three, carrying, processors) for every, three in pairs]
 
 
 def table_on_hosts(taken: Samples) -> Table:

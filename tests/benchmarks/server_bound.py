@@ -39,11 +39,13 @@ def play_turns(policy: Policy, turns: Sequence[float]) -> float:
         waiting += sorted(answered, key=turns.__getitem__)
 
 
-def compute_bound(policy: Policy, free: float, carrying: float, processors: int) -> float:
+def compute_bound(policy: Policy, free: float, others: float, carrying: float, processors: int) -> float:
     """Return the most pushes/s where the last worker's cable takes `carrying` seconds for a pull and a push.
 
-    `free` are the pushes/s of all workers in asynchronous mode where no cable is slow. With so many processors for all
-    hosts together a turn that has one for itself takes processors / free seconds, and no mode makes more than `free`.
+    `free` are the pushes/s of all workers in asynchronous mode where no cable is slow, and `others` those of all but
+    the last, without it. With so many processors for all hosts together a turn that has one for itself takes
+    processors / free seconds. No mode makes more than `free`, or than `others` and what the last one's cable carries.
     """
     turn = min(processors, policy.workers) / free
-    return min(free, play_turns(policy, [turn] * (policy.workers - 1) + [turn + carrying]))
+    slow = turn + carrying
+    return min(free, others + 1 / slow, play_turns(policy, [turn] * (policy.workers - 1) + [slow]))

@@ -206,9 +206,10 @@ def test_between_two_pushes_of_a_slow_worker_its_bound_and_what_waits_for_it_are
     assert play_turns(Policy("bounded", staleness, 4), (0.1, 0.1, 0.1, 10)) == pytest.approx(pushes / 10, rel=0.02)
 
 
-def test_no_mode_makes_more_pushes_than_without_a_slow_cable() -> None:
-    assert compute_bound(Policy("async", 0, 4), free=100, carrying=0.1, processors=4) == pytest.approx(
-        75 + 1 / 0.14, rel=0.02
-    )
-    assert compute_bound(Policy("async", 0, 4), free=100, carrying=0.1, processors=2) == 100
-    assert compute_bound(Policy("sync", 0, 4), free=100, carrying=0.18, processors=2) == pytest.approx(20)
+def test_no_mode_makes_more_pushes_than_without_a_slow_cable_or_than_the_others_and_the_cable() -> None:
+    compute = partial(compute_bound, free=100, others=100)
+    alone = Policy("async", 0, 4)
+    assert compute(alone, carrying=0.1, processors=4) == pytest.approx(75 + 1 / 0.14, rel=0.02)
+    assert compute(alone, carrying=0.1, processors=2) == 100
+    assert compute(alone, others=80, carrying=0.1, processors=2) == pytest.approx(80 + 1 / 0.12)
+    assert compute(Policy("sync", 0, 4), carrying=0.18, processors=2) == pytest.approx(20)
