@@ -2,9 +2,9 @@
 
     python -m tests.harness.elastic NAME POINT:RANK:STEP:HOW[,...] key=value ...
 
-HOW is kill, stop, fail (an error of this rank's connections), wait (for a second) or join (until all lost ranks are
-back, or wait to be). NAME may be followed by one of CHANGES, as in ddp_multinode+own_state. RANK is that at the start
-of the run; a rank that was started again does not fail.
+HOW is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever) or join (until all
+lost ranks are back, or wait to be). NAME may be followed by one of CHANGES, as in ddp_multinode+own_state. RANK is that
+at the start of the run; a rank that was started again does not fail.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,6 +66,8 @@ class Planted:
                 os.kill(os.getpid(), SIGNALS[how])
             elif how == "wait":
                 time.sleep(1)
+            elif how == "block":
+                threading.Event().wait()
             elif how == "fail":
                 self.faults.remove((at, rank, number, how))
                 raise RuntimeError("gloo: planted")

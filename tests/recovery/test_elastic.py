@@ -119,6 +119,17 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: P
     assert float(done.stdout) < 8, done.stderr
 
 
+def test_a_rank_whose_collective_nothing_ends_is_lost_and_comes_back(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As where gloo waits for a message behind one that nobody reads any more; its heartbeats go on."""
+    words = (f"data.cache={cache}", *THREE, "elastic.timeout=0.5")
+    faults = "reduced:0:5:kill,reduced:1:5:block,begin:2:9:join"
+    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), faults, *words, runs=tmp_path / "runs")
+    lost, joined = list_lost_and_joined(folder)
+    assert sorted(lost) == [0, 1] and 1 in joined, list_changes(folder)
+
+
 def test_too_few_ranks_save_and_are_resumed_with_all(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

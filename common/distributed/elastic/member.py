@@ -10,17 +10,22 @@ import json
 import os
 import queue
 import select
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from common.distributed.rank_info import ORPHANED
 
 BEATS = 5  # heartbeats in the time after which a rank is lost
+GRACE = 2.0  # seconds more that a rank may sleep after its generation is over
+SLEEPING = "S"  # as proc(5) has it; not D, which is a wait for a disk
+STUCK = "a collective of gloo does not end"
 
 
 class GenerationOver(RuntimeError):
@@ -67,6 +72,9 @@ class Member:
         self.sending, self.closed, self.over, self.signed = threading.Lock(), False, joins, False
         self.join_waits = False
         """True where a rank waits to belong to the next generation."""
+        self.patience = timeout + GRACE
+        self.busy, self.used = 0.0, -1
+        """When the main thread was last seen busy since the generation is over, and its processor time then."""
         hello = {"hello": number, "key": key, "joins": joins, "irreplaceable": irreplaceable, "pid": os.getpid()}
         self._send(hello)
         threading.Thread(target=self._listen, daemon=True, name="elastic").start()
@@ -116,6 +124,7 @@ class Member:
                     self._send({"beat": True})
                     if self.over and not self.signed:  # it may be in a collective that began meanwhile
                         self.on_end()
+                        self._leave_if_stuck(now)
                 if not poller.poll(1000 * max(0.0, next_beat - now)):
                     continue
                 part = self.socket.recv(1 << 16)
@@ -133,7 +142,7 @@ class Member:
         if "leave" in message:
             self._leave(message["leave"])
         if "over" in message:
-            self.over = True
+            self.over, self.used = True, -1
             self.on_end()
         elif "join" in message:
             self.join_waits = True
@@ -143,14 +152,34 @@ class Member:
             self.over = self.signed = self.join_waits = False
         self.answers.put(message)
 
-    def _leave(self, why: str, command: Sequence[str] = ()) -> None:
+    def _leave_if_stuck(self, now: float) -> None:
+        """Leave where the main thread does not come to sign in, and sleeps: a collective of gloo may never end.
+
+        A connection on which a message has begun for a collective that has failed is not read again, not to its end
+        either, and another collective that waits for it cannot be woken. As a lost rank this one can come back.
+        """
+        state, used = read_main_thread()
+        if state != SLEEPING or used != self.used:
+            self.busy, self.used = now, used
+        elif now - self.busy > self.patience:
+            self._leave(f"{STUCK}; it counts as lost", lost=True)
+
+    def _leave(self, why: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
         """End this process at once, or execute a command in its place: it must not write any more."""
         print(f"this rank leaves the run: {why}", file=sys.stderr, flush=True)
         try:
             if command:
                 os.execvp(command[0], [*command])
+            if lost:
+                os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(0)
+
+
+def read_main_thread() -> tuple[str, int]:
+    """Read the state of this process's main thread, a letter as in proc(5), and its processor time in ticks."""
+    fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])
 
 
 def connect(address: str, timeout: float) -> socket.socket:

@@ -26,7 +26,7 @@ class Rank(Member):
 
     left = ""
 
-    def _leave(self, why: str, command: Sequence[str] = ()) -> None:
+    def _leave(self, why: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
         self.left = why
 
 
