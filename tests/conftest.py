@@ -20,7 +20,6 @@ from tests.harness.warm import ROOT, Server
 
 torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
 
-
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 
 
