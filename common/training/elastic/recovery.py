@@ -68,8 +68,11 @@ class Recovery:
         self.discarded = 0.0
         """Seconds of the step that failed last."""
         self.shared = SharedValues()
-        self.window: tuple[list[torch.Tensor], torch.Tensor] | None = None
-        """Buffers, and torch's random state, at the beginning of the step that is taken."""
+        self.buffers = [value for _, value in state.buffers]
+        self.buffers_before = [torch.empty_like(value) for value in self.buffers]
+        """The buffers at the beginning of the step that is taken."""
+        self.random_before = torch.empty(0)
+        """torch's random state there."""
         key = os.environ.get(KEY, "")
         self.member = Member(
             world.coordinator,
@@ -89,7 +92,8 @@ class Recovery:
         """Keep what a step changes before its update, to do it again if it fails."""
         self.began = time.perf_counter()
         self.shared = SharedValues()
-        self.window = [value.clone() for _, value in self.state.buffers], torch.get_rng_state()
+        copy_tensors(self.buffers, self.buffers_before)
+        self.random_before = torch.get_rng_state()
 
     def share(self, values: Values) -> None:
         """Start to average values of a step over the ranks, and to tell them whether a rank waits to join."""
@@ -115,12 +119,9 @@ class Recovery:
     @torch.no_grad()
     def discard_step(self) -> None:
         """Go back to the beginning of the step that failed: batch, buffers, random state."""
-        assert self.window is not None
         self.discarded = time.perf_counter() - self.began
-        buffers, random = self.window
-        for (_, value), before in zip(self.state.buffers, buffers, strict=True):
-            value.copy_(before)
-        torch.set_rng_state(random)
+        copy_tensors(self.buffers_before, self.buffers)
+        torch.set_rng_state(self.random_before)
         loader, done = self.state.loader, self.run.step
         epoch = done // loader.steps
         position = loader.count_samples(done) - loader.count_samples(epoch * loader.steps)
@@ -178,8 +179,7 @@ class Recovery:
         for _, parameter in self.state.parameters:
             parameter.grad = None
         if self.state.held is not None:  # an evaluation has begun, and may have averaged buffers
-            for (_, value), before in zip(self.state.buffers, self.state.held, strict=True):
-                value.copy_(before)
+            copy_tensors(self.state.held, self.buffers)
             self.state.drop_buffer_snapshot()
         self.run.saver.restart_watchdogs()
 
@@ -277,3 +277,9 @@ class Recovery:
         if run.world.is_main:
             with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
                 write_json(run.folder.attempt / FILE, run.generations)
+
+
+def copy_tensors(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
+    """Copy tensors into others of the same shapes, by one call for all."""
+    if source:  # it takes no empty list
+        torch._foreach_copy_(target, source)

@@ -49,7 +49,7 @@ def test_digits_are_the_same_bytes_for_a_seed_and_balanced() -> None:
     assert first.tobytes() == again.tobytes()
     assert len({part.tobytes() for part in (first, other, test)}) == 3
     counts = np.bincount(labels, minlength=10)
-    assert counts.max() - counts.min() <= 1
+    assert np.ptp(counts) <= 1
     assert len({image.tobytes() for image in first}) == 503
     golden = "4521573852bd00512be622ea9cfc150bab4a1061363f32ba2f19302adadfeec8"
     assert hashlib.sha256(first.tobytes()).hexdigest() == golden, "the set changed: raise prepare.DIGITS_VERSION"
