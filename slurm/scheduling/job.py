@@ -8,6 +8,7 @@ later attempts, executes the source as it was submitted.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import sys
@@ -20,8 +21,9 @@ from submitit.helpers import DelayedSubmission
 
 from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, exit_on_user_error
 from common.core.processes import exit_at_once
-from common.distributed.rank_info import JOINS_AS, read_rank_info
+from common.distributed.rank_info import COORDINATOR, JOINS_AS, ORPHANED, read_rank_info
 from common.runs.folder import Folder
+from slurm.scheduling.orphaned_rank import reaches_coordinator
 from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
 
 if TYPE_CHECKING:
@@ -76,16 +78,29 @@ def train_as_rank(folder: Folder) -> int:
     except UserError as error:
         if is_joining(rank):  # the others go on without it
             raise
+        replace_orphaned_rank(str(error))
         if not (isinstance(error, Unreachable) and may_reach_later(rank)):
             note_refusal(folder, int(os.environ.get("SLURM_PROCID", "0")), str(error))
             raise
         print(f"error: {error}", file=sys.stderr)
-    except Exception:  # noqa: BLE001 (it ends the rank, with a status of its own)
+    except Exception as error:  # noqa: BLE001 (it ends the rank, with a status of its own)
+        replace_orphaned_rank(repr(error))
         traceback.print_exc()
     # others may have been noticed, or have failed, a moment earlier
     if not is_joining(rank) and (rank is None or not rank.stop.wait_for_request()):
         note_failure(folder)
     return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED
+
+
+def replace_orphaned_rank(error: str) -> None:
+    """Execute, in the place of a rank that has failed, what queues its elastic job again if the launcher is gone.
+
+    Nobody else would: with the first host the job has lost its script, and the ranks what they meet through.
+    """
+    command = json.loads(os.environ.get(ORPHANED, "[]"))
+    if command and not reaches_coordinator(os.environ[COORDINATOR]):
+        print(f"this rank leaves the run: the coordinator cannot be reached ({error})", file=sys.stderr, flush=True)
+        os.execvp(command[0], command)
 
 
 def may_reach_later(rank: LaunchedRank | None) -> bool:

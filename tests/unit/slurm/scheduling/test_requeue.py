@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.core.config import ROOT
 from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError
-from common.distributed.rank_info import RankInfo
+from common.distributed.rank_info import COORDINATOR, ORPHANED, RankInfo
 from common.runs.folder import Folder
 from common.training import entry_point
 from slurm.scheduling import job, requeue
@@ -125,6 +128,25 @@ def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: Folder, monkey
     with pytest.raises(UserError, match="unknown key epoch"):
         train_as_rank(folder)
     assert "did you mean epochs?" in requeue.read_refusal(folder)
+
+
+def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first host are gone the script of the job and all that ranks meet through, also before they have met."""
+    with socket.socket() as coordinator:
+        coordinator.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+        for name, value in (PLACE | {COORDINATOR: address, ORPHANED: json.dumps(["echo", "orphaned"])}).items():
+            monkeypatch.setenv(name, value)
+        source = "from slurm.scheduling.job import *; train_as_rank(Folder(Path(sys.argv[1])))"
+        argv = [sys.executable, "-c", source, str(folder.path)]
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "orphaned\n", done.stderr
+        assert "this rank leaves the run: the coordinator cannot be reached (" in done.stderr
+        assert not requeue.locate_failure_note(folder).exists()
+        coordinator.listen()
+        assert train_as_rank(folder) == requeue.EXIT_FAILED, "the launcher is there, and ends the job"
 
 
 @pytest.mark.parametrize(
