@@ -274,7 +274,8 @@ def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
     for left in path.parent.glob(f".{path.name.rpartition('-')[0]}-*-{host}-*"):
         shutil.rmtree(left, ignore_errors=True)  # of a killed run: no other writer holds the lock
     with disk_errors(path):
-        beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-{host}-", dir=path.parent))
+        made = Path(tempfile.mkdtemp(prefix=f".{path.name}-{host}-", dir=path.parent))
+    beside = path.parent / made.name  # as the user wrote it; from Python 3.12 on mkdtemp returns an absolute path
     try:
         notice = write(beside)
         with disk_errors(path):
