@@ -113,7 +113,7 @@ class Communicator:
             data = vector.view(torch.uint8).numpy()
         self._play_algorithm(vector, data, COMBINE[op])
         if op == dist.ReduceOp.AVG:
-            divide(vector, self.size)
+            divide_in_place(vector, self.size)
         if precision != tensor.dtype:
             block.values.copy_(vector)
         block.store()
@@ -131,7 +131,7 @@ class Communicator:
         for peer in self.sources:
             self._combine(peer, tag, total, own.dtype, COMBINE[op])
         if op == dist.ReduceOp.AVG:
-            divide(total, self.size)
+            divide_in_place(total, self.size)
         wait_for_all(flying)
         Block(output).fill(total)
 
@@ -140,7 +140,7 @@ class Communicator:
     def all_gather(self, outputs: Sequence[Tensor], value: Tensor) -> None:
         """Fill `outputs[r]` with the value of rank r, on all ranks; the value may share memory with outputs."""
         blocks = [Block(output) for output in outputs]
-        own = separate([Block(value)], [block for rank, block in enumerate(blocks) if rank != self.rank])[0]
+        own = copy_overlapping([Block(value)], [block for rank, block in enumerate(blocks) if rank != self.rank])[0]
         self._exchange([(peer, own) for peer in self.targets], [(peer, blocks[peer].bytes) for peer in self.sources])
         blocks[self.rank].bytes[:] = own
         store_all(blocks)
@@ -148,7 +148,7 @@ class Communicator:
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Fill `outputs[r]` with the input of rank r for this rank; blocks may share memory and differ in size."""
         blocks = [Block(output) for output in outputs]
-        given = separate([Block(value) for value in inputs], blocks)
+        given = copy_overlapping([Block(value) for value in inputs], blocks)
         self._exchange(
             [(peer, given[peer]) for peer in self.targets], [(peer, blocks[peer].bytes) for peer in self.sources]
         )
@@ -161,7 +161,7 @@ class Communicator:
             self._exchange([(root, Block(value).bytes)], [])
             return
         blocks = [Block(output) for output in outputs]
-        (own,) = separate([Block(value)], blocks)
+        (own,) = copy_overlapping([Block(value)], blocks)
         self._exchange([], [(peer, blocks[peer].bytes) for peer in self.sources])
         blocks[root].bytes[:] = own
         store_all(blocks)
@@ -261,7 +261,7 @@ class Communicator:
                 begin = end
 
 
-def divide(total: Tensor, size: int) -> None:
+def divide_in_place(total: Tensor, size: int) -> None:
     """Divide numbers in place, complex ones as torch does it, whose all-reduce sees their two parts."""
     (torch.view_as_real(total) if total.is_complex() else total).div_(size)
 
@@ -278,7 +278,7 @@ def store_all(blocks: Iterable[Block]) -> None:
         block.store()
 
 
-def separate(sources: Sequence[Block], targets: Sequence[Block]) -> list[np.ndarray]:
+def copy_overlapping(sources: Sequence[Block], targets: Sequence[Block]) -> list[np.ndarray]:
     """Return the bytes of the sources, copied where they lie in memory that is about to be received into."""
     found = []
     for source in sources:

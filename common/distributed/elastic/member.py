@@ -63,7 +63,7 @@ class Member:
         """
         self.orphaned: list[str] = json.loads(os.environ.get(ORPHANED, "[]"))
         """Command that this process executes instead once it cannot reach the coordinator."""
-        self.socket, self.pause = connect(address, timeout), timeout / BEATS
+        self.socket, self.pause = connect_to_coordinator(address, timeout), timeout / BEATS
         self.generation = Generation(0 if joins else 1)
         self.on_end: Callable[[], None] = lambda: None
         """Called in the thread when the generation is over, and again until `sign_in`, to wake the main thread."""
@@ -182,7 +182,7 @@ def read_main_thread() -> tuple[str, int]:
     return fields[0], int(fields[11]) + int(fields[12])
 
 
-def connect(address: str, timeout: float) -> socket.socket:
+def connect_to_coordinator(address: str, timeout: float) -> socket.socket:
     """Connect to a coordinator: the path of a UNIX socket, or host:port. Raises OSError.
 
     A TCP connection fails where its other host has acknowledged nothing for so many seconds.

@@ -203,7 +203,7 @@ class Server:
             raise TimeoutError(f"timed out: a server has waited {self.timeout:.0f} s for the other workers' pushes")
 
 
-def replay(
+def repeat_served_steps(
     logs: Sequence[Sequence[Mapping[str, Any]]],
     values: Tensor,
     make_optimizer: MakeOptimizer,

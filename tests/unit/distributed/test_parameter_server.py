@@ -13,7 +13,7 @@ from torch import Tensor
 from common.core import config
 from common.core.errors import UserError
 from common.distributed.parameter_server.report import Served, ServerReport
-from common.distributed.parameter_server.server import Policy, Server, Shard, replay, split_vector
+from common.distributed.parameter_server.server import Policy, Server, Shard, repeat_served_steps, split_vector
 from common.training.optimizers import SGD
 from configs.param_server import Config
 from tests.benchmarks.server_bound import compute_bound, play_turns
@@ -166,11 +166,11 @@ def test_a_log_is_replayed_with_the_versions_that_were_pulled_and_a_gap_is_notic
         seen[ticket] = values.tolist()
         return torch.tensor([1.0, 2.0]) * (ticket + 1)
 
-    found = replay([first, second], torch.tensor([10.0, 10.0]), sgd, 1, compute)
+    found = repeat_served_steps([first, second], torch.tensor([10.0, 10.0]), sgd, 1, compute)
     assert seen == {0: [10, 10], 1: [10, 9]}, "of the second shard ticket 1 has pulled a newer version"
     assert found.tolist() == [10 - 2 - 0.5, 10 - 1 - 4]
     with pytest.raises(ValueError, match="an event is missing"):
-        replay([first, second[1:]], torch.zeros(2), sgd, 1, compute)
+        repeat_served_steps([first, second[1:]], torch.zeros(2), sgd, 1, compute)
 
 
 def test_the_report_counts_the_pushes_of_all_servers() -> None:
