@@ -18,7 +18,7 @@ class Config(ElasticRanks, Sharded, DataParallel):
     """ddp keeps the whole model on every rank; fsdp (fully_shard) keeps a shard of every parameter."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """How ddp sends gradients: as they are, in half precision, or as a product of thin matrices (arXiv 1905.13727)."""
-    powersgd_rank: int = at_least(1, 2)
+    powersgd_rank: int = at_least(1, 2, only="communication=powersgd")
     """Columns of PowerSGD's matrices; it begins after ten steps."""
     bucket_mb: float = between(0.01, 10_000, 25)
     """Size in MB of the buckets in which ddp sends gradients, each as soon as backward has filled it."""

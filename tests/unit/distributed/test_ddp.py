@@ -53,6 +53,7 @@ def test_shares_of_a_batch_are_the_batch(cache: Path) -> None:
         (["sync_batchnorm=true"], ["model=convnet has no BatchNorm", "model=resnet18"]),
         (["strategy=fsdp", "communication=fp16"], ["communication is a setting of ddp", "strategy=ddp"]),
         (["strategy=fsdp", "static_graph=true"], ["static_graph is a setting of ddp"]),
+        (["powersgd_rank=4"], ["powersgd_rank=4 is a setting of communication=powersgd"]),
         (["data.name=generated", "data.samples=50"], ["batch=64 exceeds the 50 training samples"]),
         (["data.name=cifar10", "batch=50002"], ["exceeds the 50000 training samples"]),
         (["shards=[2,1,1]"], ["shards=[2,1,1]: 3 numbers, 2 ranks", "such as [3,1]"]),
