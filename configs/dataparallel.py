@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
 from configs.optional import InitialWeights, RanksPerNode
+from configs.ranges import between
 
 
 @dataclass
@@ -34,6 +35,9 @@ class Sharded(Replicated):
     """How the ranks share each batch: equal; a whole number for each rank, such as [3,1], to which its samples are in
     proportion, 0 for a rank without any; or auto, which measures how fast each rank is, before the first step and
     while training. The result is that of one process in any case."""
+    dropout: float = between(0, 0.95, 0)
+    """Share of the last layer's inputs that training sets to zero. A sample's mask follows from its position in the
+    epoch, so that shards and microbatches change nothing."""
 
     @property
     def batch_plan(self) -> BatchPlan:

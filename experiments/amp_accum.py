@@ -33,6 +33,7 @@ from __future__ import annotations
 from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
 from common.measure.memory import Footprint
 from common.measure.precision_report import PrecisionReport
+from common.models.sample_dropout import add_dropout
 from common.training.loop import Step
 from common.training.single_process_baseline import report_ranks, set_up_shards
 from configs.amp_accum import Config
@@ -54,9 +55,10 @@ HOPELESS = 2.0**-14  # a scale below which only something infinite overflows; fr
 def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model, with the same weights on every rank: all draw from one seed."""
     if cfg.model in ("resnet18", "resnet50"):
-        model: nn.Module = networks.ResNet(cfg.model, run.sample_shape, run.classes)
+        model: nn.Sequential = networks.ResNet(cfg.model, run.sample_shape, run.classes)
     else:
         model = networks.build_network(cfg.model, run.sample_shape, run.classes)
+    add_dropout(model, cfg.dropout, cfg.seed)  # whose masks are those of the samples, in whichever microbatch
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(run.device, run.dtype).to(memory_format=layout)
 

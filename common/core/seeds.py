@@ -18,9 +18,9 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def make_generator(seed: int, *purpose: str | int) -> np.random.Generator:
-    """Return a numpy generator for one purpose."""
-    return np.random.Generator(np.random.PCG64(derive_seed(seed, *purpose)))
+def make_generator(seed: int, *purpose: str | int, skip: int = 0) -> np.random.Generator:
+    """Return a numpy generator for one purpose, which has left out as many draws of 64 bits as `skip` says."""
+    return np.random.Generator(np.random.PCG64(derive_seed(seed, *purpose)).advance(skip))
 
 
 def pack_rng_state(state: Any) -> list[Any]:

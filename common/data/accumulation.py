@@ -30,6 +30,11 @@ class AccumulationLoader:
         epochs, rest = divmod(steps, self.steps)
         return (epochs * self.loader.steps + rest * self.count) * self.loader.batch
 
+    def list_positions(self, step: int) -> list[range]:
+        """Return the positions in the epoch of this rank's samples of a step, from 0, of each microbatch."""
+        first, end = step * self.count, min((step + 1) * self.count, self.loader.steps)
+        return [positions for batch in range(first, end) for positions in self.loader.list_positions(batch)]
+
     def state_dict(self) -> dict[str, int]:
         """Return the loader's epoch and position."""
         return self.loader.state_dict()

@@ -182,6 +182,14 @@ class Loader:
         whole = self.epoch_samples
         return epochs * whole + min(rest * self.batch, whole)
 
+    def list_positions(self, step: int) -> list[range]:
+        """Return the positions in the epoch of this rank's samples of a step, from 0, as one microbatch."""
+        start = step * self.batch
+        size = min(self.batch, len(self.data) - start)
+        counts = self.counts if size == self.batch else cut_batch(size, self.counts)
+        first = start + sum(counts[: self.rank])
+        return [range(first, first + counts[self.rank])]
+
     def state_dict(self) -> dict[str, int]:
         """Return epoch and position."""
         return {"epoch": self.epoch, "position": self.position}

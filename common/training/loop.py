@@ -16,6 +16,7 @@ from common.data.shards import WINDOW
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimes
+from common.models.sample_dropout import list_dropout
 from common.training import optimizers
 from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
@@ -155,11 +156,15 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
     cfg, per_epoch = run.cfg, state.loader.steps
     for part in state.parts:
         part.train()
+    dropout = list_dropout(state.parts)
     for batch in run.times.iterate(state.loader) if run.times else state.loader:
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
             optimizers.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // per_epoch, rate, recovery)
+        for layer in dropout:
+            assert not isinstance(state.loader, Rounds)
+            layer.begin_step(step.epoch, state.loader.list_positions(run.step % per_epoch))
         yield step
         if step.failure is not None:
             raise step.failure

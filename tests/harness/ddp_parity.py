@@ -27,6 +27,7 @@ from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.measure import step_timing
 from common.models import networks
+from common.models.sample_dropout import SampleDropout
 from common.runs.folder import Folder
 from common.training import evaluate
 from common.training.run import Run
@@ -70,7 +71,10 @@ RESNET = CONVNET | {
 }
 WIDTH = 8
 SLOW_FROM = 15  # the step after which rank 1 is slow
-MISTAKES = ("sums_losses", "no_communication", "same_share", "slow_rank", "mean_of_means", "equal_buffers")
+MISTAKES = (
+    *("sums_losses", "no_communication", "same_share", "slow_rank"),
+    *("mean_of_means", "equal_buffers", "torchs_dropout"),
+)
 SLOWS_DOWN = "slows_down"  # rank 1, by each sample, from a step on; no mistake
 
 
@@ -135,6 +139,8 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     changes: list[tuple[Any, str, Any]] = []
     if mistake == "mean_of_means":
         changes.append((ddp_multinode, "F", SimpleNamespace(cross_entropy=average_means)))
+    if mistake == "torchs_dropout":
+        changes.append((SampleDropout, "forward", lambda layer, x: F.dropout(x, layer.rate, layer.training)))
     if mistake == "equal_buffers":
         changes.append((TrainState, "weight", 1.0))
     found = train_script(

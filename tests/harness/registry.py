@@ -57,7 +57,7 @@ EXPERIMENTS = [
         produces=(*SCORES, "ranks", "communication_exposed"),
         spread=lambda count: (f"processes_per_node={count}", *MLP),
         others=(
-            ("strategy=fsdp", "optim.name=adam", "clip=1", "shards=[3,1]"),
+            ("strategy=fsdp", "optim.name=adam", "clip=1", "shards=[3,1]", "dropout=0.3"),
             ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS),
             ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # which begins to compress at the tenth step
         ),
@@ -82,7 +82,7 @@ EXPERIMENTS = [
             f"accumulate={2 if count == 3 else 3}",
         ),
         others=(
-            ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3"),
+            ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3", "dropout=0.3"),
             ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3", "shards=[1,4]"),
         ),
     ),

@@ -85,13 +85,29 @@ def test_accumulated_microbatches_in_unequal_shards_equal_one_process(tmp_path: 
             assert differences(trained[case], amp_parity.expected(cache, alone)) == [], case
 
 
-def test_augmented_images_are_the_same_whatever_the_shards(tmp_path: Path, cache: Path) -> None:
-    changed = f"data.augment=crop_flip,{BRIEF}"
+@pytest.mark.parametrize("change", ["data.augment=crop_flip", "dropout=0.3"])
+def test_what_is_drawn_for_a_sample_is_the_same_whatever_the_shards(change: str, tmp_path: Path, cache: Path) -> None:
+    changed = f"{change},{BRIEF}"
     (alone,) = train_cases("ddp_parity", tmp_path, cache, 1, [changed]).values()
     for ranks, shards in ((2, "[3,1]"), (3, "[5,2,1]")):
         (found,) = train_cases("ddp_parity", tmp_path, cache, ranks, [f"shards={shards},{changed}"]).values()
         assert wrong(found, alone) == [], shards
-    assert wrong(alone, ddp_parity.expected(cache, BRIEF)), "augmentation changes something"
+    assert wrong(alone, ddp_parity.expected(cache, BRIEF)), "it changes something"
+
+
+def test_torchs_dropout_is_another_one_with_other_ranks(tmp_path: Path, cache: Path) -> None:
+    case = f"torchs_dropout,dropout=0.3,{BRIEF}"
+    alone, found = (train_cases("ddp_parity", tmp_path, cache, ranks, [case])[case] for ranks in (1, 2))
+    assert any("losses" in difference for difference in wrong(found, alone))
+
+
+def test_dropout_is_the_same_in_shards_and_microbatches(tmp_path: Path, cache: Path) -> None:
+    changed = "dropout=0.3,data.train_limit=480"
+    cases = [f"accumulate={count},{changed}" for count in (1, 4)]
+    alone, accumulated = train_cases("amp_parity", tmp_path, cache, 1, cases).values()
+    (shared,) = train_cases("amp_parity", tmp_path, cache, 2, [f"shards=[3,1],{cases[1]}"]).values()
+    assert differences(accumulated, alone) == differences(shared, alone) == []
+    assert differences(alone, amp_parity.expected(cache, "accumulate=1,data.train_limit=480")), "it changes something"
 
 
 def test_shards_that_follow_a_rank_that_slows_down_change_nothing_else(tmp_path: Path, cache: Path) -> None:
