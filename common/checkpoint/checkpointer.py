@@ -113,7 +113,7 @@ class Checkpointer:
 
     def _try_write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
         """Try once on all ranks; return the problem, the same on all, or None."""
-        self.close()
+        self.wait_for_deletions()
         staging = StagingDir(self.folder, step)
         problem = self._run_on_main(staging.create)
         if problem is not None:
@@ -170,7 +170,7 @@ class Checkpointer:
                 self.sweeper = threading.Thread(target=storage.delete_folders, args=(old,))
                 self.sweeper.start()
 
-    def close(self) -> None:
+    def wait_for_deletions(self) -> None:
         """Wait until old checkpoints are deleted."""
         if self.sweeper is not None:
             self.sweeper.join()

@@ -79,7 +79,7 @@ class Saver:
         came = time.perf_counter()
         self.metrics.flush()  # ranks may wait for each other here already
         decision = self.vote.decide(step, bool(self.metrics.diverged), came)
-        self.metrics.forget()
+        self.metrics.drop_kept_rows()
         self.restart_watchdogs()
         if decision.diverged:
             self.raise_if_diverged()
@@ -159,4 +159,4 @@ class Saver:
         self.stop.cancel_watchdog()
         if self.silence is not None:
             self.silence.close()
-        self.checkpointer.close()
+        self.checkpointer.wait_for_deletions()

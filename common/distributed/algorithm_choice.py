@@ -29,7 +29,7 @@ Measured = list[list[float]]
 """(bytes, seconds) of messages of each size."""
 
 
-def settle_algorithm(launch: Launch, run: Path, world: World) -> None:
+def resolve_algorithm(launch: Launch, run: Path, world: World) -> None:
     """Let the ranks all-reduce as the run does: as it has measured, or by the file that it keeps. All ranks call it.
 
     The choice of `auto` goes into `launch` and into config.yaml, where a later attempt finds it.
@@ -37,11 +37,11 @@ def settle_algorithm(launch: Launch, run: Path, world: World) -> None:
     if world.transport is None:
         return
     if launch.algorithm == "auto":
-        launch.algorithm = choose_once(run / "config.yaml", world)
-    replace_algorithm(world.transport, algorithms.choose_file(launch, run / "code").algorithm)
+        launch.algorithm = choose_algorithm_once(run / "config.yaml", world)
+    replace_algorithm(world.transport, algorithms.use_kept_file(launch, run / "code").algorithm)
 
 
-def choose_once(file: Path, world: World) -> str:
+def choose_algorithm_once(file: Path, world: World) -> str:
     """Return what config.yaml says, else what measuring shows, and write that there. All ranks call it."""
     known = world.broadcast(read_config_file(file).get(NAME) if world.is_main else None)
     if known in (None, "auto"):

@@ -93,7 +93,7 @@ class RankForker:
     coordinator: str
     children: list[ChildRank]
 
-    def place(self, rank: int) -> RankInfo:
+    def make_rank_info(self, rank: int) -> RankInfo:
         """Return the position of a rank."""
         node, store = rank // (self.size // self.nodes), str(self.private / "store")
         return RankInfo(
@@ -102,11 +102,11 @@ class RankForker:
 
     def fork(self, rank: int) -> None:
         """Fork a rank that meets the others."""
-        self.children.append(ChildRank(rank, fork_rank(self.body, self.place(rank), self.private)))
+        self.children.append(ChildRank(rank, fork_rank(self.body, self.make_rank_info(rank), self.private)))
 
     def fork_again(self, rank: int) -> None:
         """Fork a rank that was lost; it is alone until it joins the others."""
-        alone = dataclasses.replace(self.place(rank), rank=0, size=1, joins=True, launched_as=rank)
+        alone = dataclasses.replace(self.make_rank_info(rank), rank=0, size=1, joins=True, launched_as=rank)
         self.children[rank] = ChildRank(rank, fork_rank(self.body, alone, self.private))
 
     def kill(self, rank: int) -> None:

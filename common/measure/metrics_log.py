@@ -111,7 +111,7 @@ class MetricsLog:
         self.writer.add(self._make_row(s, t) | values for (s, t, _), values in zip(rows, found, strict=True))
         self.show(step, found[-1])
 
-    def forget(self) -> None:
+    def drop_kept_rows(self) -> None:
         """Note that all ranks have come to where rank 0 has flushed."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -180,7 +180,7 @@ class SharedMetricsLog(MetricsLog):
             self.writer.add(new)
             self.show(self.newest, {k: v for k, v in new[-1].items() if k not in ("global_step", "samples", "time")})
 
-    def forget(self) -> None:
+    def drop_kept_rows(self) -> None:
         """Drop the rows kept: rank 0 had written them before all ranks voted."""
         self.kept = []
 
@@ -190,7 +190,7 @@ class SharedMetricsLog(MetricsLog):
             super().write(step, values)
         self.scored = step
 
-    def take_over(self) -> None:
+    def take_over_file(self) -> None:
         """Go on, on a new rank 0, behind the rows that the lost one has written; a line cut off is removed."""
         content = self.writer.file.read_bytes() if self.writer.file.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]

@@ -156,7 +156,7 @@ class ForkedRanks:
             stop = listen_for_stop(cfg, open(folder.log_file(rank_info.number), "a"))  # noqa: SIM115 (until the rank ends)
             keeps = rank_info.rank == 0 or elastic is not None  # then any rank may become rank 0
             local_launcher.redirect_output(folder.log_file(rank_info.number), keep_stdout=keeps)
-            launch = algorithms.choose_file(cfg.launch, folder.path / "code")
+            launch = algorithms.use_kept_file(cfg.launch, folder.path / "code")
             with rendezvous.joined_world(rank_info, launch, folder.attempt / ".private") as world:
                 train_rank(main, cfg, world, attempt, stop)
 
@@ -195,7 +195,7 @@ class LaunchedRank:
     def acquire_run(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
         """Join the other ranks; without a `given` run a restart gets the run of the attempt before it."""
         check_memory(cfg)
-        launch = algorithms.choose_file(cfg.launch, given.path / "code") if given else cfg.launch
+        launch = algorithms.use_kept_file(cfg.launch, given.path / "code") if given else cfg.launch
         private = private_folder.name_folder(given.path if given else Path(cfg.runs), self.rank_info)
         with rendezvous.joined_world(self.rank_info, launch, private) as self.world:
             self.rank_info = self.world  # follows its changes
@@ -259,7 +259,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         stop.all_saved = True
         is_begun = attempt.is_new and not world.joins
         optimizer.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", named=is_begun)
-        algorithm_choice.settle_algorithm(cfg.launch, attempt.folder.path, world)
+        algorithm_choice.resolve_algorithm(cfg.launch, attempt.folder.path, world)
         initial_weights.leave_out_replaced_weights(cfg, attempt.folder)
         main(cfg, run)
         if world.is_main and not run.finished:
@@ -270,7 +270,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     except (RuntimeError, TimeoutError) as error:
         # A rank that has nothing to lose stops at once, and another may have done its first step by then. SIGTERM does
         # not count: srun sends it where another rank has failed.
-        if (stop.number == signal.SIGUSR2 and not is_timeout(error)) or (stop.all_saved and stop.wait_for_request()):
+        if (stop.number == signal.SIGUSR2 and not is_timeout(error)) or (stop.all_saved and stop.gets_request_soon()):
             raise StopRequested(together=False) from error
         silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
         run.log_failure(silent or error)

@@ -198,7 +198,7 @@ def find_problems(facts: Sequence[dict[str, Any]], hosts: int, *, mixed: bool = 
     return found + find_speed_problems(facts) + find_clock_problems(facts)
 
 
-def name_host(f: dict[str, Any]) -> str:
+def format_host(f: dict[str, Any]) -> str:
     """Return host and rank of the facts, as in `node1 (rank 0)`."""
     return f"{f['host']} (rank {f['rank']})"
 
@@ -229,12 +229,12 @@ def find_other_devices(facts: Sequence[dict[str, Any]]) -> list[str]:
 def find_unusual_values(facts: Sequence[dict[str, Any]], values: Sequence[Any]) -> list[tuple[str, Any, Any]]:
     """Return the name of each host whose value is not the most frequent one, its value, and that one."""
     usual, _ = Counter(values).most_common(1)[0]
-    return [(name_host(f), own, usual) for f, own in zip(facts, values, strict=True) if own != usual]
+    return [(format_host(f), own, usual) for f, own in zip(facts, values, strict=True) if own != usual]
 
 
 def find_host_problems(f: dict[str, Any], hosts: int) -> list[str]:
     """Return the problems of one host alone."""
-    found, where = [], name_host(f)
+    found, where = [], format_host(f)
     if not f["address"]:
         found.append(f"{where} does not know its own name; add it to /etc/hosts or DNS")
     elif hosts > 1 and f["address"].startswith("127."):
@@ -275,7 +275,7 @@ def find_speed_problems(facts: Sequence[dict[str, Any]]) -> list[str]:
         usual = compute_usual_rate(rates, i)
         if f["gflop_per_s"] < SLOW * usual:
             found.append(
-                f"{name_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {usual}; "
+                f"{format_host(f)} is slow: matrix products at {f['gflop_per_s']} GFLOP/s, the others {usual}; "
                 "look for other programs and for thermal throttling there"
             )
     return found
@@ -291,10 +291,10 @@ def find_clock_problems(facts: Sequence[dict[str, Any]]) -> list[str]:
     gaps = [min((times[i] - median(times) for times in rounds), key=abs) for i in range(len(looked))]
     if len(looked) == 2:  # neither is most
         gap = min((times[1] - times[0] for times in rounds), key=abs)
-        both = f"{name_host(looked[1])} and {name_host(looked[0])}: their clocks are {gap:+.1f} s apart; set up NTP"
+        both = f"{format_host(looked[1])} and {format_host(looked[0])}: their clocks are {gap:+.1f} s apart; set up NTP"
         return [both] if abs(gap) > SKEW else []
     return [
-        f"{name_host(f)}: its clock is {gap:+.1f} s from the others'; set up NTP"
+        f"{format_host(f)}: its clock is {gap:+.1f} s from the others'; set up NTP"
         for f, gap in zip(looked, gaps, strict=True)
         if abs(gap) > SKEW
     ]

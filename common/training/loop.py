@@ -172,14 +172,14 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
             raise RuntimeError(f"step {step.number} was not taken: the body of the loop is `with step:`")
         if run.saver.checkpoint_or_stop(step.number):  # a vote alone counts: ranks wait there for the slowest
             run.pace.interrupt()
-        follow_speeds(run, step.number)
+        adapt_shards(run, step.number)
         if step.number == run.total and step.number % per_epoch:  # at an epoch's end the loader turns to the next one
             return
         if recovery is not None and step.number % per_epoch:  # there, an evaluation comes first
-            recovery.leave_for_join()
+            recovery.leave_if_rank_joins()
 
 
-def follow_speeds(run: RunContext, number: int) -> None:
+def adapt_shards(run: RunContext, number: int) -> None:
     """With shards=auto, let the shards follow what the newest steps took each rank, after every WINDOW steps."""
     if run.shards is None or run.times is None or number % WINDOW or number == run.total:
         return

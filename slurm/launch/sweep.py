@@ -169,7 +169,7 @@ def submit_as_array(
             folders.append(given or submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler))
             sweep.record_run(point, folders[-1], "pending")
         sweep.save()
-        made = sbatch.prepare_array_executor(
+        made = sbatch.prepare_runs_for_array(
             sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel
         )
         jobs = sbatch.submit_array(made, folders)

@@ -109,10 +109,10 @@ def wait_until_idle(plan: Plan, seconds: float) -> None:
         ):
             return
         time.sleep(0.02)
-    raise UserError(f"cluster {plan.name} did not start: {find_complaint(plan.folder / 'log')}; see {plan.folder}/log")
+    raise UserError(f"cluster {plan.name} did not start: {find_error_line(plan.folder / 'log')}; see {plan.folder}/log")
 
 
-def find_complaint(logs: Path) -> str:
+def find_error_line(logs: Path) -> str:
     """Find the error that a daemon died of, else the one that kept the cluster from starting."""
     lines = [line for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
     for mark in ("Parsing error", "fatal: "):

@@ -132,7 +132,7 @@ def find_first_error(text: str) -> tuple[str, str]:
     return "", said[1] if said else raised[0] if raised else ""
 
 
-def find_position(text: str) -> str:
+def find_stack_position(text: str) -> str:
     """Find the innermost lines of the project in the newest stack dump, and the function that they called."""
     dumps = STACKS.findall(text)
     threads = re.split(r"^(?:Current thread|Thread) .*\n", dumps[-1], flags=re.MULTILINE) if dumps else []
@@ -153,7 +153,7 @@ def read_ranks(folder: Folder) -> list[Rank]:
         for beat in read_heartbeats(attempt):
             text = f"{read_tail(attempt.log_file(beat.rank))}\n{read_job_log(folder, beat.rank)}"
             ended = endings.get(beat.rank, "")
-            found.append(Rank(beat, beat.time or first, *find_first_error(text), find_position(text), ended))
+            found.append(Rank(beat, beat.time or first, *find_first_error(text), find_stack_position(text), ended))
     return found
 
 

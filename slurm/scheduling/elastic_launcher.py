@@ -235,7 +235,7 @@ class JobLauncher:
             self.stopped = True
         elif rank in self.supervisor.starting:
             pass  # it has not joined, and the others go on
-        elif status != KILLED or not self.coordinator.lose(rank):
+        elif status != KILLED or not self.coordinator.note_ended_member(rank):
             self.failed = self.failed or status
         else:
             self.ended.add(rank)

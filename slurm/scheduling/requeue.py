@@ -34,16 +34,16 @@ PAUSE = 5.0
 
 def note_refusal(folder: Folder, rank: int, reason: str) -> None:
     """Note, for this attempt of the job, a reason that only a person can remove."""
-    write_json(folder.path / "submit" / f"refused-{name_attempt()}-{rank:05d}.json", {"reason": reason})
+    write_json(folder.path / "submit" / f"refused-{make_attempt_name()}-{rank:05d}.json", {"reason": reason})
 
 
 def read_refusal(folder: Folder) -> str:
     """Read the reason noted by the lowest rank; empty without one. Other ranks may only know that one failed."""
-    notes = sorted((folder.path / "submit").glob(f"refused-{name_attempt()}-*.json"))
+    notes = sorted((folder.path / "submit").glob(f"refused-{make_attempt_name()}-*.json"))
     return str(read_json(notes[0]).get("reason", "")) if notes else ""
 
 
-def name_attempt() -> str:
+def make_attempt_name() -> str:
     """Join the job and its number of restarts, as part of a file's name."""
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
@@ -56,7 +56,7 @@ def note_failure(folder: Folder) -> None:
 
 def locate_failure_note(folder: Folder) -> Path:
     """Return the path of the note that a rank of this attempt of the job failed first."""
-    return folder.path / "submit" / f"failed-{name_attempt()}.json"
+    return folder.path / "submit" / f"failed-{make_attempt_name()}.json"
 
 
 def record_failure(folder: Folder) -> int:

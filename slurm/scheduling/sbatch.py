@@ -171,7 +171,7 @@ def make_executor(
     return made
 
 
-def prepare_array_executor(
+def prepare_runs_for_array(
     sweep: Path, folders: list[Folder], nodes: int, per_node: int, profile: Profile, scheduler: Scheduler, parallel: int
 ) -> Executor:
     """Prepare run folders, with equal entry points, for an array with a job for each; return its executor.

@@ -40,52 +40,52 @@ ELSEWHERE = {  # parts that are measured by other commands than `make bench`
 Parts = Mapping[str, Mapping[str, Any]]
 
 
-def pages() -> list[Path]:
+def list_pages() -> list[Path]:
     """The pages of the project."""
     beside = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "common/README.md", "slurm/README.md")
     named = [ROOT / name for name in beside if (ROOT / name).exists()]
     return [*named, *sorted(ROOT.glob("tests/*/README.md")), *sorted(ROOT.glob("experiments/*.md"))]
 
 
-def fill(text: str, parts: Parts) -> str:
+def fill_page(text: str, parts: Parts) -> str:
     """A page with everything between its markers generated anew. Raises ValueError for a value that is not recorded."""
 
     def replace(found: re.Match[str]) -> str:
         kind, name, what, column, _ = found.groups()
         head = found.group(0)[: found.group(0).index("-->") + 3]
         if kind == "value":
-            return f"{head}{value(parts, name, what, column)}<!-- end -->"
-        content = {"output": output, "measured": measured, "figure": figure}[kind](parts, name)
+            return f"{head}{format_value(parts, name, what, column)}<!-- end -->"
+        content = {"output": format_output, "measured": format_measured, "figure": format_figure}[kind](parts, name)
         return f"{head}\n{content}\n<!-- end -->"
 
     return MARKED.sub(replace, text)
 
 
-def missing(name: str) -> str:
+def format_missing(name: str) -> str:
     command = ELSEWHERE.get(name, f"make bench NAME={name}")
     return f"Not recorded yet: `{command}` measures it, on a quiet machine."
 
 
-def measured(parts: Parts, name: str) -> str:
+def format_measured(parts: Parts, name: str) -> str:
     """A part's table and its origin."""
     if name not in parts:
-        return missing(name)
+        return format_missing(name)
     head, *lines = [f"| {' | '.join(cells)} |" for cells in records.lines_of(parts[name])]
     rule = "| " + " | ".join(["---"] * (head.count("|") - 1)) + " |"
     return "\n".join([head, rule, *lines, "", records.origin_of(parts[name])])
 
 
-def output(parts: Parts, name: str) -> str:
+def format_output(parts: Parts, name: str) -> str:
     """What a command printed."""
-    return f"```text\n{parts[name]['output']}\n```" if name in parts else missing(name)
+    return f"```text\n{parts[name]['output']}\n```" if name in parts else format_missing(name)
 
 
-def figure(parts: Parts, name: str) -> str:
+def format_figure(parts: Parts, name: str) -> str:
     """A figure of experiments/figures/, for a page beside that folder; nothing before its part is recorded."""
     return f"![{name.replace('_', ' ')}](figures/{name}.svg)" if figures.FIGURES[name][0] in parts else ""
 
 
-def value(parts: Parts, name: str, what: str, column: str) -> str:
+def format_value(parts: Parts, name: str, what: str, column: str) -> str:
     """One cell of a table; the head of the first column of numbers will do for a table of one."""
     if name not in parts:
         return "(not recorded yet)"
@@ -119,9 +119,9 @@ def main(words: Sequence[str] = ()) -> None:
             raise UserError(f"{words[0]}: no such file; name a record of tests/benchmarks/results/")
         publish(Path(words[0]), words[1:])
     parts = records.recorded()
-    for page in pages():
+    for page in list_pages():
         before = page.read_text()
-        after = fill(before, parts)
+        after = fill_page(before, parts)
         if after != before:
             write_atomic(page, after)
             print(page.relative_to(ROOT))

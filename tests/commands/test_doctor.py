@@ -369,4 +369,4 @@ def test_a_stack_in_an_installed_package_is_not_taken_for_ours() -> None:
     frames = ["torch/distributed/x.py", "/r/code/common/pipeline/p2p.py", "/v/site-packages/submitit/slurm/slurm.py"]
     lines = [f'  File "{path}", line {number} in f\n' for number, path in enumerate(frames)]
     dump = f"Timeout (0:00:08)!\nThread 0x1 (most recent call first):\n{''.join(lines)}"
-    assert diagnosis.find_position(dump) == "x.py:0 f < p2p.py:1 f"
+    assert diagnosis.find_stack_position(dump) == "x.py:0 f < p2p.py:1 f"

@@ -17,7 +17,7 @@ from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Record, Row, Table, at_least, at_most
 from tests.harness.warm import ROOT
 
-PAGES = tables.pages()
+PAGES = tables.list_pages()
 NARRATIVE = [page for page in PAGES if page.parent in (ROOT, ROOT / "experiments")]
 MEASURED = re.compile(
     r"\d\s*(?:±|\+-)\s*\d|\d \[[\d.,]+\.\.[\d.,]+\]|"
@@ -41,7 +41,7 @@ def unmarked(text: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages_show_what_is_recorded(page: Path) -> None:
     text = page.read_text()
-    assert tables.fill(text, records.recorded()) == text, "make tables writes the page anew"
+    assert tables.fill_page(text, records.recorded()) == text, "make tables writes the page anew"
     assert len(re.findall(tables.MARKER, text)) == text.count("<!-- end -->") == len(tables.MARKED.findall(text))
 
 
@@ -63,11 +63,11 @@ def test_a_changed_number_is_noticed() -> None:
     about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {"torch": "2.15"}}
     table = {"columns": ["measured", "value"], "rows": [at_least("a / b", Number(1.5, 1, 2), 1.3).json()]}
     part = about | {"table": table, "rounds": 3, "command": "make bench NAME=x/y"}
-    filled = tables.fill(text, {"x/y": part})
+    filled = tables.fill_page(text, {"x/y": part})
     assert "-->1.5<!-- end -->" in filled and "| a / b | 1.5 [1..2] | >= 1.3, met |" in filled
-    assert tables.fill(filled, {"x/y": part}) == filled != text
+    assert tables.fill_page(filled, {"x/y": part}) == filled != text
     with pytest.raises(ValueError, match="no row 'a / b'"):
-        tables.fill(text, {"x/y": part | {"table": {"columns": ["measured", "value"], "rows": []}}})
+        tables.fill_page(text, {"x/y": part | {"table": {"columns": ["measured", "value"], "rows": []}}})
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from torch import Tensor
 from common.core.config import read_config_file
 from common.distributed import algorithm_choice, local_launcher, rendezvous
 from common.distributed.builtin import registration
-from common.distributed.builtin.arguments import ARITHMETIC, COMBINE, COMPLEX, WHOLE, find_types
+from common.distributed.builtin.arguments import ARITHMETIC, COMBINE, COMPLEX, WHOLE, list_reducible_dtypes
 from common.distributed.rank_info import RankInfo
 from common.distributed.transport.algorithms import NAMES, build_algorithm, count_bytes
 from configs.launch import Launch
@@ -69,7 +69,7 @@ def reduce_here(values: Sequence[Tensor], op: Any) -> Tensor:
 
 def list_reductions() -> list[tuple[Any, torch.dtype]]:
     """Every operation with every type that it takes."""
-    return [(op, dtype) for op in COMBINE for dtype in find_types(op)]
+    return [(op, dtype) for op in COMBINE for dtype in list_reducible_dtypes(op)]
 
 
 def agree(found: Tensor, expected: Tensor, what: object) -> None:
@@ -423,7 +423,7 @@ def algorithms_by_size(world: rendezvous.World) -> None:
         if world.is_main:
             (folder / "config.yaml").write_text(f"launch:\n  algorithm: {text}\nseed: 1\n")
         launch = Launch(backend="builtin", algorithm="auto")
-        algorithm_choice.settle_algorithm(launch, folder, world)
+        algorithm_choice.resolve_algorithm(launch, folder, world)
         dist.barrier()
         assert read_config_file(folder / "config.yaml") == {"launch.algorithm": launch.algorithm, "seed": "1"}
         return launch.algorithm

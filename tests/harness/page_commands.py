@@ -15,7 +15,7 @@ from tests.harness.made_runs import Made
 from tests.harness.processes import environment
 from tests.harness.warm import ROOT
 
-PAGES = tables.pages()
+PAGES = tables.list_pages()
 REAL = {"make compare", "make status"}  # all the way through make and an interpreter
 BY_CI = {
     "make exp NAME=mnist_pipeline",

@@ -40,7 +40,7 @@ def choose_precision(op: Operation, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if op in ARITHMETIC and dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def find_types(op: Operation) -> tuple[torch.dtype, ...]:
+def list_reducible_dtypes(op: Operation) -> tuple[torch.dtype, ...]:
     """Return the types of numbers that an operation reduces; torch itself refuses products of complex ones."""
     if op in BITWISE:
         return WHOLE
@@ -58,7 +58,7 @@ def check_reduction(op: Operation, dtype: torch.dtype) -> None:
     if op not in COMBINE:
         known = ", ".join(one.name for one in COMBINE)
         raise NotImplementedError(f"builtin has no reduction {op.name}; it has {known}")
-    if dtype not in find_types(op):
+    if dtype not in list_reducible_dtypes(op):
         remedy = "; use SUM, and divide" if dtype in WHOLE else ""
         raise TypeError(f"builtin has no reduction {op.name} of {dtype}{remedy}")
 
@@ -81,7 +81,7 @@ def check_dense(tensor: Tensor) -> None:
         )
 
 
-def take_one(values: Sequence[T]) -> T:
+def take_only_element(values: Sequence[T]) -> T:
     """Return the only element of a list. Raises ValueError."""
     if len(values) != 1:
         raise ValueError(f"builtin takes one tensor or list for each rank, not {len(values)}")

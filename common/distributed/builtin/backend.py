@@ -23,7 +23,7 @@ from common.distributed.builtin.arguments import (
     cut_equally,
     cut_rows,
     read_op,
-    take_one,
+    take_only_element,
 )
 from common.distributed.builtin.communicator import Communicator
 from common.distributed.builtin.messages import Arriving, Attendant, Sent
@@ -61,7 +61,7 @@ class BuiltinBackend(Backend):
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Job | None:
         """Reduce a tensor in place."""
-        return self.allreduce_coalesced([take_one(tensors)], opts)
+        return self.allreduce_coalesced([take_only_element(tensors)], opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Job | None:
         """Reduce tensors in place."""
@@ -75,12 +75,16 @@ class BuiltinBackend(Backend):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Job | None:
         """Reduce a tensor into that of one rank."""
-        tensor, op, root = take_one(tensors), read_op(opts, tensors), opts.rootRank
+        tensor, op, root = take_only_element(tensors), read_op(opts, tensors), opts.rootRank
         return self._run("reduce", lambda: self.communicator.reduce(tensor, op, root), tensors, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Job | None:
         """Reduce a list of tensors, one for each rank."""
-        output, blocks, op = take_one(outputs), self._check_blocks(take_one(inputs)), read_op(opts, outputs)
+        output, blocks, op = (
+            take_only_element(outputs),
+            self._check_blocks(take_only_element(inputs)),
+            read_op(opts, outputs),
+        )
         check_same_size_and_type(output, blocks[self.rank()])
         return self._run("reduce_scatter", lambda: self.communicator.reduce_scatter(output, blocks, op), outputs, opts)
 
@@ -103,13 +107,13 @@ class BuiltinBackend(Backend):
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Job | None:
         """Overwrite a tensor with that of one rank."""
-        tensor, root = take_one(tensors), opts.rootRank
+        tensor, root = take_only_element(tensors), opts.rootRank
         check_dense(tensor)
         return self._run("broadcast", lambda: self.communicator.broadcast(tensor, root), tensors, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Job | None:
         """Collect a tensor of each rank in a list."""
-        blocks, value = self._check_blocks(take_one(outputs)), take_one(inputs)
+        blocks, value = self._check_blocks(take_only_element(outputs)), take_only_element(inputs)
         check_same_size_and_type(blocks[self.rank()], value)
         return self._run("all_gather", lambda: self.communicator.all_gather(blocks, value), outputs, opts)
 
@@ -143,15 +147,15 @@ class BuiltinBackend(Backend):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Job | None:
         """Collect a tensor of each rank in a list on one rank."""
-        value, root = take_one(inputs), opts.rootRank
-        blocks = self._check_blocks(take_one(outputs)) if self.rank() == root else []
+        value, root = take_only_element(inputs), opts.rootRank
+        blocks = self._check_blocks(take_only_element(outputs)) if self.rank() == root else []
         check_same_size_and_type(value, blocks[root] if blocks else value)
         return self._run("gather", lambda: self.communicator.gather(blocks, value, root), outputs, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Job | None:
         """Give each rank a tensor of a list on one rank."""
-        output, root = take_one(outputs), opts.rootRank
-        blocks = self._check_blocks(take_one(inputs)) if self.rank() == root else []
+        output, root = take_only_element(outputs), opts.rootRank
+        blocks = self._check_blocks(take_only_element(inputs)) if self.rank() == root else []
         check_same_size_and_type(output, blocks[root] if blocks else output)
         return self._run("scatter", lambda: self.communicator.scatter(output, blocks, root), outputs, opts)
 
@@ -175,7 +179,7 @@ class BuiltinBackend(Backend):
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Sent:
         """Begin to send a tensor."""
-        tensor = take_one(tensors)
+        tensor = take_only_element(tensors)
         check_dense(tensor)
         try:
             return Sent(self.communicator.send(tensor, target, tag % TAGS), self._explain)
@@ -184,13 +188,13 @@ class BuiltinBackend(Backend):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Arriving:
         """Begin to receive a tensor; messages with the same tag come in the order in which they were sent."""
-        tensor = take_one(tensors)
+        tensor = take_only_element(tensors)
         check_dense(tensor)
         try:
             block, expected = self.communicator.expect(tensor, source, tag % TAGS)
         except (LinkError, LinkTimeout) as error:
             raise self._explain("recv", error) from error
-        self.attendants[source].add(expected)
+        self.attendants[source].read_in_background(expected)
         return Arriving(self.communicator.incoming[source], block, expected, self._explain)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> NoReturn:

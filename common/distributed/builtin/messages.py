@@ -74,8 +74,8 @@ class Attendant:
         self.thread: threading.Thread | None = None
         self.closed = False
 
-    def add(self, expected: Expected) -> None:
-        """Attend to a message."""
+    def read_in_background(self, expected: Expected) -> None:
+        """Let the thread read the connection until a message is here."""
         if expected.is_here:
             return
         with self.changed:

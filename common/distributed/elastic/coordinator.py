@@ -56,7 +56,7 @@ class Connection:
 
 
 class Coordinator:
-    """Coordinator of one run. The launcher calls `poll` again and again; everything happens in there.
+    """Coordinator of one run. The launcher calls `poll_members` again and again; everything happens in there.
 
     Losses count once all ranks have come, and until all are done: before and after, the launcher ends the run.
     """
@@ -104,7 +104,7 @@ class Coordinator:
         """Return the process id of a member, as its host counts; 0 for one that is not there."""
         return next((connection.pid for connection in self.connections if connection.member == member), 0)
 
-    def poll(self, seconds: float) -> bool:
+    def poll_members(self, seconds: float) -> bool:
         """Wait at most so long for messages, and answer them; then look for members that are silent.
 
         Returns whether there were any.
@@ -127,10 +127,10 @@ class Coordinator:
                 self._drop(connection)
         return bool(ready)
 
-    def lose(self, member: int) -> bool:
+    def note_ended_member(self, member: int) -> bool:
         """Note that a member's process has ended; return False where the run cannot go on without it."""
         for _ in range(100):  # what came before its end counts; strangers may go on sending
-            if not self.poll(0):
+            if not self.poll_members(0):
                 break
         for connection in [connection for connection in self.connections if connection.member == member]:
             self._drop(connection)

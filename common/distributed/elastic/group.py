@@ -51,7 +51,7 @@ def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None
     )
 
 
-def change_world(world: World, **facts: Any) -> None:
+def update_world(world: World, **facts: Any) -> None:
     """Change facts in place, for all who hold this object, where an elastic run goes on with other ranks."""
     for name, value in facts.items():
         object.__setattr__(world, name, value)

@@ -43,14 +43,14 @@ class Supervisor:
     def accept_loss(self, rank: int, exit_code: int) -> bool:
         """Return whether the run goes on without a rank whose process has ended: only one that was killed is lost."""
         self.starting.discard(rank)
-        return exit_code < 0 and self.coordinator.lose(rank)
+        return exit_code < 0 and self.coordinator.note_ended_member(rank)
 
     def poll_and_restart_ranks(self, ended: Container[int]) -> None:
         """Answer the ranks, and start those again that are missing once the others go on.
 
         `ended` has those that are known to have ended, as lost ones: another may have failed by itself.
         """
-        self.coordinator.poll(POLL_SECONDS)
+        self.coordinator.poll_members(POLL_SECONDS)
         self.starting -= self.coordinator.present
         for rank in self.coordinator.vacant:
             if rank not in ended:

@@ -81,13 +81,13 @@ def check_algorithm_of_config(settings: Experiment, code: Path | None = None) ->
 
     `code` is the source of the run that has these settings already, for the file that it keeps.
     """
-    launch = choose_file(settings.launch, code) if code else settings.launch
+    launch = use_kept_file(settings.launch, code) if code else settings.launch
     if launch.backend == "builtin" and launch.algorithm != "auto":
         size = settings.processes
         build_by_size(launch.algorithm, size, [rank * launch.nodes // size for rank in range(size)])
 
 
-def choose_file(launch: Launch, code: Path) -> Launch:
+def use_kept_file(launch: Launch, code: Path) -> Launch:
     """Return the settings with the file of a user's own algorithm that a run keeps in its source, if it keeps one."""
     name = launch.algorithm
     return replace(launch, algorithm=prefer_kept(name, find_kept_file("algorithm", name, code)))
@@ -128,7 +128,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
     values counted twice or left out, and sums that ranks add up in different order and hence round differently.
     """
     check_moves(algorithm)
-    contents = add_up(algorithm, simulate_algorithm(algorithm))
+    contents = compute_sums(algorithm, simulate_algorithm(algorithm))
     everybody = (1 << len(contents)) - 1
     for rank, held in enumerate(contents):
         for chunk, content in enumerate(held):
@@ -171,7 +171,7 @@ class Content(NamedTuple):
     writer: int | None
 
 
-def add_up(algorithm: Algorithm, events: Sequence[Event]) -> list[list[Content]]:
+def compute_sums(algorithm: Algorithm, events: Sequence[Event]) -> list[list[Content]]:
     """Return what each rank holds in each chunk in the end. Raises UserError for messages that do not fit."""
     size = len(algorithm.moves)
     contents = [[Content(1 << rank, rank, None)] * algorithm.chunks for rank in range(size)]

@@ -23,7 +23,7 @@ from common.distributed.transport.certificates import Identity, check_peer, desc
 from common.distributed.transport.incoming import Incoming
 from common.distributed.transport.links import Outgoing
 from common.distributed.transport.memory_links import MemoryStream
-from common.distributed.transport.reception import Reception, find_user
+from common.distributed.transport.reception import Reception, read_peer_user_id
 from common.distributed.transport.socket_stream import SocketStream, TlsSocket, pack_seconds
 from common.distributed.transport.welcome import ANSWER, Direction, Stranger, make_answer, make_hello
 
@@ -200,7 +200,7 @@ def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_seconds(seconds))
     with contextlib.suppress(OSError):
         connection.connect("\0" + name)
-        if find_user(connection) == os.getuid():
+        if read_peer_user_id(connection) == os.getuid():
             return connection
     connection.close()
     return None

@@ -88,7 +88,7 @@ def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Sequenc
     first is taken. With more than LONGEST ranks, ring and sharded_star are left out, and two_level where ranks times
     hosts are more than LONGEST**2; rank 0 simulates them while the others wait.
     """
-    known = {name: build_algorithm(name, size, hosts) for name in names if is_short(name, size, hosts)}
+    known = {name: build_algorithm(name, size, hosts) for name in names if is_cheap_to_simulate(name, size, hosts)}
     built = {name: algorithm for name, algorithm in known.items() if not algorithm.note}  # else another one stands in
     predicted = {name: predict_sizes(algorithm, lines, hosts) for name, algorithm in built.items()}
     chosen: list[str] = []
@@ -100,7 +100,7 @@ def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Sequenc
     return "<".join(chosen)
 
 
-def is_short(name: str, size: int, hosts: Sequence[Hashable]) -> bool:
+def is_cheap_to_simulate(name: str, size: int, hosts: Sequence[Hashable]) -> bool:
     """Check that a built-in algorithm has not too many moves to be simulated: size**2, for two_level size * hosts."""
     hosts_or_ranks = len(set(hosts)) if name == "two_level" and hosts else size
     grows = name in ("ring", "sharded_star", "two_level") or (name == "halving_doubling" and size & (size - 1))

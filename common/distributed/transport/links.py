@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from common.core.errors import summarize_error
-from common.distributed.transport.socket_stream import NOTHING, Rest, SocketStream, keep_small
+from common.distributed.transport.socket_stream import NOTHING, Rest, SocketStream, copy_if_small
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -125,7 +125,7 @@ class Outgoing(Link):
             self._newest += 1
             self.bytes_sent += len(view)
             if self._queue:
-                self._queue.append((self._newest, functools.partial(self._send_later, tag, keep_small(view))))
+                self._queue.append((self._newest, functools.partial(self._send_later, tag, copy_if_small(view))))
                 return self._newest
             try:
                 rest = self.stream.begin_message(tag, view)

@@ -137,7 +137,9 @@ class Reception:
             guest.socket.close()
             return
         self._guests[guest.socket] = guest
-        if is_local and find_user(connection) != os.getuid():  # what TLS does between hosts the kernel does within one
+        if (
+            is_local and read_peer_user_id(connection) != os.getuid()
+        ):  # what TLS does between hosts the kernel does within one
             self._refuse_guest(guest, "belongs to another user")
             return
         self._read_guest(guest)
@@ -190,7 +192,7 @@ class Reception:
         return self._guests.pop(guest.socket).socket
 
 
-def find_user(connection: socket.socket) -> int:
+def read_peer_user_id(connection: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket, as the kernel knows it."""
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(user)

@@ -30,7 +30,7 @@ def pack_seconds(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def keep_small(data: memoryview) -> memoryview:
+def copy_if_small(data: memoryview) -> memoryview:
     """Return a copy of at most SMALL bytes, whose memory the caller may change at once; more as they are."""
     return data if len(data) > SMALL else memoryview(bytes(data))
 
@@ -141,7 +141,7 @@ class SocketStream:
         sent = self._write_now(header, now)
         if sent == HEADER.size + len(data):
             return None
-        left = header[sent:], keep_small(now[max(0, sent - HEADER.size) :]), keep_small(later)
+        left = header[sent:], copy_if_small(now[max(0, sent - HEADER.size) :]), copy_if_small(later)
         return functools.partial(self._write_rest, *left)
 
     def _begin_encrypted(self, to: TlsSocket, header: bytes, data: memoryview) -> Rest | None:
@@ -149,7 +149,7 @@ class SocketStream:
         while (sent := self._write_now(begun)) == len(begun) and len(left) > max(0, len(data) - EAGER):
             begun, left = to.encrypt(left[:PIECE]), left[PIECE:]
         begun = begun[sent:]
-        return functools.partial(self._write_rest, begun, NOTHING, keep_small(left)) if begun or left else None
+        return functools.partial(self._write_rest, begun, NOTHING, copy_if_small(left)) if begun or left else None
 
     def _write_now(self, *parts: ReadableBuffer) -> int:
         """Return how many bytes the kernel took at once."""

@@ -154,7 +154,7 @@ def check_missing_gradient(optim: Optim) -> None:
         raise ValueError("step leaves parameters as they were because another one has no gradient")
 
 
-def check_forms(optim: Optim) -> None:
+def check_foreach_and_fused(optim: Optim) -> None:
     """Check that foreach and fused, where the optimizer has them, compute what its loop over parameters does."""
     forms = ("foreach", "fused")
 
@@ -176,7 +176,7 @@ CHECKS: dict[str, Callable[[Optim], None]] = {
     "a step that GradScaler leaves out leaves no trace": check_skipped_step,
     "gradients of zero do no harm": check_zero_gradients,
     "a parameter without gradient stays": check_missing_gradient,
-    "foreach and fused equal the loop": check_forms,
+    "foreach and fused equal the loop": check_foreach_and_fused,
 }
 
 
@@ -200,7 +200,7 @@ def check_optimizer_of_run(optim: Optim, code: Path, *, named: bool) -> None:
     With `named`, in a new run, it is tried in the file that was named, so that errors name this one.
     """
     if ":" in optim.name:
-        check_optimizer(optim if named else own_files.choose_files(optim, code))
+        check_optimizer(optim if named else own_files.point_to_kept_files(optim, code))
     own_files.use_kept_files(optim, code)
 
 

@@ -55,7 +55,7 @@ class Recovery:
             )
         assert isinstance(run.metrics, SharedMetricsLog)
         self.run, self.state, self.metrics = run, state, run.metrics
-        group.change_world(world, launched_as=world.number)
+        group.update_world(world, launched_as=world.number)
         self.joining = world.joins
         self.join_agreed = False
         """True where all ranks know that another one waits for them to leave their generation."""
@@ -110,7 +110,7 @@ class Recovery:
         self.in_vain = 0
         return means
 
-    def leave_for_join(self) -> None:
+    def leave_if_rank_joins(self) -> None:
         """Leave the generation between two steps, where a rank waits to join: all do. Raises GenerationOver then."""
         if self.join_agreed:
             self.leaving = True
@@ -201,10 +201,10 @@ class Recovery:
         group.form_group(self.member, world.timeout, world.number)
         self._watch_connections()
         rank, members = dist.get_rank(), tuple(generation.members)
-        group.change_world(world, rank=rank, size=len(members), joins=False, store=None)
+        group.update_world(world, rank=rank, size=len(members), joins=False, store=None)
         hosts = world.all_gather(socket.gethostname())
         here = hosts[rank]
-        group.change_world(world, hosts=tuple(hosts), local_rank=hosts[:rank].count(here), local_size=hosts.count(here))
+        group.update_world(world, hosts=tuple(hosts), local_rank=hosts[:rank].count(here), local_size=hosts.count(here))
         facts = objects.broadcast_json(
             self._collect_facts() if rank == generation.source else None, generation.source, world.device
         )
@@ -218,7 +218,7 @@ class Recovery:
         if world.is_main != was_main:
             run.screen = Screen(run.cfg.log, silent=was_main)
         if world.is_main and not was_main:
-            self.metrics.take_over()
+            self.metrics.take_over_file()
         self.metrics.write_rows(self.metrics.kept)
 
     def _cut_batches(self, rank: int, members: Sequence[int]) -> None:

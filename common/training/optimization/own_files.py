@@ -27,7 +27,7 @@ def check_files_of_config(optim: Optim, code: Path | None = None, named: Contain
     those of the settings that are `named`. The class of an optimizer is tried where torch is imported, by
     `contract.optimizer.check_optimizer_of_run`.
     """
-    kept = choose_files(optim, code) if code else optim
+    kept = point_to_kept_files(optim, code) if code else optim
     optim = replace(kept, **{key: getattr(optim, key) for key in KINDS if f"optim.{key}" in named})
     if ":" in optim.name:
         locate_function_file("optim.name", optim.name, KNOWN["name"], "Class")
@@ -36,7 +36,7 @@ def check_files_of_config(optim: Optim, code: Path | None = None, named: Contain
             compute_own_decay(optim.decay, step, 100)
 
 
-def choose_files(optim: Optim, code: Path) -> Optim:
+def point_to_kept_files(optim: Optim, code: Path) -> Optim:
     """Return the settings with the files of a user's own that a run keeps in its source, if it keeps any."""
     kept: dict[str, Any] = {}
     for key, kind in KINDS.items():
@@ -56,7 +56,7 @@ def copy_optimizer_files(optim: Optim, code: Path, *, anew: Container[str] = ())
 
 def use_kept_files(optim: Optim, code: Path) -> Optim:
     """Read from now on, in this rank, the files that its run keeps in its source; return the settings with these."""
-    kept = choose_files(optim, code)
+    kept = point_to_kept_files(optim, code)
     KEPT.update({optim.name: kept.name, optim.decay: kept.decay})
     return kept
 

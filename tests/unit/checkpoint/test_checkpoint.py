@@ -73,7 +73,7 @@ class Disk:
         return CheckpointPath(self.folder, step).path / name
 
     def names(self) -> list[str]:
-        self.checkpoints.close()
+        self.checkpoints.wait_for_deletions()
         return sorted(path.name for path in storage.checkpoints_dir(self.folder).iterdir())
 
     def restart(self, parent: int | None, step: int) -> None:
@@ -260,18 +260,18 @@ def test_older_starts_keep_theirs_until_this_one_has_enough(disk: Disk) -> None:
     disk.save(4)
     assert [s.step for s in storage.list_checkpoints(older)] == [2, 3], "one of its own may turn out damaged"
     disk.save(5)
-    disk.checkpoints.close()
+    disk.checkpoints.wait_for_deletions()
     assert [s.step for s in storage.list_checkpoints(older)] == [2], "the best so far"
     assert sorted(p.name for p in (older.attempt / "checkpoints").iterdir()) == ["best", "latest", "step-00000002"]
     assert disk.checkpoints.save(6, state_of(6), best=True)
-    disk.checkpoints.close()
+    disk.checkpoints.wait_for_deletions()
     assert not storage.list_checkpoints(older) and disk.load() == 6
 
 
 def test_many_attempts_keep_no_more_than_one_does(disk: Disk) -> None:
     for step in range(1, 21):
         disk.save(step)
-        disk.checkpoints.close()
+        disk.checkpoints.wait_for_deletions()
         there = [s.step for one in disk.folder.attempts() for s in storage.list_checkpoints(one)]
         assert there == [step - 1, step][-step:]
         disk.restart(disk.folder.number, step)
@@ -284,14 +284,14 @@ def test_damaged_ones_do_not_count_as_kept(disk: Disk, name: str, harm: Callable
     harm(disk.at(2, name))
     disk.restart(1, 1)
     disk.save(3)
-    disk.checkpoints.close()
+    disk.checkpoints.wait_for_deletions()
     older = Folder(disk.folder.path, 1)
     assert 1 in [s.step for s in storage.list_checkpoints(older)]
     harm(disk.at(3, name))
     assert disk.load() == 1
     disk.checkpoints = disk.start()
     disk.save(4, 5)
-    disk.checkpoints.close()
+    disk.checkpoints.wait_for_deletions()
     assert not storage.list_checkpoints(older) and [s.step for s in storage.list_checkpoints(disk.folder)] == [4, 5]
 
 
