@@ -33,7 +33,7 @@ from __future__ import annotations
 from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
 from common.measure.memory import Footprint
 from common.measure.precision_report import PrecisionReport
-from common.models.sample_dropout import add_dropout
+from common.models.sample_dropout import add_dropout, exclude_from_compiling
 from common.training.loop import Step
 from common.training.single_process_baseline import report_ranks, set_up_shards
 from configs.amp_accum import Config
@@ -66,6 +66,7 @@ def build_model(cfg: Config, run: Run) -> nn.Module:
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Wrap the model so that its backward averages gradients over all ranks; one rank alone needs no wrapper."""
     if cfg.compile:
+        exclude_from_compiling(model)  # dropout
         model.compile()  # in place: parameters keep their names
     alone = run.world.size == 1 and not cfg.elastic.on
     return model if alone else ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)

@@ -25,7 +25,6 @@ rate grows with the batch: the linear scaling rule (Goyal et al. 2017, arXiv 170
 from __future__ import annotations
 
 from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
-from common.models.sample_dropout import add_dropout
 from common.training.single_process_baseline import report_scaling, set_up_shards
 from configs.ddp_multinode import Config
 
@@ -59,7 +58,6 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
 def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.classes)  # every rank draws the same weights
-    add_dropout(network, cfg.dropout, cfg.seed)  # whose masks are those of the samples, on whichever rank
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch

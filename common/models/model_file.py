@@ -21,6 +21,7 @@ from common.data.prepare import hash_file
 from common.models import networks, pruning_masks
 from common.models.initial_weights import find_weights
 from common.models.networks import Recipe
+from common.models.sample_dropout import add_dropout
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
 
 FORMAT = 1
@@ -143,16 +144,19 @@ class ModelSettings(Protocol):
     def weights(self) -> str: ...
     @property
     def runs(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
 
 
 def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> nn.Sequential:
     """Build cfg.model for images of one shape ([H, W] or [C, H, W]), with the weights that cfg.weights names.
 
+    Where cfg has `dropout`, inputs of the last layer are dropped by masks that follow from the samples.
     Raises UserError where they do not fit.
     """
     model = networks.build_network(cfg.model, shape, classes)
     load_initial_weights(model, cfg.weights, cfg.runs)
-    return model
+    return add_dropout(model, getattr(cfg, "dropout", 0.0), cfg.seed)
 
 
 def read_weights(text: str, runs: Path) -> Mapping[str, Any]:

@@ -29,7 +29,6 @@ class SampleDropout(nn.Module):
         """Name the positions in the epoch, from 0, of the samples of the next calls, one call a microbatch."""
         self.epoch, self.waiting = epoch, deque(microbatches)
 
-    @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         """Drop inputs [n, ...] while training, of the next microbatch; outside of steps, of the first n samples.
 
@@ -65,6 +64,12 @@ def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential
         network.add_module("dropout", SampleDropout(rate, seed))
         network.add_module(name, last)
     return network
+
+
+def exclude_from_compiling(network: nn.Module) -> None:
+    """Let torch.compile leave dropout layers as they are: their masks are drawn by NumPy."""
+    for layer in list_dropout([network]):
+        layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
 
 
 def list_dropout(parts: Sequence[nn.Module]) -> list[SampleDropout]:

@@ -262,16 +262,14 @@ class Folder:
         for i, (attempt, bound) in reversed(list(enumerate(chain))):
             # an evaluation after the last step that counts is repeated, so steps alone do not decide
             count = read_json(chain[i - 1][0].attempt / "attempt.json").get("rows") if i else None
-            rows = itertools.islice(
-                attempt.parse_attempt_rows(), count if isinstance(count, int) and count >= 0 else None
-            )
+            rows = itertools.islice(attempt.parse_own_rows(), count if isinstance(count, int) and count >= 0 else None)
             yield from (row for row in rows if row and (bound is None or row["global_step"] <= bound))
 
     def read_own_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the complete rows of this attempt only."""
-        return (row for row in self.parse_attempt_rows() if row)
+        return (row for row in self.parse_own_rows() if row)
 
-    def parse_attempt_rows(self) -> Iterator[dict[str, Any] | None]:
+    def parse_own_rows(self) -> Iterator[dict[str, Any] | None]:
         """Yield the row of each line of this attempt's metrics; None for a line that is cut off or damaged."""
         with contextlib.suppress(FileNotFoundError), open(self.metrics_file, errors="replace") as file:
             while lines := file.readlines(BLOCK):
@@ -280,7 +278,7 @@ class Folder:
     def find_damaged_lines(self) -> list[int]:
         """Return the numbers, from 1, of damaged lines of this attempt's metrics; a last one cut off does not count."""
         found, number = list[int](), 0
-        for number, row in enumerate(self.parse_attempt_rows(), 1):
+        for number, row in enumerate(self.parse_own_rows(), 1):
             if row is None:
                 found.append(number)
         if found and found[-1] == number and not self.metrics_file.read_bytes().endswith(b"\n"):

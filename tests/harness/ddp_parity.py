@@ -27,7 +27,7 @@ from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.measure import step_timing
 from common.models import networks
-from common.models.sample_dropout import SampleDropout
+from common.models.sample_dropout import SampleDropout, add_dropout
 from common.runs.folder import Folder
 from common.training import evaluate
 from common.training.run import Run
@@ -88,7 +88,7 @@ def settings(text: str) -> tuple[Config, str]:
     return config.build_config(Config, [base | chosen]), mistake
 
 
-def unsplit(cfg: Config) -> nn.Module:
+def unsplit(cfg: Config) -> nn.Sequential:
     """The model in float64; a ResNet has few channels. At 12 pixels its last layers see 2x2: BatchNorm needs some
     values to be well conditioned."""
     shape = (3, cfg.data.image_size, cfg.data.image_size)
@@ -146,7 +146,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     found = train_script(
         ddp_multinode,
         run,
-        (ddp_multinode, "init_network", lambda cfg, shape, classes: unsplit(cfg)),
+        (ddp_multinode, "init_network", lambda cfg, *_: add_dropout(unsplit(cfg), cfg.dropout, cfg.seed)),
         (ddp_multinode, "wrap_model", wrap_wrongly),
         (ddp_multinode, "score_replicated", look_before),
         *changes,

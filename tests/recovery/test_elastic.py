@@ -119,6 +119,14 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: P
     assert float(done.stdout) < 8, done.stderr
 
 
+def test_a_group_with_a_collective_that_never_ends_is_left_at_once(tmp_path: Path) -> None:
+    """Freeing it waits for the collective, which a rank that goes on with others must not."""
+    done = warm.execute(
+        [sys.executable, "-m", "tests.harness.left_group", str(tmp_path)], env=environment(), timeout=60
+    )
+    assert done.stdout == "goes on\n", done.stderr
+
+
 def test_a_rank_whose_collective_nothing_ends_is_lost_and_comes_back(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

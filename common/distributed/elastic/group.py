@@ -8,6 +8,7 @@ import datetime
 import os
 import socket
 import stat
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from common.distributed.elastic.member import Member
 from common.distributed.rendezvous import World
 
 Connections = list[tuple[int, int]]  # file descriptor and inode of each
+LEFT: list[Any] = []
+"""Process groups that this rank has left and not freed yet."""
 
 
 class CoordinatorStore(dist.Store):
@@ -42,13 +45,28 @@ class CoordinatorStore(dist.Store):
 def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None:
     """Leave the process group, if there is one, and form that of the member's generation. Raises RuntimeError."""
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave_group()
     members = member.generation.members
     # torch counts groups, also those that failed to form, and the count names the keys of their store
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "gloo", store=CoordinatorStore(member), rank=members.index(number), world_size=len(members), timeout=timeout
     )
+
+
+def leave_group() -> None:
+    """Leave the process group, which stays in memory until `free_left_groups`."""
+    LEFT.append(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def free_left_groups() -> None:
+    """Free the groups that this rank has left, once nothing uses them any more, such as a reducer of DDP.
+
+    In a thread, as freeing one waits for its collectives, and one of those may never end.
+    """
+    left, LEFT[:] = [*LEFT], []
+    threading.Thread(target=left.clear, daemon=True, name="free groups").start()
 
 
 def update_world(world: World, **facts: Any) -> None:

@@ -212,6 +212,7 @@ class Recovery:
             loads = self._measure_progress() != facts["progress"]
             peer_copy.copy_state(self.state, generation.source, world, facts["step"], loads=loads)
         self.state.enter_group(facts["step"])
+        group.free_left_groups()
         self._adopt(facts)
         self.joining = False
         self._cut_batches(rank, members)

@@ -1,0 +1,39 @@
+"""A rank that leaves a process group in which one of its collectives never ends, and says when it goes on.
+
+python -m tests.harness.left_group FOLDER
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.core.processes import die_with_parent
+from common.distributed.elastic import group
+
+LIMIT = datetime.timedelta(minutes=10)  # which the collective would wait
+
+
+def main(folder: Path) -> None:
+    child = os.fork()
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=0 if child else 1, world_size=2, timeout=LIMIT)
+    if not child:
+        die_with_parent()
+        signal.pause()
+    dist.all_reduce(torch.ones(4), async_op=True)
+    group.leave_group()
+    group.free_left_groups()
+    os.kill(child, signal.SIGKILL)
+    print("goes on", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
