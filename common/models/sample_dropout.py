@@ -18,10 +18,13 @@ class SampleDropout(nn.Module):
     torch's own dropout draws from a stream of the process, for the samples in the order in which this computes them.
     """
 
-    def __init__(self, rate: float, seed: int) -> None:
-        """`rate` is the share of inputs set to zero; the others are multiplied by 1 / (1 - rate)."""
+    def __init__(self, rate: float, seed: int, name: str = "dropout") -> None:
+        """`rate` is the share of inputs set to zero; the others are divided by 1 - rate.
+
+        Layers of other names draw other masks.
+        """
         super().__init__()
-        self.rate, self.seed, self.epoch = rate, seed, 0
+        self.rate, self.seed, self.name, self.epoch = rate, seed, name, 0
         self.waiting: deque[range] = deque()
         """Positions of the samples of each microbatch of the step that is still to come."""
 
@@ -38,15 +41,18 @@ class SampleDropout(nn.Module):
             return input
         positions = self.waiting.popleft() if self.waiting else range(len(input))
         if len(positions) != len(input):
-            raise ValueError(f"dropout of {len(input)} samples, and the microbatch has {len(positions)}")
-        return input * self.draw_mask(positions, input[:1].numel()).to(input).view_as(input)
+            raise ValueError(
+                f"dropout of {len(input)} samples, and the microbatch has {len(positions)}; call the model once "
+                "for each microbatch of the step, with all of its samples"
+            )
+        kept = self.draw_mask(positions, input[0].numel() if len(input) else 0)
+        return input * kept.to(input.device).view_as(input) / (1 - self.rate)
 
     def draw_mask(self, positions: range, size: int) -> Tensor:
-        """Draw the factors float64 [n, size] of the samples at consecutive positions: 0, or 1 / (1 - rate)."""
+        """Draw which inputs are kept, bool [n, size], of the samples at consecutive positions."""
         before = positions.start * size  # numbers of the samples before, one draw each
-        stream = seeds.make_generator(self.seed, "dropout", self.epoch, skip=before)
-        kept = stream.random((len(positions), size)) >= self.rate
-        return torch.from_numpy(kept / (1 - self.rate))
+        stream = seeds.make_generator(self.seed, self.name, self.epoch, skip=before)
+        return torch.from_numpy(stream.random((len(positions), size)) >= self.rate)
 
     def extra_repr(self) -> str:
         """Return the rate, for the model's printed form."""

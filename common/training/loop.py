@@ -163,7 +163,8 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
             optimizers.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // per_epoch, rate, recovery)
         for layer in dropout:
-            assert not isinstance(state.loader, Rounds)
+            if isinstance(state.loader, Rounds):
+                raise TypeError("dropout by position needs run.batches or run.microbatches, which know positions")
             layer.begin_step(step.epoch, state.loader.list_positions(run.step % per_epoch))
         yield step
         if step.failure is not None:

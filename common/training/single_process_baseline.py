@@ -21,6 +21,7 @@ from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
 from common.measure.timing import time_calls
 from common.models import networks
+from common.models.sample_dropout import add_dropout
 from common.runs.result import Facts, Report
 from common.training import optimizers
 from common.training.run_context import RunContext
@@ -60,6 +61,7 @@ def time_one_rank(run: RunContext, name: str, count: int = 20, patience: float =
     seconds = 0.0
     if run.world.is_main:
         model = networks.build_network(name, run.sample_shape, run.classes).to(run.device, run.dtype)
+        add_dropout(model, getattr(run.cfg, "dropout", 0.0), run.cfg.seed)  # it takes time
         seconds = time_steps(make_step_function(run, model, model), run.device, count, patience)
     return float(run.world.broadcast(seconds))
 

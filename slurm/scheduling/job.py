@@ -29,6 +29,8 @@ from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
 if TYPE_CHECKING:
     from common.training.entry_point import LaunchedRank
 
+LOOKS = 4  # for a coordinator, of a second each: the network may lose a packet
+
 
 class Job:
     """One rank of a submitted run."""
@@ -74,33 +76,39 @@ def train_as_rank(folder: Folder) -> int:
         assert rank_info is not None, "srun starts this"
         rank = entry_point.LaunchedRank(rank_info, settings)
         main = importlib.import_module(f"experiments.{folder.experiment}").main
-        return entry_point.run_experiment(main, settings, rank, folder, submitted=True)[1]
+        status = entry_point.run_experiment(main, settings, rank, folder, submitted=True)[1]
+        if status == EXIT_RESUMABLE:
+            replace_orphaned_rank(rank, "told to stop")
+        return status
     except UserError as error:
         if is_joining(rank):  # the others go on without it
             raise
-        replace_orphaned_rank(str(error))
+        replace_orphaned_rank(rank, str(error))
         if not (isinstance(error, Unreachable) and may_reach_later(rank)):
             note_refusal(folder, int(os.environ.get("SLURM_PROCID", "0")), str(error))
             raise
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (it ends the rank, with a status of its own)
-        replace_orphaned_rank(repr(error))
         traceback.print_exc()
+        replace_orphaned_rank(rank, type(error).__name__)
     # others may have been noticed, or have failed, a moment earlier
     if not is_joining(rank) and (rank is None or not rank.stop.gets_request_soon()):
         note_failure(folder)
     return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED
 
 
-def replace_orphaned_rank(error: str) -> None:
-    """Execute, in the place of a rank that has failed, what queues its elastic job again if the launcher is gone.
+def replace_orphaned_rank(rank: LaunchedRank | None, reason: str) -> None:
+    """Execute, in the place of a rank that ends, what queues its elastic job again if the launcher is gone.
 
     Nobody else would: with the first host the job has lost its script, and the ranks what they meet through.
     """
     command = json.loads(os.environ.get(ORPHANED, "[]"))
-    if command and not reaches_coordinator(os.environ[COORDINATOR]):
-        print(f"this rank leaves the run: the coordinator cannot be reached ({error})", file=sys.stderr, flush=True)
-        os.execvp(command[0], command)
+    if not command or is_joining(rank) or any(reaches_coordinator(os.environ[COORDINATOR]) for _ in range(LOOKS)):
+        return
+    print(f"this rank leaves the run: the coordinator cannot be reached ({reason})", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which lasts: nobody else would queue the job again
+    os.execvp(command[0], command)
 
 
 def may_reach_later(rank: LaunchedRank | None) -> bool:

@@ -137,9 +137,8 @@ class Reception:
             guest.socket.close()
             return
         self._guests[guest.socket] = guest
-        if (
-            is_local and read_peer_user_id(connection) != os.getuid()
-        ):  # what TLS does between hosts the kernel does within one
+        # what TLS does between hosts the kernel does within one
+        if is_local and read_peer_user_id(connection) != os.getuid():
             self._refuse_guest(guest, "belongs to another user")
             return
         self._read_guest(guest)
