@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import queue
@@ -171,6 +172,7 @@ class Member:
             if command:
                 os.execvp(command[0], [*command])
             if lost:
+                faulthandler.dump_traceback(sys.stderr)
                 os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(0)
