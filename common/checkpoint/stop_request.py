@@ -72,7 +72,7 @@ class StopRequest:
         elif number == signal.SIGINT or now - self.received > REPEAT_SECONDS:
             os._exit(128 + number)
 
-    def gets_request_soon(self) -> bool:
+    def await_request(self) -> bool:
         """Wait up to a second for a stop request, which other ranks may receive earlier; return True if one came."""
         deadline = time.monotonic() + 1.0
         while not self.number and time.monotonic() < deadline:

@@ -270,7 +270,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     except (RuntimeError, TimeoutError) as error:
         # A rank that has nothing to lose stops at once, and another may have done its first step by then. SIGTERM does
         # not count: srun sends it where another rank has failed.
-        if (stop.number == signal.SIGUSR2 and not is_timeout(error)) or (stop.all_saved and stop.gets_request_soon()):
+        if (stop.number == signal.SIGUSR2 and not is_timeout(error)) or (stop.all_saved and stop.await_request()):
             raise StopRequested(together=False) from error
         silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
         run.log_failure(silent or error)

@@ -92,7 +92,7 @@ def train_as_rank(folder: Folder) -> int:
         traceback.print_exc()
         replace_orphaned_rank(rank, type(error).__name__)
     # others may have been noticed, or have failed, a moment earlier
-    if not is_joining(rank) and (rank is None or not rank.stop.gets_request_soon()):
+    if not is_joining(rank) and (rank is None or not rank.stop.await_request()):
         note_failure(folder)
     return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED
 
@@ -118,7 +118,7 @@ def may_reach_later(rank: LaunchedRank | None) -> bool:
     have met the others. At a job's first start a name or a network is wrong.
     """
     is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    return is_restart or (rank is not None and rank.stop.gets_request_soon())
+    return is_restart or (rank is not None and rank.stop.await_request())
 
 
 def is_joining(rank: LaunchedRank | None) -> bool:

@@ -88,12 +88,15 @@ def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
     assert (change["lost"], change["joined"], change["step"]) == ([], [], 9)
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, "kill"), (1, "stop")])
+@pytest.mark.parametrize(
+    ("rank", "faults"), [(0, "push:0:11:kill"), (1, "push:1:11:stop"), (1, "push:2:11:kill,push:1:11:block")]
+)
 def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
-    rank: int, how: str, words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    rank: int, faults: str, words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    more = (*THREE, "servers=2", "elastic.timeout=0.5")
-    done = train(f"push:{rank}:11:{how}", *words, *more, runs=tmp_path / "runs", name=NAME)
+    """Killed, frozen, or in a collective that does not end once a worker is lost."""
+    more = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0")
+    done = train(faults, *words, *more, runs=tmp_path / "runs", name=NAME)
     assert done.status == 137 and f"rank {rank} (pid" in done.err and "cannot go on without it" in done.err, done.err
     assert [row["global_step"] for row in done.folder.metrics() if "loss" in row][-1] >= 8
     again = resume(BY_NAME[NAME], done.folder)

@@ -80,11 +80,8 @@ class BuiltinBackend(Backend):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Job | None:
         """Reduce a list of tensors, one for each rank."""
-        output, blocks, op = (
-            take_only_element(outputs),
-            self._check_blocks(take_only_element(inputs)),
-            read_op(opts, outputs),
-        )
+        output, op = take_only_element(outputs), read_op(opts, outputs)
+        blocks = self._check_blocks(take_only_element(inputs))
         check_same_size_and_type(output, blocks[self.rank()])
         return self._run("reduce_scatter", lambda: self.communicator.reduce_scatter(output, blocks, op), outputs, opts)
 
