@@ -45,7 +45,7 @@ def choose_algorithm_once(file: Path, world: World) -> str:
     """Return what config.yaml says, else what measuring shows, and write that there. All ranks call it."""
     known = world.broadcast(read_config_file(file).get(NAME) if world.is_main else None)
     if known in (None, "auto"):
-        choice = world.broadcast(choose_by_measuring(world))
+        choice = world.broadcast(choose_by_link_speeds(world))
         if world.is_main:
             print(f"{NAME}=auto: {describe_choice(choice)}", flush=True)
             if known:
@@ -54,7 +54,7 @@ def choose_algorithm_once(file: Path, world: World) -> str:
     return str(known)
 
 
-def choose_by_measuring(world: World) -> str:
+def choose_by_link_speeds(world: World) -> str:
     """Return the algorithms of the least predicted time on rank 0, an empty text elsewhere. All ranks call it."""
     found = world.gather(measure_links(world))
     assert world.transport is not None

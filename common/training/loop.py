@@ -198,7 +198,7 @@ def record_shards(run: RunContext) -> None:
 def record_step(run: RunContext, step: Step) -> None:
     """Record a step that is done: its time and values, and the heartbeat."""
     assert run.state is not None and run.metrics is not None
-    wait_for_gpus(run, run.state, step.number)
+    synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
     run.pace.note_step_end(now)
     run.step = step.number
@@ -211,7 +211,7 @@ def record_step(run: RunContext, step: Step) -> None:
         run.profiler.step()
 
 
-def wait_for_gpus(run: RunContext, state: TrainState, number: int) -> None:
+def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> None:
     """Wait for the GPUs where the steady steps begin and where something else follows a step.
 
     A step only queues work on them: without waiting, its time would be that of queueing, and the rest would count as

@@ -24,19 +24,19 @@ BRIDGE = "switch"
 def fork_cluster(plan: Plan) -> None:
     """Start a cluster. On return its first process is recorded and goes on by itself."""
 
-    def start_controller() -> None:
+    def start_first_process() -> None:
         if plan.uid:
             namespaces.become_root(plan.uid, plan.gid)
         namespaces.unshare_namespaces("pid")
-        pid = namespaces.fork_child(lambda: run_controller(plan))
+        pid = namespaces.fork_child(lambda: run_first_process(plan))
         Process.identify(pid).save(plan.folder / "holder")
 
-    status = namespaces.wait_for_child(namespaces.fork_child(start_controller))
+    status = namespaces.wait_for_child(namespaces.fork_child(start_first_process))
     if status:
         raise SystemExit(status)  # it has said why
 
 
-def run_controller(plan: Plan) -> None:
+def run_first_process(plan: Plan) -> None:
     """Be the first process of the cluster: start the switch, slurmctld, then the hosts. Raises UserError."""
     namespaces.detach_process(plan.folder / "log" / "ctl.log")
     namespaces.unshare_namespaces("net", "uts", "mnt")

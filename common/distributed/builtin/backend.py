@@ -221,7 +221,7 @@ class BuiltinBackend(Backend):
                 f"{name}: all calls of a group have one time limit, timeout= of init_process_group or new_group"
             )
         run = partial(self._try, name, run)
-        if not opts.asyncOp and self.worker.run_here(run):
+        if not opts.asyncOp and self.worker.run_here_if_idle(run):
             return None
         job = self.worker.submit(Job(run, result))
         if opts.asyncOp:

@@ -95,7 +95,7 @@ class Worker:
         """Threads that wait for a job, or are about to."""
         self.closed: BaseException | None = None
 
-    def run_here(self, run: Callable[[], object]) -> bool:
+    def run_here_if_idle(self, run: Callable[[], object]) -> bool:
         """Execute `run` in this thread and return True; do nothing and return False if another job is before it.
 
         The same where the worker is closed.
