@@ -454,7 +454,12 @@ def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> 
     os.utime(place / "requirements.txt", (later, later))
     with open(library, "rb") as mapped, mmap.mmap(mapped.fileno(), 0, prot=mmap.PROT_READ):
         done = make(place, "lint", f"PYTHON={python}")
-    assert done.status and "processes still use .venv; end them" in done.err and library.exists()
+        reports = [make(place, *words, f"PYTHON={python}") for words in (["status"], ["doctor", "RUN=0000"])]
+        examination = make(place, "doctor", f"PYTHON={python}")
+    assert done.status and "processes still use .venv; end them (make status, make cancel" in done.err
+    assert examination.status and library.exists()
+    assert [report.status for report in reports] == [0, 0], reports
+    assert all(report.err.count("note: requirements.txt has changed") == 1 for report in reports), reports
     assert installed.read_text().count("installed") == 1
     assert make(place, "lint", f"PYTHON={python}").status == 0
     assert installed.read_text().count("installed") == 2 and not library.exists()
