@@ -248,7 +248,7 @@ class RunContext:
         return (samples(self.step) - samples(self.step - len(steady))) / sum(steady)
 
     def close(self) -> None:
-        if self.step == self.total > 0:  # the last heartbeat is of the last step
+        if self.total > 0:  # also of a rank that failed, the last heartbeat is of its last step
             self.write_heartbeat(math.inf)
         self.saver.close()
         for handler in self.logger.handlers[:]:
