@@ -75,13 +75,19 @@ def exec_script(name: str, settings: Experiment, words: list[str], resumed: Fold
     os.execve(sys.executable, [sys.executable, str(script), *words], environ)
 
 
-def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
-    """Make a run folder with everything the job needs: data, settings, source, description."""
+def prepare_run_folder(
+    name: str, settings: Experiment, scheduler: Scheduler | None, shown_notices: set[str]
+) -> Folder:
+    """Make a run folder with everything the job needs: data, settings, source, description.
+
+    A notice about the data is printed unless it is among `shown_notices`, to which it is added.
+    """
     fallback = scheduler is None or scheduler.local is not None
     found = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
     prepare.check_model_fits_data(settings, found)
-    if found.notice:
+    if found.notice and found.notice not in shown_notices:
         print(found.notice, flush=True)
+        shown_notices.add(found.notice)
     settings.data.name = found.name
     for key, path in settings.list_paths().items():  # it may start in another folder
         group, _, last = key.rpartition(".")
@@ -119,7 +125,7 @@ def submit_run(
         own_files.copy_optimizer_files(settings.optim, resumed.path / "code")
         text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)
-    folder = prepare_run_folder(name, settings, scheduler)
+    folder = prepare_run_folder(name, settings, scheduler, set())
     with remove_folder_on_error(folder):
         return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
 

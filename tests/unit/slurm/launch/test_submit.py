@@ -168,7 +168,7 @@ def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monk
     optimizer, decay = (write_example(tmp_path, name) for name in ("lion.py", "halving.py"))
     own = [f"optim.name={optimizer.name}:Lion", f"optim.decay={decay.name}:halve"]
     words = [f"data.name={file.name}:load", f"schedule={order.name}:own", *own, "data.cache=sets", "runs=mine"]
-    folder = prepare_run_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words, {}), None)
+    folder = prepare_run_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words, {}), None, set())
     assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
     monkeypatch.chdir("/")  # where the job may start
     written = config.load_config(mnist_pipeline.Config, ["--resume", str(folder.path)], {})
@@ -182,7 +182,9 @@ def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monk
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 
 
-def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_of_a_job_is_absolute_and_its_notice_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
         "data.samples=64",
@@ -192,16 +194,16 @@ def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.Mon
         "data.cache=sets",
         "runs=mine",
     ]
-    folder = prepare_run_folder(
-        "resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words, {}), None
-    )
+    shown: set[str] = set()
+    settings = config.load_config(resnet_modelparallel.Config, words, {})
+    folder = prepare_run_folder("resnet_modelparallel", settings, None, shown)
     written = config.flatten_mapping(config.read_config_file(folder.path / "config.yaml"))
     assert folder.path.parent == tmp_path / "mine"
     found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
     assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
-    none = prepare_run_folder(
-        "resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words[:2], {}), None
-    )
+    settings = config.load_config(resnet_modelparallel.Config, words[:2], {})
+    none = prepare_run_folder("resnet_modelparallel", settings, None, shown)
+    assert capsys.readouterr().out.count("generated images: ") == 1, "a notice is printed once for all runs of a sweep"
     assert config.read_config_file(none.path / "config.yaml")["weights"] == "none"
 
 
