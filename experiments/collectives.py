@@ -29,6 +29,7 @@ from common.distributed.collectives import Call, Point, Side, Vectors
 from common.distributed.rendezvous import World
 from common.distributed.transport.algorithms import build_by_size
 from common.measure import plots
+from common.measure.foreign_load import ForeignLoadMeter
 from common.measure.timing import time_calls
 from configs.collectives import Config
 
@@ -111,7 +112,10 @@ def open_sides(cfg: Config, run: Run) -> dict[str, Side]:
     sides["isend ring"] = Side(make_ring_operations(world), count, passed, ring, world.backend)
     for transport in cfg.transports if world.device.type == "cpu" and cfg.algorithms else []:
         make = partial(make_library_operations, world)
-        sides |= collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make)
+        opened = collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make)
+        if transport == "memory" and not any(name.endswith("memory") for name in opened):
+            run.log_message("no two ranks share a host: transports=memory sends through the network")
+        sides |= opened
     for note in {algorithm.note for side in sides.values() for _, algorithm in side.algorithms if algorithm.note}:
         run.log_message(note)
     return sides
@@ -160,6 +164,7 @@ def main(cfg: Config, run: Run) -> None:
     for point in collectives.list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
         measure_sides(sides, 0, point, vectors, world)  # connections are made at the first message
     links = collectives.fit_links(world)
+    others = ForeignLoadMeter(world)
 
     for step in run.steps(state, loss=0):
         point, index = step.batch, (step.number - 1) % len(points)
@@ -170,10 +175,11 @@ def main(cfg: Config, run: Run) -> None:
                     table[step.epoch, index, number] = torch.tensor(found[name], dtype=torch.float64)
                     step.log(**{f"{point.name} {name}": max(seconds for seconds, *_ in found[name])})
             step.log(bytes=float(point.nbytes))
+    load = others.report()
     report = CollectiveReport(points, sides, table, links)
     if cfg.plot and world.is_main:
         draw_times(report, run)
-    run.report(report)
+    run.report(report, load)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ class RunContext:
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         shown, speed = [f"{name} {value:.4g}" for name, value in newest.items()], self.samples_per_second()
-        if speed:
+        if speed and self.cfg.trains:
             shown.append(f"{speed:.0f} samples/s")
         self.screen.show_progress("step", step, self.total, "  ".join(shown))
 

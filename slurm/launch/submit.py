@@ -75,9 +75,7 @@ def exec_script(name: str, settings: Experiment, words: list[str], resumed: Fold
     os.execve(sys.executable, [sys.executable, str(script), *words], environ)
 
 
-def prepare_run_folder(
-    name: str, settings: Experiment, scheduler: Scheduler | None, shown_notices: set[str]
-) -> Folder:
+def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | None, shown_notices: set[str]) -> Folder:
     """Make a run folder with everything the job needs: data, settings, source, description.
 
     A notice about the data is printed unless it is among `shown_notices`, to which it is added.

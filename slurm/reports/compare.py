@@ -65,6 +65,11 @@ class Compared:
         """True where numbers do not tell its state: it is not finished, or its result cannot be read."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
+    @property
+    def trains(self) -> bool:
+        """False for a run that only measures: its metrics are no evaluations."""
+        return selection.trains_model(self.settings)
+
     def find_value(self, name: str) -> float | None:
         """A number of the result; of an evaluation so far where there is none yet."""
         value = self.result.find_number(name)
@@ -205,6 +210,19 @@ def format_table(given: list[Compared], width: int) -> str:
     return "\n".join(text + [word.removesuffix(": ") for word in words])
 
 
+def hide_measurements_beside_training(runs: list[Compared]) -> list[str]:
+    """Drop the curves of runs that only measure where other runs train; return the experiments of these runs.
+
+    A measurement has a chart and a column for each of its many points, which no run that trains has.
+    """
+    measuring = [run for run in runs if not run.trains]
+    if len(measuring) == len(runs):
+        return []
+    for run in measuring:
+        run.curves = dataclasses.replace(run.curves, tests={})
+    return sorted({run.folder.experiment for run in measuring})
+
+
 def make_compared_run(run: Compared, names: list[str], beside: Path) -> ComparedRun:
     """The data of a run for the page in the folder `beside`, with these columns and relative links."""
     facts = run.to_dict()
@@ -284,6 +302,8 @@ def main(given: argparse.Namespace) -> int:
         return 0
     print(format_table(runs, get_terminal_width()), flush=True)
     page, within = Path(given.page or root / "compare.html"), list_differences_within_experiments(runs)
+    for name in hide_measurements_beside_training(runs):
+        print(f"the page shows the measurements of {name} where no other runs are compared: make compare NAME={name}")
     between = [key for key in differing if key not in within]
     pictures = [make_compared_run(run, list_columns(runs), page.parent) for run in runs]
     write_page(page, pages.render_page(pictures, within, between))

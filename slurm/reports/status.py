@@ -61,7 +61,7 @@ class Status:
     def format_line(self) -> str:
         """Format the run's line of the table."""
         age = "-" if self.heartbeat is None else f"{format_duration(self.heartbeat)} ago"
-        speed = f"{self.samples_per_second:.0f}"
+        speed = f"{self.samples_per_second:.0f}" if self.samples_per_second else "-"
         return LINE.format(self.run, self.state, self.restarts, self.step, speed, age, self.detail).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,12 +106,21 @@ def read_last_step(folder: Folder) -> int:
     return find_last_step(counted, rows)
 
 
+def read_final_rate(folder: Folder) -> float | None:
+    """Read the samples/s of a finished run; None without a result, and for a run that only measures."""
+    result = results.parse_result(folder.result)
+    rate = result.find_number("samples_per_second")
+    if rate and not result.scores and not selection.trains_model(selection.read_settings(folder)):
+        return None  # older versions counted the points of a measurement as samples
+    return rate
+
+
 def read_status(folder: Folder) -> Status:
     """Read the status of a run from its folder and from SLURM."""
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
     counted = list_counted_attempts(folder)
-    rate = results.parse_result(folder.result).find_number("samples_per_second")
+    rate = read_final_rate(folder)
     rows = read_last_rows(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     signs = heartbeats.read_heartbeats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)

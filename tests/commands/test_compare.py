@@ -104,6 +104,29 @@ def test_a_result_of_a_newer_format_is_named_and_the_others_are_listed(tmp_path:
     assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measurements_alone(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    numbers = {"samples_per_second": 60.0}
+    folder = Made("collectives", 0, 4, settings={"data.name": "none"}, result=numbers).write(runs)
+    scores = json.loads((folder.path / "result.json").read_text())
+    kept = {key: value for key, value in scores.items() if key not in ("test_loss", "test_accuracy", "data")}
+    (folder.path / "result.json").write_text(json.dumps(kept))
+    rows = [
+        {"global_step": step, "samples": step, "time": float(step), "bytes": 4.0, "all_reduce float32 gloo": 0.1}
+        for step in range(1, 5)
+    ]
+    folder.attempts()[-1].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone = compare(runs)
+    assert "samples/s" not in alone.stdout and "all reduce float32 gloo" in (runs / "compare.html").read_text()
+    assert "samples/s" in inside.run_verb("status", f"--runs={runs}").stdout.splitlines()[0]
+    assert json.loads(inside.run_verb("status", f"--runs={runs}", "--json=1").stdout)[0]["samples_per_second"] == 0
+    Made("mnist_pipeline", 1, 20).write(runs)
+    beside = compare(runs)
+    page = (runs / "compare.html").read_text()
+    assert "all reduce float32 gloo" not in page and "test loss" in page
+    assert "the page shows the measurements of collectives where no other runs are compared" in beside.stdout
+
+
 def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
     for number, stages in enumerate(([["conv1", "bn1"], ["layer2_1"], ["fc"]], [["all"]], None, "damaged")):
         Made("mnist_pipeline", number, 20, result={} if stages is None else {"stages": stages}).write(tmp_path)

@@ -276,7 +276,8 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
 def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     folder = Made(state="running", steps=200).write(tmp_path)
     assert diagnosis.examine_run(folder)["cause"] == diagnosis.WELL
-    for seconds, cause in ((100, diagnosis.WELL), (130, "it hangs after step 100: rank 1 on vm has shown nothing for 2 min")):
+    hangs = "it hangs after step 100: rank 1 on vm has shown nothing for 2 min"
+    for seconds, cause in ((100, diagnosis.WELL), (130, hangs)):
         for rank, step in ((0, 2), (1, 1)):  # a message may take launch.step_timeout=120 seconds
             folder.attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
         assert diagnosis.examine_run(folder)["cause"].startswith(cause)

@@ -145,7 +145,11 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
     folder.mkdir(parents=True)
     plan = sweep_file.read_sweep_file(str(file), [])
     for settings, words, message in (
-        (plan.settings | {"epochs": "3"}, (), "was started with epochs=3; write ARGS=epochs=3, or give the file another"),
+        (
+            plan.settings | {"epochs": "3"},
+            (),
+            "was started with epochs=3; write ARGS=epochs=3, or give the file another",
+        ),
         (
             plan.settings | {"steps": "7", "clip": "2"},
             ("--args=epochs=2",),

@@ -164,8 +164,13 @@ def test_three_ranks_add_up_exactly_in_every_type_also_where_a_vector_is_shorter
 def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run("collectives", "sizes=[4,64K]", "rounds=2", "algorithms=[]", "launch.threads=1", runs=tmp_path / "runs")
+    built_in = ("algorithms=[star]", "transports=[memory]", "launch.nodes=2", "launch.threads=1")
+    done = run("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path / "runs")
     assert done.status == 0, done.err
+    assert {point["side"] for point in done.result["points"]} == {"gloo", "isend ring", "star, network"}
+    assert "no two ranks share a host: transports=memory sends through the network" in done.out
+    assert "samples_per_second" not in done.result and 0 <= done.result["foreign_cpu_share"] <= 1
+    assert "samples/s" not in done.out
     assert sorted(path.name for path in done.folder.path.glob("*.png")) == [
         "all_reduce_float32.png",
         "sendrecv_float32.png",
@@ -179,9 +184,9 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     assert rerun.compare_runs(done.folder, again)
     assert capsys.readouterr().out == "result      equal to the bit: exact_results, data\n"
     result = json.loads((again.path / "result.json").read_text())
-    write_json(again.path / "result.json", result | {"outcome": {"exact_results": 11}})
+    write_json(again.path / "result.json", result | {"outcome": {"exact_results": 19}})
     assert not rerun.compare_runs(done.folder, again)
-    assert capsys.readouterr().out == "result      exact_results: then 12, now 11, 1 apart\n"
+    assert capsys.readouterr().out == "result      exact_results: then 20, now 19, 1 apart\n"
 
 
 def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
