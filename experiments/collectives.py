@@ -113,7 +113,7 @@ def open_sides(cfg: Config, run: Run) -> dict[str, Side]:
     for transport in cfg.transports if world.device.type == "cpu" and cfg.algorithms else []:
         make = partial(make_library_operations, world)
         opened = collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make)
-        if transport == "memory" and not any(name.endswith("memory") for name in opened):
+        if transport == "memory" and all(name.endswith(", network") for name in opened):
             run.log_message("no two ranks share a host: transports=memory sends through the network")
         sides |= opened
     for note in {algorithm.note for side in sides.values() for _, algorithm in side.algorithms if algorithm.note}:
