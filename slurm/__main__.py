@@ -67,7 +67,7 @@ VERBS = {
     "exp": Verb("slurm.launch.submit", "run an experiment here or on a cluster, or resume a run", (
         NAME, NODES, ARGS, LAUNCH, CLUSTER, FOLLOW, DRY_RUN,
         Setting("STRICT", "--strict", "1: refuse a checkout with changes that are not committed"),
-        Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run"))),
+        Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run; a NAME beside it must be its own"))),
     "new-experiment": Verb("slurm.launch.new_experiment", "write the files of a new experiment that trains as it is", (
         Setting("NAME", "name", "name of the new experiment, such as my_mlp"),)),
     "check-optimizer": Verb("slurm.launch.check_optimizer", "try an optimizer of one's own before a run does", (
@@ -84,7 +84,7 @@ VERBS = {
         Setting("FAILED", "--failed", "1: start the failed points anew, with the source as it is now"),
         FOLLOW, DRY_RUN)),
     "doctor": Verb("slurm.reports.doctor", "check every host before a long job, or find why a run failed or hangs", (
-        NODES, ARGS, LAUNCH, CLUSTER, Setting("RUN", "--run", "run to examine, instead of hosts"), JSON)),
+        NODES, Setting("ARGS", "--args", "runs, data.cache and launch.mixed of the job, and cluster.key=value"), LAUNCH, CLUSTER, Setting("RUN", "--run", "run to examine, instead of hosts"), JSON)),
     "status": Verb("slurm.reports.status", "list the state of the newest runs, or of one", (
         RUN, Setting("WAIT", "--wait", "seconds to wait for the end of the run"),
         Setting("ALL", "--all", "1: list all runs, as JSON=1 does, not only the newest 20"), JSON, RUNS_FOLDER)),
@@ -130,7 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
             if setting.option == "words":
                 parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=setting.help)
             elif setting.option.startswith("--"):
-                missing = None if setting.option == "--run" else ""  # an empty RUN is no request to examine hosts
+                # an empty RUN is no request to examine hosts, and an empty RESUME none for a new run
+                missing = None if setting.option in ("--run", "--resume") else ""
                 parser.add_argument(setting.option, default=missing, metavar=name, help=setting.help)
             else:
                 parser.add_argument(setting.option, nargs="?", default="", metavar=name, help=setting.help)

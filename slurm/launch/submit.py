@@ -103,7 +103,9 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
 
 
 def find_resumable_run(run: str, name: str) -> Folder:
-    """Find the folder of a run that can be resumed. Raises UserError."""
+    """Find the folder of a run that can be resumed; `name` is empty or its experiment. Raises UserError."""
+    if not run:
+        raise UserError("RESUME is empty; write RESUME=<id>, or leave it out for a new run")
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
@@ -200,7 +202,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run an experiment or resume a run; returns the exit status. Raises UserError."""
-    resumed = find_resumable_run(given.resume, given.name) if given.resume else None
+    resumed = None if given.resume is None else find_resumable_run(given.resume, given.name)
     name = check_experiment_name(resumed.experiment if resumed else given.name)
     words, for_profile = split_arguments(given.args)
     if given.nodes:

@@ -213,6 +213,12 @@ ARGUMENTS = {
 }
 
 
+def describe_verb(function: Callable[..., object]) -> str:
+    """Return the first line of a docstring for a user: without the errors that the function raises."""
+    first = (function.__doc__ or "").partition("\n")[0]
+    return first.partition(" Raises ")[0]
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of all verbs."""
     top = argparse.ArgumentParser(
@@ -221,8 +227,8 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(name: str, function: Callable[[argparse.Namespace], None], *words: str) -> argparse.ArgumentParser:
-        described = function.__doc__ if function is not cut_or_restore_host else daemons.VERBS[name].__doc__
-        added = verbs.add_parser(name, help=str(described).partition("\n")[0], description=described)
+        described = describe_verb(function if function is not cut_or_restore_host else daemons.VERBS[name])
+        added = verbs.add_parser(name, help=described, description=described)
         rule = f"{DEFAULT}, or the only one that is up" if function is not start_cluster else DEFAULT
         added.add_argument("--name", default="", help=f"of the cluster ({rule})")
         added.set_defaults(function=function)

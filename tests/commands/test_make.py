@@ -8,6 +8,7 @@ times all the way through.
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import re
@@ -20,7 +21,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.core.errors import UserError
 from slurm.__main__ import TARGETS, VERBS
+from slurm.local_cluster import cli
+from tests.benchmarks import __main__ as bench
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake
 from tests.harness.made_runs import Made
@@ -158,6 +162,25 @@ def test_every_verb_explains_its_settings() -> None:
     for verb, settings in VERBS.items():
         done = inside.run_verb(verb, "--help")
         assert done.returncode == 0 and all(one.help.split()[0] in done.stdout for one in settings.settings)
+        assert "Raises" not in done.stdout
+
+
+def test_the_verbs_of_a_local_cluster_are_explained_without_what_their_functions_raise() -> None:
+    (verbs,) = (action for action in cli.make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    texts = [cli.make_parser().format_help(), *(parser.format_help() for parser in verbs.choices.values())]
+    assert "Start a host that is off.\n" in texts[0] and not any("Raises" in text for text in texts)
+
+
+def test_an_empty_resume_starts_no_new_run(tmp_path: Path) -> None:
+    message = refused_inside(tmp_path, "exp", "--resume=", "--dry-run=1", "--", "mnist_pipeline")
+    assert "RESUME is empty; write RESUME=<id>, or leave it out for a new run" in message
+
+
+@pytest.mark.parametrize("minutes", ["-1", "0", "nan", "inf", "x"])
+def test_a_budget_of_no_time_is_refused(minutes: str) -> None:
+    with pytest.raises(UserError, match=f"MINUTES={minutes}: give a number of minutes above 0"):
+        bench.parse_budget(minutes, "")
+    assert bench.parse_budget("", "3") == (5, 3)
 
 
 @pytest.mark.parametrize("target", ["lint", "test-all", "tables"])
