@@ -61,7 +61,7 @@ compare:  ## runs side by side, here and in a browser: the newest ten, or [RUNS=
 sync:  ## send to W&B what runs without a network left, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
 dashboard:  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
 leet:  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
-prune-runs:  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
+prune-runs:  ## show what runs that are over can do without; DELETE=1 deletes it [RUNS= NAME= LAST= WHERE= DRY_RUN=1]
 tour:  ## every experiment at its smallest, then all of them side by side
 new-experiment:  ## write the files of a new experiment that trains as it is: NAME=my_mlp
 check-optimizer:  ## try an optimizer of your own with schedules, checkpoints, skipped steps and shards: FILE=lion.py:Lion

@@ -18,7 +18,6 @@ from typing import Any
 
 from common.core.errors import UserError
 
-
 OTHER_NAMES = {
     "accumulation_steps": "accumulate",
     "batch_size": "batch",

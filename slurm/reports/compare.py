@@ -95,7 +95,7 @@ class Compared:
             "efficiency": self.find_value("efficiency"),
             "waiting": self.result.compute_waiting_share(),
             "memory_mb": self.result.find_peak_mb(),
-            "cut": self.result.format_partition(),
+            "split_at": self.result.format_partition(),
             "shards": self.result.format_shards(),
             **{name: self.find_value(name) for name in ("ranks_lost", "seconds_lost", "steps_redone")},
         }
@@ -151,7 +151,7 @@ SHOWN = {
     "memory_mb": "{:,.0f}",
     "processes": "{}",
     "restarts": "{}",
-    "cut": "{}",
+    "split_at": "{}",
     "shards": "{}",
     "ranks_lost": "{:.0f}",
     "seconds_lost": "{:.2f}",
@@ -159,7 +159,7 @@ SHOWN = {
 }
 """Columns of the table, the most telling first, and how their values are written."""
 HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "processes": "ranks"}
-HEADS |= {"memory_mb": "peak MB", "cut": "split at"}  # of the memory of a rank; the layers that begin a stage
+HEADS |= {"memory_mb": "peak MB"}  # of the memory of a rank
 
 
 def format_column_head(name: str) -> str:
@@ -293,8 +293,8 @@ def main(given: argparse.Namespace) -> int:
     as_json = parse_switch("JSON", given.json)
     if as_json and given.page:
         raise UserError("JSON=1 writes no page; leave out PAGE= or JSON=1")
-    root = Path(given.runs or "runs")
-    folders = selection.select_runs(Choice(given.pick, given.name, given.last, given.where, given.sweep), root)
+    root = Path(given.runs_folder or "runs")
+    folders = selection.select_runs(Choice(given.runs, given.name, given.last, given.where, given.sweep), root)
     runs, differing = load_compared_runs(folders)
     if as_json:
         rows = [run.to_dict() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]

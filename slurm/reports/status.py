@@ -259,7 +259,7 @@ def report_unlisted_folders(runs: Path) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Print the status of the newest runs, or of one; returns the exit status. Raises UserError."""
-    runs, as_json = Path(given.runs or "runs"), parse_switch("JSON", given.json)
+    runs, as_json = Path(given.runs_folder or "runs"), parse_switch("JSON", given.json)
     lists_all = parse_switch("ALL", given.all) or as_json
     if given.wait and not given.run:
         raise UserError("WAIT needs RUN=<id>, the run whose end is waited for")

@@ -71,6 +71,6 @@ def open_viewer(folders: list[Folder]) -> int:
 def main(given: argparse.Namespace) -> int:
     """Send runs to W&B, or open its viewer on them; returns the exit status."""
     dry = given.verb == "sync" and parse_switch("DRY_RUN", given.dry_run)
-    asked = Choice(given.pick, given.name, given.last, given.where, given.sweep)
-    folders = selection.select_runs(asked, Path(given.runs or "runs"), newest=0)
+    asked = Choice(given.runs, given.name, given.last, given.where, given.sweep)
+    folders = selection.select_runs(asked, Path(given.runs_folder or "runs"), newest=0)
     return open_viewer(folders) if given.verb == "leet" else send_runs(folders, dry)

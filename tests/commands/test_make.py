@@ -121,7 +121,7 @@ def test_every_text_reaches_the_commands_as_it_was_written(place: Path, text: st
         ("exp", "ARGS", "--args={}"),
         ("exp", "NODES", "--nodes={}"),
         ("rerun", "RUN", "{}"),
-        ("compare", "RUNS", "--pick={}"),
+        ("compare", "RUNS", "--runs={}"),
         ("compare", "WHERE", "--where={}"),
         ("sync", "SWEEP", "--sweep={}"),
         ("prune-runs", "LAST", "--last={}"),
@@ -261,7 +261,7 @@ def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> No
 @pytest.mark.parametrize("text", ["$(shell touch pwned)", "x; touch pwned", "x\ntouch x", "'x", "x" * 300], ids=ascii)
 @pytest.mark.parametrize(
     "words",
-    [("compare", "--pick={}"), ("compare", "--where={}"), ("sync", "--sweep={}"), ("prune-runs", "--last={}")],
+    [("compare", "--runs={}"), ("compare", "--where={}"), ("sync", "--sweep={}"), ("prune-runs", "--last={}")],
     ids=["compare RUNS", "compare WHERE", "sync SWEEP", "prune-runs LAST"],
 )
 def test_hostile_words_about_runs_are_refused(tmp_path: Path, words: tuple[str, ...], text: str) -> None:
@@ -342,7 +342,7 @@ def test_numbers_of_hosts_are_handed_over_as_they_are(place: Path) -> None:
     ("target", "word", "known"),
     [
         ("exp", "NODE=2", "NAME NODES"),
-        ("prune-runs", "RUN=1234", "RUNS NAME LAST WHERE DRY_RUN"),
+        ("prune-runs", "RUN=1234", "RUNS NAME LAST WHERE DELETE DRY_RUN"),
         ("tour", "ARGS=a", ""),
     ],
 )

@@ -41,7 +41,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
     assert (first["run"], first["state"]) == (runs[0], "finished")
     assert failed["state"] == "failed"  # the loss is no number, as before
     assert failed["earlier"] == [runs[1]] and failed["run"] != runs[1]
-    compared = inside.run_verb("compare", f"--runs={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
+    compared = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
     assert all(cell["run"] in compared.stdout for cell in (first, failed))
 
@@ -174,7 +174,7 @@ def test_a_damaged_sweep_is_told_and_not_begun_anew(damage: str, tmp_path: Path,
     kept.write_bytes(content)
     for words in ((), ("--dry-run=1",), ("--failed=1",)):
         assert "sweep.json is damaged; bring it back, or delete it" in refused(file, *words)
-    done = inside.run_verb("compare", f"--runs={tmp_path / 'runs'}", "--sweep=rates")
+    done = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
     assert done.returncode == 2 and "sweep.json is damaged" in done.stderr and done.stderr.count("\n") == 1
     assert kept.read_bytes() == content
 

@@ -50,12 +50,12 @@ def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
     (folder.path / "wandb" / "offline-run-1").mkdir(parents=True)
     (folder.path / "wandb" / "offline-run-1" / "run.wandb").touch()
     env = environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
-    done = warm.execute([sys.executable, "-m", "slurm", "sync", f"--runs={tmp_path / 'runs'}"], env=env)
+    done = warm.execute([sys.executable, "-m", "slurm", "sync", f"--runs-folder={tmp_path / 'runs'}"], env=env)
     assert done.returncode == 2
     assert "no W&B account is configured" in done.stderr and "wandb login" in done.stderr
 
 
 def test_only_runs_that_were_tracked_are_viewed(tmp_path: Path) -> None:
     Made("mnist_pipeline", 0, 10).write(tmp_path / "runs")
-    refused = inside.run_verb("leet", f"--runs={tmp_path / 'runs'}")
+    refused = inside.run_verb("leet", f"--runs-folder={tmp_path / 'runs'}")
     assert refused.returncode == 2 and "make compare" in refused.stderr
