@@ -67,7 +67,7 @@ VERBS = {
     "exp": Verb("slurm.launch.submit", "run an experiment here or on a cluster, or resume a run", (
         NAME, NODES, ARGS, LAUNCH, CLUSTER, FOLLOW, DRY_RUN,
         Setting("STRICT", "--strict", "1: refuse a checkout with changes that are not committed"),
-        Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run; NAME can be left out"))),
+        Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run of NAME"))),
     "new-experiment": Verb("slurm.launch.new_experiment", "write the files of a new experiment that trains as it is", (
         Setting("NAME", "name", "name of the new experiment, such as my_mlp"),)),
     "check-optimizer": Verb("slurm.launch.check_optimizer", "try an optimizer of one's own before a run does", (
