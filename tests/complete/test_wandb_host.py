@@ -160,7 +160,7 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
     while b"test_accuracy" not in seen and time.monotonic() < deadline:
         if select.select([screen], [], [], 0.2)[0]:
             seen += os.read(screen, 65_536)
-    assert b"test_accuracy" in seen, seen[-2000:]
+    assert b"test_accuracy" in seen and b"-0000-mnist" in seen, seen[-2000:]
     os.write(screen, b"q")
     while time.monotonic() < deadline:
         if select.select([screen], [], [], 0.2)[0]:
