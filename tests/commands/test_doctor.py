@@ -326,6 +326,24 @@ def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ..
     assert (found and found.rank) == slow
 
 
+@pytest.mark.parametrize(
+    ("milliseconds", "samples", "slow"),
+    [
+        ((30.0, 10.0), (96, 32), None),
+        ((30.0, 10.0), (48, 48), 0),
+        ((30.0, 10.0), (None, None), 0),
+        ((20.0, 30.0, 10.0), (64, 32, 32), 1),
+        ((30.0, 1.0), (96, 0), 0),
+    ],
+)
+def test_a_rank_with_more_samples_is_no_straggler(
+    milliseconds: tuple[float, ...], samples: tuple[int | None, ...], slow: int | None
+) -> None:
+    ranks = [Heartbeat(rank, "vm", 100, 1.0, each / 1e3, samples[rank]) for rank, each in enumerate(milliseconds)]
+    found = find_slow_rank(ranks)
+    assert (found and found.rank) == slow
+
+
 def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
