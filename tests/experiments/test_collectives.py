@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from common.core import config
 from common.core.errors import UserError
+from common.core.processes import count_host_cores
 from common.distributed.collective_report import CollectiveReport
 from common.distributed.collectives import Point, Side, Vectors, compute_bus_factor, compute_sent_bytes, list_points
 from common.distributed.rank_info import RankInfo
@@ -155,6 +156,8 @@ def test_three_ranks_add_up_exactly_in_every_type_also_where_a_vector_is_shorter
         ("all_reduce", "star, memory"),
     }
     assert done.result["exact_results"] == 2 * len(sides)
+    shared = f"3 ranks share {count_host_cores()} cores of this host and take turns: steps are slow"
+    assert (shared in done.out) == (count_host_cores() < 3)
     assert "halving_doubling needs a power of two ranks, not 3: the ring is taken instead" in done.out
     sent = {p["side"]: p["bytes_sent"] for p in done.result["points"] if p["op"] == "all_reduce"}
     assert sent["star, memory"] == [32, 16, 16], "int64, the last type"
