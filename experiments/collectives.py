@@ -112,11 +112,8 @@ def open_sides(cfg: Config, run: Run) -> dict[str, Side]:
     sides["isend ring"] = Side(make_ring_operations(world), count, passed, ring, world.backend)
     for transport in cfg.transports if world.device.type == "cpu" and cfg.algorithms else []:
         make = partial(make_library_operations, world)
-        opened = collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make)
-        if transport == "memory" and all(name.endswith(", network") for name in opened):
-            run.log_message("no two ranks share a host: transports=memory sends through the network")
-        sides |= opened
-    for note in {algorithm.note for side in sides.values() for _, algorithm in side.algorithms if algorithm.note}:
+        sides |= collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make)
+    for note in collectives.list_notes(sides, cfg.transports):
         run.log_message(note)
     return sides
 
@@ -147,13 +144,6 @@ def measure_sides(
     return found
 
 
-def draw_times(report: CollectiveReport, run: Run) -> None:
-    """Draw time against size with the fitted lines, a figure for each operation and type."""
-    for name, (series, lines) in report.list_curves().items():
-        path = run.folder.path / f"{name.replace(' ', '_')}.png"
-        plots.draw_curves(path, series, "bytes", "microseconds", computed=lines, loglog=True, title=name)
-
-
 def main(cfg: Config, run: Run) -> None:
     world = run.world
     sides = open_sides(cfg, run)
@@ -178,7 +168,7 @@ def main(cfg: Config, run: Run) -> None:
     load = others.report()
     report = CollectiveReport(points, sides, table, links)
     if cfg.plot and world.is_main:
-        draw_times(report, run)
+        plots.draw_times_by_size(run.folder.path, report.list_curves())
     run.report(report, load)
 
 

@@ -181,6 +181,15 @@ def open_builtin_sides(
     return found
 
 
+def list_notes(sides: Mapping[str, Side], transports: Sequence[str]) -> list[str]:
+    """Return what a user should know of the sides: algorithms that were replaced, and memory that is not shared."""
+    notes = {algorithm.note for side in sides.values() for _, algorithm in side.algorithms if algorithm.note}
+    through_network = any(name.endswith(", network") for name in sides)
+    if "memory" in transports and through_network and not any("memory" in name for name in sides):
+        notes.add("no two ranks share a host: transports=memory sends through the network")
+    return sorted(notes)
+
+
 def all_reduce_by(
     algorithms: Sequence[tuple[int, Algorithm]], group: dist.ProcessGroup, x: Tensor, out: Tensor
 ) -> None:
