@@ -13,6 +13,10 @@ override READY := .venv/.ready
 override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
 override VERBS := exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
   new-experiment check-optimizer cluster-up cluster-down cluster-status cluster-shell
+# Verbs that only report on runs or end them also run in an environment that is older than requirements.txt.
+override REPORTS := status logs cancel compare sync dashboard leet prune-runs cluster-down cluster-status \
+  cluster-shell $(if $(filter RUN,$(GIVEN)),doctor)
+override ONLY_REPORTS := $(if $(filter-out $(REPORTS),$(or $(MAKECMDGOALS),help)),no,yes)
 
 .DEFAULT_GOAL := help
 .PHONY: $(VERBS) help test test-all test-slurm lint bench tables requirements clean .settings
@@ -22,10 +26,13 @@ help:  ## list the targets
 
 $(READY): requirements.txt
 	@if cmp -s requirements.txt $(READY); then touch $(READY); exit 0; fi; \
+	if [ $(ONLY_REPORTS) = yes ] && [ -e $(READY) ] && $(PY) -c 'import slurm.reports.compare, slurm.reports.doctor, slurm.reports.wandb_sync' 2>/dev/null; then \
+	  echo "note: requirements.txt has changed; .venv is updated by the next command that is not a report" >&2; exit 0; \
+	fi; \
 	"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: $$PYTHON is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }; \
 	"$$PYTHON" -m slurm --make --check || exit; \
 	if grep -qsF "$$(readlink -f .venv)/" /proc/[0-9]*/maps; then \
-	  echo "error: requirements.txt has changed, and processes still use .venv; end them, or wait (make status), then again" >&2; exit 1; \
+	  echo "error: requirements.txt has changed, and processes still use .venv; end them (make status, make cancel RUN=<id>) or wait, then repeat the command" >&2; exit 1; \
 	fi; \
 	MAKEFLAGS= $(MAKE) --no-print-directory --silent .environment
 
@@ -54,7 +61,7 @@ compare:  ## runs side by side, here and in a browser: the newest ten, or [RUNS=
 sync:  ## send to W&B what runs without a network left, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
 dashboard:  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
 leet:  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
-prune-runs:  ## show what runs that are over can do without; DRY_RUN=0 frees it [RUNS= NAME= LAST= WHERE=]
+prune-runs:  ## show what runs that are over can do without; DELETE=1 deletes it [RUNS= NAME= LAST= WHERE= DRY_RUN=1]
 tour:  ## every experiment at its smallest, then all of them side by side
 new-experiment:  ## write the files of a new experiment that trains as it is: NAME=my_mlp
 check-optimizer:  ## try an optimizer of your own with schedules, checkpoints, skipped steps and shards: FILE=lion.py:Lion

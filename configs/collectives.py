@@ -38,7 +38,8 @@ class Config(RanksPerNode):
     two_level; [] leaves that backend out. One of your own: launch.backend=builtin launch.algorithm=FILE.py:function."""
     transports: list[str] = field(default_factory=lambda: ["network", "memory"])
     """What the built-in backend sends through: network is sockets, in the clear; memory is shared by the ranks of a
-    host; tls is encrypted sockets, with launch.backend=builtin launch.tls=true."""
+    host, and between hosts it is the network, as the table says then; tls is encrypted sockets, with
+    launch.backend=builtin launch.tls=true."""
     rounds: int = between(1, 100_000, 10)
     """How often everything is measured, all sides in turn; times are medians over the rounds."""
     plot: bool = True

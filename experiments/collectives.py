@@ -29,6 +29,7 @@ from common.distributed.collectives import Call, Point, Side, Vectors
 from common.distributed.rendezvous import World
 from common.distributed.transport.algorithms import build_by_size
 from common.measure import plots
+from common.measure.foreign_load import ForeignLoadMeter
 from common.measure.timing import time_calls
 from configs.collectives import Config
 
@@ -112,7 +113,7 @@ def open_sides(cfg: Config, run: Run) -> dict[str, Side]:
     for transport in cfg.transports if world.device.type == "cpu" and cfg.algorithms else []:
         make = partial(make_library_operations, world)
         sides |= collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make)
-    for note in {algorithm.note for side in sides.values() for _, algorithm in side.algorithms if algorithm.note}:
+    for note in collectives.list_notes(sides, cfg.transports):
         run.log_message(note)
     return sides
 
@@ -143,13 +144,6 @@ def measure_sides(
     return found
 
 
-def draw_times(report: CollectiveReport, run: Run) -> None:
-    """Draw time against size with the fitted lines, a figure for each operation and type."""
-    for name, (series, lines) in report.list_curves().items():
-        path = run.folder.path / f"{name.replace(' ', '_')}.png"
-        plots.draw_curves(path, series, "bytes", "microseconds", computed=lines, loglog=True, title=name)
-
-
 def main(cfg: Config, run: Run) -> None:
     world = run.world
     sides = open_sides(cfg, run)
@@ -160,6 +154,7 @@ def main(cfg: Config, run: Run) -> None:
     for point in collectives.list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
         measure_sides(sides, 0, point, vectors, world)  # connections are made at the first message
     links = collectives.fit_links(world)
+    others = ForeignLoadMeter(world)
 
     for step in run.steps(state, loss=0):
         point, index = step.batch, (step.number - 1) % len(points)
@@ -170,10 +165,11 @@ def main(cfg: Config, run: Run) -> None:
                     table[step.epoch, index, number] = torch.tensor(found[name], dtype=torch.float64)
                     step.log(**{f"{point.name} {name}": max(seconds for seconds, *_ in found[name])})
             step.log(bytes=float(point.nbytes))
+    load = others.report()
     report = CollectiveReport(points, sides, table, links)
     if cfg.plot and world.is_main:
-        draw_times(report, run)
-    run.report(report)
+        plots.draw_times_by_size(run.folder.path, report.list_curves())
+    run.report(report, load)
 
 
 if __name__ == "__main__":

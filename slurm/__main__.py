@@ -53,9 +53,9 @@ CLUSTER = Setting("CLUSTER", "--cluster", "profile of the site: the name of a fi
 FOLLOW = Setting("FOLLOW", "--follow", "1: show the log of rank 0 until the end")
 DRY_RUN = Setting("DRY_RUN", "--dry-run", "1: show what would be done, and do nothing")
 JSON = Setting("JSON", "--json", "1: print JSON for programs")
-RUNS_FOLDER = Setting("", "--runs", "folder that holds the runs (runs)")
+RUNS_FOLDER = Setting("", "--runs-folder", "folder that holds the runs (runs)")
 CHOICE = (
-    Setting("RUNS", "--pick", 'runs by id, the last four characters of one, or path: "ID ID ..."'),
+    Setting("RUNS", "--runs", 'runs by id, the last four characters of one, or path: "ID ID ..."'),
     Setting("NAME", "--name", "runs of this experiment"),
     Setting("LAST", "--last", "number of runs, the newest"),
     Setting("WHERE", "--where", 'runs with these settings: "strategy=ddp optim.lr>=0.01"'),
@@ -67,7 +67,7 @@ VERBS = {
     "exp": Verb("slurm.launch.submit", "run an experiment here or on a cluster, or resume a run", (
         NAME, NODES, ARGS, LAUNCH, CLUSTER, FOLLOW, DRY_RUN,
         Setting("STRICT", "--strict", "1: refuse a checkout with changes that are not committed"),
-        Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run"))),
+        Setting("RESUME", "--resume", "run to resume from its newest checkpoint, instead of a new run of NAME"))),
     "new-experiment": Verb("slurm.launch.new_experiment", "write the files of a new experiment that trains as it is", (
         Setting("NAME", "name", "name of the new experiment, such as my_mlp"),)),
     "check-optimizer": Verb("slurm.launch.check_optimizer", "try an optimizer of one's own before a run does", (
@@ -84,7 +84,8 @@ VERBS = {
         Setting("FAILED", "--failed", "1: start the failed points anew, with the source as it is now"),
         FOLLOW, DRY_RUN)),
     "doctor": Verb("slurm.reports.doctor", "check every host before a long job, or find why a run failed or hangs", (
-        NODES, ARGS, LAUNCH, CLUSTER, Setting("RUN", "--run", "run to examine, instead of hosts"), JSON)),
+        NODES, Setting("ARGS", "--args", "runs, data.cache and launch.mixed of the job, and cluster.key=value"),
+        LAUNCH, CLUSTER, Setting("RUN", "--run", "run to examine, instead of hosts"), JSON)),
     "status": Verb("slurm.reports.status", "list the state of the newest runs, or of one", (
         RUN, Setting("WAIT", "--wait", "seconds to wait for the end of the run"),
         Setting("ALL", "--all", "1: list all runs, as JSON=1 does, not only the newest 20"), JSON, RUNS_FOLDER)),
@@ -98,7 +99,7 @@ VERBS = {
         Setting("PROJECT", "--project", "project of W&B, or entity/project"), DRY_RUN)),
     "leet": Verb("slurm.reports.wandb_sync", "open W&B's viewer in the terminal", (*CHOICE, SWEEP, RUNS_FOLDER)),
     "prune-runs": Verb("slurm.reports.prune_runs", "show or delete files that finished runs no longer need", (
-        *CHOICE, Setting("DRY_RUN", "--dry-run", "0: delete them; else only show them"), RUNS_FOLDER)),
+        *CHOICE, Setting("DELETE", "--delete", "1: delete them; else only show them"), DRY_RUN, RUNS_FOLDER)),
     "tour": Verb("slurm.launch.tour", "run every experiment at its smallest, and compare them", (
         Setting("", "words", "settings for all of them: key=value ..."),)),
 }  # fmt: skip
@@ -130,12 +131,29 @@ def make_parser() -> argparse.ArgumentParser:
             if setting.option == "words":
                 parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=setting.help)
             elif setting.option.startswith("--"):
-                missing = None if setting.option == "--run" else ""  # an empty RUN is no request to examine hosts
+                # an empty RUN is no request to examine hosts, and an empty RESUME none for a new run
+                missing = None if setting.option in ("--run", "--resume") else ""
                 parser.add_argument(setting.option, default=missing, metavar=name, help=setting.help)
             else:
                 parser.add_argument(setting.option, nargs="?", default="", metavar=name, help=setting.help)
+        if RUNS_FOLDER in verb.settings:
+            old_spelling = "--pick" if CHOICE[0] in verb.settings else "--runs"
+            parser.add_argument(old_spelling, default="", help=argparse.SUPPRESS)
     verbs.add_parser("cluster", help="start, end and disturb a SLURM cluster on this machine", add_help=False)
     return top
+
+
+def accept_old_spellings(given: argparse.Namespace) -> None:
+    """Take `--pick IDS` as `--runs IDS`, and `--runs FOLDER` as `--runs-folder FOLDER`, with a notice."""
+    runs = getattr(given, "runs", "")
+    # methods of Path raise where a name is too long
+    names_folder = os.path.isdir(runs) and not os.path.isfile(f"{runs}/config.yaml")  # noqa: PTH112, PTH113
+    if runs and (names_folder or CHOICE[0] not in VERBS[given.verb].settings):
+        print(f"note: --runs is now --runs-folder: write --runs-folder={runs}", file=sys.stderr)
+        given.runs_folder, given.runs = runs, ""
+    if getattr(given, "pick", ""):
+        print("note: --pick is now --runs", file=sys.stderr)
+        given.runs = given.pick
 
 
 def check_make_variables(goals: list[str], environ: Mapping[str, str]) -> None:
@@ -181,6 +199,7 @@ def main(words: list[str]) -> int:
         cli.main(words[1:])
         return 0
     given = make_parser().parse_args(words)
+    accept_old_spellings(given)
     return int(importlib.import_module(VERBS[given.verb].module).main(given))
 
 

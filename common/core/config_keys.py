@@ -18,6 +18,28 @@ from typing import Any
 
 from common.core.errors import UserError
 
+OTHER_NAMES = {
+    "accumulation_steps": "accumulate",
+    "batch_size": "batch",
+    "dataset": "data.name",
+    "grad_clip": "clip",
+    "gradient_accumulation_steps": "accumulate",
+    "learning_rate": "optim.lr",
+    "lr_scheduler": "optim.decay",
+    "max_epochs": "epochs",
+    "max_grad_norm": "clip",
+    "max_steps": "steps",
+    "nnodes": "launch.nodes",
+    "nproc_per_node": "processes_per_node",
+    "num_epochs": "epochs",
+    "num_workers": "data.workers",
+    "optimizer": "optim.name",
+    "scheduler": "optim.decay",
+    "wd": "optim.weight_decay",
+    "world_size": "processes_per_node",
+}
+"""Names that other programs have for keys, by the last part of the name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKey:
@@ -128,8 +150,12 @@ def suggest_key(name: str, known: Collection[str]) -> str:
     if name.partition(".")[0] == "elastic" and not any(key.startswith("elastic.") for key in known):
         rule = "only ddp_multinode, amp_accum and param_server go on without a lost rank"
         return f"{rule}; leave it out: other experiments resume from their last checkpoint"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    near = near or [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
+    last_part = name.rpartition(".")[2]
+    same_meaning = [key for key in [OTHER_NAMES.get(last_part.lower(), "")] if key in known]
+    same_last_part = [key for key in known if key.rpartition(".")[2] == last_part]
+    if len(same_last_part) > 1:
+        same_last_part = []
+    near = same_meaning or same_last_part or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else "--help lists all keys"
 
 

@@ -33,6 +33,14 @@ def list_children() -> list[int]:
     return found
 
 
+def count_host_cores() -> int:
+    """Return the cores of this host that its ranks may use.
+
+    Under SLURM a rank may be bound to its own cores, and sees fewer than the job has on this host.
+    """
+    return max(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE") or 0))
+
+
 def kill_children() -> None:
     """Kill this process's children, and with `adopt_orphans` theirs, until none is left."""
     while pids := list_children():

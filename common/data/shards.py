@@ -83,6 +83,16 @@ class AutoShards:
         """Samples of this rank in a full batch, or microbatch."""
         return self.loader.own_samples
 
+    def average_own_samples(self, first_step: int, last_step: int) -> float:
+        """Return the mean samples of this rank over some steps of this attempt."""
+        ends = [first for first, _ in self.history[1:]] + [last_step + 1]
+        total, steps = 0, 0
+        for (first, counts), end in zip(self.history, ends, strict=True):
+            count = max(0, end - max(first, first_step))
+            total += counts[self.world.rank] * count
+            steps += count
+        return total / steps if steps else float(self.own_samples)
+
     @property
     def values(self) -> dict[str, float]:
         """The samples of each rank, as values of metrics.jsonl."""

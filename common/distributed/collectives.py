@@ -33,6 +33,7 @@ from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World, describe_transport
 from common.distributed.transport.algorithms import Algorithm, build_by_size, count_bytes
 from common.distributed.transport.cost import Line, fit_line
+from common.distributed.transport.memory_links import MemoryStream
 from configs.collectives import TRANSPORTS
 from configs.launch import Launch
 
@@ -127,6 +128,18 @@ def count_interface_bytes(world: World) -> float:
     return sent / world.size if hosts == 1 else sent if hosts == world.size else 0.0
 
 
+def describe_links(world: World, group: dist.ProcessGroup | None) -> str:
+    """Return what carries the messages of a group of the backend `builtin`: memory, network, or both.
+
+    All ranks call it.
+    """
+    own = [isinstance(link.stream, MemoryStream) for link in get_communicator(group).outgoing.values()]
+    every = [is_memory for found in world.all_gather(own) for is_memory in found]
+    if all(every):
+        return "memory"
+    return "memory and network" if any(every) else "network"
+
+
 def open_group(world: World, backend: str) -> dist.ProcessGroup:
     """Open another group of all ranks. All of them call it."""
     group = dist.new_group(backend=backend, timeout=world.timeout)
@@ -146,7 +159,8 @@ def open_builtin_sides(
     """Open a group of all ranks with the backend `builtin`, whatever the run's own is, and a side for each algorithm.
 
     The first one has all operations of the group, as `make` makes them; nothing but the all-reduce depends on the
-    algorithm. All ranks call it.
+    algorithm. Sides are named after what carries their messages: only ranks of one host share memory. All ranks call
+    it.
     """
     chosen = replace(settings, algorithm="ring", transport=TRANSPORTS[transport])
     identity = world.transport.identity if world.transport and transport == "tls" else None
@@ -155,15 +169,25 @@ def open_builtin_sides(
     group = open_group(world, "builtin")
     if world.transport:  # groups made later are the run's own
         register_backend(world.transport)
+    carrier = describe_links(world, group) if transport == "memory" else transport
     found, calls = {}, make(group)
     interface = partial(count_interface_bytes, world)
     for name in names:
         algorithms = build_by_size(name, world.size, described.hosts)
         calls["all_reduce"] = partial(all_reduce_by, algorithms, group)
-        side = describe_builtin(Side(calls, count_interface=interface, link=f"{names[0]}, {transport}"), group)
-        found[f"{name}, {transport}"] = side._replace(algorithms=algorithms)
+        side = describe_builtin(Side(calls, count_interface=interface, link=f"{names[0]}, {carrier}"), group)
+        found[f"{name}, {carrier}"] = side._replace(algorithms=algorithms)
         calls = {}
     return found
+
+
+def list_notes(sides: Mapping[str, Side], transports: Sequence[str]) -> list[str]:
+    """Return what a user should know of the sides: algorithms that were replaced, and memory that is not shared."""
+    notes = {algorithm.note for side in sides.values() for _, algorithm in side.algorithms if algorithm.note}
+    through_network = any(name.endswith(", network") for name in sides)
+    if "memory" in transports and through_network and not any("memory" in name for name in sides):
+        notes.add("no two ranks share a host: transports=memory sends through the network")
+    return sorted(notes)
 
 
 def all_reduce_by(

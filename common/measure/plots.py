@@ -89,3 +89,13 @@ def draw_bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *,
         for label in at.get_xticklabels():
             label.set(rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
     save_figure(at, path)
+
+
+def draw_times_by_size(folder: Path, curves: Mapping[str, tuple[Mapping[str, Points], Mapping[str, Points]]]) -> None:
+    """Draw time in microseconds against size in bytes, a figure in the folder for each name.
+
+    `curves` holds the measured curves by their labels, and the fitted lines, as `draw_curves` takes them.
+    """
+    for name, (measured, fitted) in curves.items():
+        path = folder / f"{name.replace(' ', '_')}.png"
+        draw_curves(path, measured, "bytes", "microseconds", computed=fitted, loglog=True, title=name)

@@ -42,6 +42,8 @@ class RankTimes:
     rank: int = 0
     exposed: Sequence[float] = ()
     """From the last gradient to the end of backward, step by step: communication that nothing hid."""
+    samples: float | None = None
+    """Samples of a batch, the mean over the steps, where the shards of the ranks are unequal."""
 
 
 class Pace:
@@ -180,10 +182,13 @@ class StepTimes:
         )
 
 
-def gather_step_times(world: World, times: StepTimes | None) -> list[RankTimes]:
-    """Return the numbers of all ranks that have some, on rank 0. All ranks call it."""
+def gather_step_times(world: World, times: StepTimes | None, samples: float | None = None) -> list[RankTimes]:
+    """Return the numbers of all ranks that have some, on rank 0; `samples` are this rank's, where shards are unequal.
+
+    All ranks call it.
+    """
     own = times.summarize() if times else None
-    given = enumerate(world.gather(asdict(own) if own else None))
+    given = enumerate(world.gather(asdict(own) | {"samples": samples} if own else None))
     return [RankTimes(**(found | {"rank": rank})) for rank, found in given if found]
 
 
@@ -247,7 +252,7 @@ class ScalingReport:
         """The rank that the others wait for, if one is clearly slower before backward."""
         if not self.ranks or min(rank.steps for rank in self.ranks) < ENOUGH:
             return None
-        found = find_straggler([rank.before_backward for rank in self.ranks])
+        found = find_straggler([rank.before_backward for rank in self.ranks], [rank.samples for rank in self.ranks])
         return None if found is None else self.ranks[found].rank
 
     def rows(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_exit
 from common.core import config, host_memory, seeds
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
-from common.core.processes import exit_at_once
+from common.core.processes import count_host_cores, exit_at_once
 from common.core.text import format_count
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info, report_refusal_once
@@ -140,6 +140,7 @@ class ForkedRanks:
         """Fit the config to this machine and claim the attempt. Raises UserError."""
         cfg.fit_devices(provenance.count_visible_gpus())
         check_memory(cfg)
+        print_notice_of_shared_cores(cfg, cfg.processes)
         attempt = Attempt.open(cfg, given, fallback=True)
         if given is not None:
             folder = attempt.folder
@@ -232,6 +233,7 @@ class LaunchedRank:
     def _try_open(self, cfg: Experiment, given: Folder | None) -> Attempt | UserError:
         try:
             attempt = Attempt.open(cfg, given, fallback=self.world.nodes == 1)
+            print_notice_of_shared_cores(cfg, self.rank_info.local_size)
             with attempt.discard_on(UserError, StopRequested):
                 attempt.document(cfg)
         except UserError as error:
@@ -292,6 +294,15 @@ def describe_rank_settings(cfg: Experiment) -> str:
     """Return the names of the settings that decide how many ranks a run has."""
     names = ("processes_per_node", "stages", "stages_per_process", "strategy")
     return ", ".join(name for name in names if hasattr(cfg, name))
+
+
+def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
+    """Print a line where this host has fewer cores than ranks that compute on them."""
+    cores = count_host_cores()
+    if ranks > cores and (cfg.launch.on_cpu or not provenance.count_visible_gpus()):
+        print(
+            f"{ranks} ranks share {format_count(cores, 'core')} of this host and take turns: steps are slow", flush=True
+        )
 
 
 def check_memory(cfg: Experiment) -> None:

@@ -44,9 +44,14 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
 
 
 def measure_timings(run: RunContext) -> dict[str, float]:
-    """Return samples/s and seconds a step of this attempt; empty where it had too few steps left to measure."""
+    """Return samples/s and seconds a step of this attempt; empty where it had too few steps left to measure.
+
+    The steps of a run that trains nothing have no samples.
+    """
     if not run.step_seconds():
         return {}
+    if not run.cfg.trains:
+        return {"step_seconds": run.step_seconds()}
     return {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
 
 

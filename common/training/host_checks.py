@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint.stop_request import synchronize_exit
-from common.core import network
+from common.core import host_memory, network
 from common.core.errors import UserError
 from common.data import prepare
 from common.distributed.rendezvous import World
@@ -41,6 +41,7 @@ SKEW = 1.0  # seconds between two clocks
 def collect_basic_facts(world: World, folder: Path) -> dict[str, Any]:
     """Collect the facts that cost next to nothing, for the start of every job. GB are 1e9 bytes."""
     cuda = world.device.type == "cuda"
+    free_bytes = torch.cuda.mem_get_info(world.device)[0] if cuda else host_memory.measure_available_memory()[0]
     return {
         "rank": world.rank,
         "host": socket.gethostname(),
@@ -48,7 +49,7 @@ def collect_basic_facts(world: World, folder: Path) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {p: provenance.read_package_version(p) for p in provenance.PACKAGES},
         "device": torch.cuda.get_device_name(world.device) if cuda else "cpu",
-        "memory_free_gb": round(torch.cuda.mem_get_info(world.device)[0] / 1e9, 1) if cuda else None,
+        "memory_free_gb": round(free_bytes / 1e9, 1),
         "cores": len(os.sched_getaffinity(0)),
         "cores_asked": int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if world.launcher == "slurm" else 0,
         "disk_free_gb": measure_disk_free(folder),

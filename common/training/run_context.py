@@ -20,6 +20,7 @@ from common.core.errors import UserError
 from common.data.accumulation import AccumulationLoader
 from common.data.loader import Images, Loader, draw_order
 from common.data.prepare import Prepared
+from common.data.rounds import Rounds
 from common.data.shards import AutoShards
 from common.distributed.rendezvous import World
 from common.measure import media, profiler
@@ -207,9 +208,19 @@ class RunContext:
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         shown, speed = [f"{name} {value:.4g}" for name, value in newest.items()], self.samples_per_second()
-        if speed:
+        if speed and self.cfg.trains:
             shown.append(f"{speed:.0f} samples/s")
         self.screen.show_progress("step", step, self.total, "  ".join(shown))
+
+    @property
+    def own_unequal_samples(self) -> int | None:
+        """This rank's samples of a full batch, where the settings give ranks unequal shards; else None."""
+        if self.shards is not None:
+            return self.shards.own_samples
+        loader = self.state.loader if self.state else None
+        if loader is None or isinstance(loader, Rounds) or not self.cfg.batch_plan.weights:
+            return None
+        return loader.own_samples
 
     def write_heartbeat(self, now: float) -> None:
         """Write this rank's heartbeat, at most every HEARTBEAT seconds; `now` by time.perf_counter()."""
@@ -217,7 +228,7 @@ class RunContext:
             self.beat = now
             measured = {
                 "before_backward": self.times.estimate_seconds_to_backward() if self.times else None,
-                "samples": self.shards.own_samples if self.shards else None,
+                "samples": self.own_unequal_samples,
             }
             with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
                 self.folder.write_heartbeat(self.world.number, self.step, time.time(), **measured)
@@ -248,7 +259,7 @@ class RunContext:
         return (samples(self.step) - samples(self.step - len(steady))) / sum(steady)
 
     def close(self) -> None:
-        if self.step == self.total > 0:  # the last heartbeat is of the last step
+        if self.total > 0:  # also of a rank that failed, the last heartbeat is of its last step
             self.write_heartbeat(math.inf)
         self.saver.close()
         for handler in self.logger.handlers[:]:

@@ -181,7 +181,10 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         size = ddp.BYTES.get(cfg.communication, run.dtype.itemsize)
         communication = time_communication(model, cfg.bucket_mb, size)
     alone = time_one_rank(run, cfg.model) if cfg.compare else 0.0
-    times = gather_step_times(run.world, run.times)
+    samples: float | None = run.own_unequal_samples
+    if run.shards:
+        samples = run.shards.average_own_samples(run.resumed_after + 1, run.step)
+    times = gather_step_times(run.world, run.times, samples)
     shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.shards == ["equal"] else ""
     batch = f"batch {cfg.batch}{shards}"
     strategy = Facts({"strategy": f"{cfg.strategy}, {cfg.model}, {batch}"})

@@ -75,13 +75,17 @@ def exec_script(name: str, settings: Experiment, words: list[str], resumed: Fold
     os.execve(sys.executable, [sys.executable, str(script), *words], environ)
 
 
-def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | None) -> Folder:
-    """Make a run folder with everything the job needs: data, settings, source, description."""
+def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | None, shown_notices: set[str]) -> Folder:
+    """Make a run folder with everything the job needs: data, settings, source, description.
+
+    A notice about the data is printed unless it is among `shown_notices`, to which it is added.
+    """
     fallback = scheduler is None or scheduler.local is not None
     found = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
     prepare.check_model_fits_data(settings, found)
-    if found.notice:
+    if found.notice and found.notice not in shown_notices:
         print(found.notice, flush=True)
+        shown_notices.add(found.notice)
     settings.data.name = found.name
     for key, path in settings.list_paths().items():  # it may start in another folder
         group, _, last = key.rpartition(".")
@@ -99,7 +103,9 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
 
 
 def find_resumable_run(run: str, name: str) -> Folder:
-    """Find the folder of a run that can be resumed. Raises UserError."""
+    """Find the folder of a run that can be resumed; `name` is empty or its experiment. Raises UserError."""
+    if not run:
+        raise UserError("RESUME is empty; write RESUME=<id>, or leave it out for a new run")
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
@@ -119,7 +125,7 @@ def submit_run(
         own_files.copy_optimizer_files(settings.optim, resumed.path / "code")
         text = config.format_known_yaml(settings, resumed.path / "config.yaml")
         return resumed, submit_folder(resumed, settings, text, profile, scheduler)
-    folder = prepare_run_folder(name, settings, scheduler)
+    folder = prepare_run_folder(name, settings, scheduler, set())
     with remove_folder_on_error(folder):
         return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
 
@@ -196,7 +202,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Run an experiment or resume a run; returns the exit status. Raises UserError."""
-    resumed = find_resumable_run(given.resume, given.name) if given.resume else None
+    resumed = None if given.resume is None else find_resumable_run(given.resume, given.name)
     name = check_experiment_name(resumed.experiment if resumed else given.name)
     words, for_profile = split_arguments(given.args)
     if given.nodes:

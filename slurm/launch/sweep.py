@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,9 @@ class Sweep:
 
     def __init__(self, path: Path, plan: Grid) -> None:
         self.path, self.plan, self.runs = path, plan, path.parent.parent
+        self.shown_notices: set[str] = set()
         known = selection.read_sweep(path / "sweep.json")
-        for what, now in (("experiment", plan.experiment), ("settings", plan.settings)):
-            if known.get(what, now) != now:
-                remedy = f"give the file another name, or remove {path}"
-                raise UserError(f"{path} was started with other {what} ({known[what]}); {remedy}")
+        check_same_sweep(known, plan)
         cells = known.get("cells", [])
         self.cells = {sweep_file.make_point_key(cell["values"], cell.get("repeat", 0)): cell for cell in cells}
 
@@ -97,6 +95,31 @@ class Sweep:
         return found
 
 
+def check_same_sweep(known: dict[str, Any], plan: Grid) -> None:
+    """Raise UserError where a sweep was started with another experiment or other settings than `plan` has."""
+    other_name = "or give the file another name, for a sweep of its own"
+    experiment = known.get("experiment", plan.experiment)
+    if experiment != plan.experiment:
+        raise UserError(f"the sweep {plan.name} was started with experiment={experiment}; use that, {other_name}")
+    settings = known.get("settings", plan.settings)
+    changed = {key: value for key, value in settings.items() if plan.settings.get(key) != value}
+    added = {key: value for key, value in plan.settings.items() if key not in settings}
+    if changed:
+        words = format_settings(changed)
+        remedy = f"write ARGS={shlex.quote(words)}"
+        if added:
+            remedy += f" without {format_settings(added)}"
+        raise UserError(f"the sweep {plan.name} was started with {words}; {remedy}, {other_name}")
+    if added:
+        words = format_settings(added)
+        raise UserError(f"the sweep {plan.name} was started without {words}; leave that out, {other_name}")
+
+
+def format_settings(settings: Mapping[str, str]) -> str:
+    """Write settings as on the command line."""
+    return " ".join(shlex.quote(f"{key}={value}") for key, value in settings.items())
+
+
 @contextlib.contextmanager
 def lock_sweep(path: Path) -> Iterator[None]:
     """Hold the lock of a sweep. Raises UserError where another command holds it."""
@@ -121,6 +144,11 @@ def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tu
         elif state in GO_ON and not failed:
             found.append((point, sweep.find_folder(point)))
     return found
+
+
+def make_point_folder(sweep: Sweep, point: Point, scheduler: Scheduler | None) -> Folder:
+    """Make the run folder of a point; a notice that several points have is printed once."""
+    return submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler, sweep.shown_notices)
 
 
 # ---- on a cluster
@@ -166,7 +194,7 @@ def submit_as_array(
     folders: list[Folder] = []
     try:
         for point, given in chosen:
-            folders.append(given or submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler))
+            folders.append(given or make_point_folder(sweep, point, scheduler))
             sweep.record_run(point, folders[-1], "pending")
         sweep.save()
         made = sbatch.prepare_runs_for_array(
@@ -234,7 +262,7 @@ def run_points(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
         while busy or (waiting and not stopped):
             while waiting and len(busy) < sweep.plan.parallel and not stopped:
                 point, given = waiting.pop(0)
-                folder = given or submit.prepare_run_folder(sweep.plan.experiment, point.settings, None)
+                folder = given or make_point_folder(sweep, point, None)
                 run = start_point(point, folder)
                 busy[run] = point
                 sweep.record_run(point, folder, "running")

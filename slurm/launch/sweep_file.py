@@ -107,7 +107,8 @@ def read_sweep_file(path: str, more: list[str]) -> Grid:
     points = [make_point(path, name, experiment, common, cell, r) for r in range(repeats) for cell in cells]
     for key, same in itertools.groupby(sorted(points, key=lambda one: one.key), lambda one: one.key):
         if len(list(same)) > 1:
-            raise UserError(f"{path}: the point {dict(json.loads(key)[0])} is there more than once")
+            words = " ".join(f"{name}={value}" for name, value in json.loads(key)[0])
+            raise UserError(f"{path}: the point {words} is there more than once")
     return Grid(name, experiment, common, points, parallel)
 
 

@@ -43,7 +43,7 @@ def main(given: argparse.Namespace) -> int:
     made = [str(folder.path) for folder in selection.list_runs(root) if folder.path not in before]
     shown = 0
     if made:
-        command = [sys.executable, "-m", "slurm", "compare", f"--runs={root}", f"--pick={shlex.join(made)}"]
+        command = [sys.executable, "-m", "slurm", "compare", f"--runs-folder={root}", f"--runs={shlex.join(made)}"]
         shown = subprocess.run(command, check=False).returncode
     if failed:
         print(f"error: {', '.join(failed)} failed; their errors stand above", file=sys.stderr)

@@ -37,6 +37,7 @@ from slurm.local_cluster.cluster import (
     choose_running_cluster,
     find_cluster_folder,
     find_running_cluster,
+    list_running_clusters,
     require_running_cluster,
 )
 from slurm.local_cluster.namespaces import check_user
@@ -134,8 +135,12 @@ def end_cluster(folder: Path) -> None:
 def stop_cluster(given: argparse.Namespace) -> None:
     """End a cluster. Its logs stay until the next `up`."""
     if not find_running_cluster(given.name):
-        print(f"cluster {given.name} is not up")
-        return
+        if given.is_chosen:
+            print(f"cluster {given.name} is not up")
+            return
+        names = list_running_clusters()
+        others = f"those that are up: {', '.join(names)}" if names else "no cluster is up"
+        raise UserError(f"cluster {given.name} is not up; {others}")
     with lock_folder(given.name) as folder:
         end_cluster(folder)
         for name in set(slurm_conf.FOLDERS) - {"log"}:
@@ -208,6 +213,12 @@ ARGUMENTS = {
 }
 
 
+def describe_verb(function: Callable[..., object]) -> str:
+    """Return the first line of a docstring for a user: without the errors that the function raises."""
+    first = (function.__doc__ or "").partition("\n")[0]
+    return first.partition(" Raises ")[0]
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of all verbs."""
     top = argparse.ArgumentParser(
@@ -216,8 +227,8 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(name: str, function: Callable[[argparse.Namespace], None], *words: str) -> argparse.ArgumentParser:
-        described = function.__doc__ if function is not cut_or_restore_host else daemons.VERBS[name].__doc__
-        added = verbs.add_parser(name, help=str(described).partition("\n")[0], description=described)
+        described = describe_verb(function if function is not cut_or_restore_host else daemons.VERBS[name])
+        added = verbs.add_parser(name, help=described, description=described)
         rule = f"{DEFAULT}, or the only one that is up" if function is not start_cluster else DEFAULT
         added.add_argument("--name", default="", help=f"of the cluster ({rule})")
         added.set_defaults(function=function)
@@ -248,6 +259,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     """Carry out one verb of `python -m slurm cluster`. Raises UserError."""
     given = make_parser().parse_args(arguments)
+    given.is_chosen = not given.name
     if not given.name:
         chosen = None if given.function is start_cluster else choose_running_cluster()
         given.name = chosen.plan.name if chosen else DEFAULT

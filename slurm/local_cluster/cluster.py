@@ -74,15 +74,20 @@ def is_own_folder(path: Path) -> bool:
         return False
 
 
+def list_running_clusters() -> list[str]:
+    """List the names of the clusters of this user that are up."""
+    default = find_cluster_folder(DEFAULT)
+    begin = default.name.removesuffix(DEFAULT)
+    own = [path for path in sorted(default.parent.glob(f"{begin}*")) if is_own_folder(path)]
+    return [path.name.removeprefix(begin) for path in own if Process.load(path / "holder")]
+
+
 def choose_running_cluster() -> Cluster | None:
     """Choose the cluster that programs use: that of the default name if it is up, else the only one that is.
 
     Raises UserError where several others are up.
     """
-    default = find_cluster_folder(DEFAULT)
-    begin = default.name.removesuffix(DEFAULT)
-    own = [path for path in sorted(default.parent.glob(f"{begin}*")) if is_own_folder(path)]
-    names = [path.name.removeprefix(begin) for path in own if Process.load(path / "holder")]
+    names = list_running_clusters()
     if len(names) > 1 and DEFAULT not in names:
         raise UserError(
             f"the local clusters {', '.join(names)} are up; name one: LAUNCH=slurm:{names[0]} (NAME={names[0]} with "

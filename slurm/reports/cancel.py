@@ -57,5 +57,5 @@ def wait_for_metadata(folder: Folder) -> dict[str, Any]:
 
 def main(given: argparse.Namespace) -> int:
     """End a run; returns the exit status."""
-    print(cancel_run(find_run(given.run, Path(given.runs or "runs"))))
+    print(cancel_run(find_run(given.run, Path(given.runs_folder or "runs"))))
     return 0

@@ -65,6 +65,11 @@ class Compared:
         """True where numbers do not tell its state: it is not finished, or its result cannot be read."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
+    @property
+    def trains(self) -> bool:
+        """False for a run that only measures: its metrics are no evaluations."""
+        return selection.trains_model(self.settings)
+
     def find_value(self, name: str) -> float | None:
         """A number of the result; of an evaluation so far where there is none yet."""
         value = self.result.find_number(name)
@@ -90,7 +95,7 @@ class Compared:
             "efficiency": self.find_value("efficiency"),
             "waiting": self.result.compute_waiting_share(),
             "memory_mb": self.result.find_peak_mb(),
-            "cut": self.result.format_partition(),
+            "split_at": self.result.format_partition(),
             "shards": self.result.format_shards(),
             **{name: self.find_value(name) for name in ("ranks_lost", "seconds_lost", "steps_redone")},
         }
@@ -146,7 +151,7 @@ SHOWN = {
     "memory_mb": "{:,.0f}",
     "processes": "{}",
     "restarts": "{}",
-    "cut": "{}",
+    "split_at": "{}",
     "shards": "{}",
     "ranks_lost": "{:.0f}",
     "seconds_lost": "{:.2f}",
@@ -154,7 +159,7 @@ SHOWN = {
 }
 """Columns of the table, the most telling first, and how their values are written."""
 HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "processes": "ranks"}
-HEADS |= {"memory_mb": "peak MB", "cut": "split at"}  # of the memory of a rank; the layers that begin a stage
+HEADS |= {"memory_mb": "peak MB"}  # of the memory of a rank
 
 
 def format_column_head(name: str) -> str:
@@ -203,6 +208,19 @@ def format_table(given: list[Compared], width: int) -> str:
     text += [f"not shown, the terminal is too narrow: {', '.join(missing)}"] if missing else []
     words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if run.lacks_result]
     return "\n".join(text + [word.removesuffix(": ") for word in words])
+
+
+def hide_measurements_beside_training(runs: list[Compared]) -> list[str]:
+    """Drop the curves of runs that only measure where other runs train; return the experiments of these runs.
+
+    A measurement has a chart and a column for each of its many points, which no run that trains has.
+    """
+    measuring = [run for run in runs if not run.trains]
+    if len(measuring) == len(runs):
+        return []
+    for run in measuring:
+        run.curves = dataclasses.replace(run.curves, tests={})
+    return sorted({run.folder.experiment for run in measuring})
 
 
 def make_compared_run(run: Compared, names: list[str], beside: Path) -> ComparedRun:
@@ -275,8 +293,8 @@ def main(given: argparse.Namespace) -> int:
     as_json = parse_switch("JSON", given.json)
     if as_json and given.page:
         raise UserError("JSON=1 writes no page; leave out PAGE= or JSON=1")
-    root = Path(given.runs or "runs")
-    folders = selection.select_runs(Choice(given.pick, given.name, given.last, given.where, given.sweep), root)
+    root = Path(given.runs_folder or "runs")
+    folders = selection.select_runs(Choice(given.runs, given.name, given.last, given.where, given.sweep), root)
     runs, differing = load_compared_runs(folders)
     if as_json:
         rows = [run.to_dict() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
@@ -284,6 +302,8 @@ def main(given: argparse.Namespace) -> int:
         return 0
     print(format_table(runs, get_terminal_width()), flush=True)
     page, within = Path(given.page or root / "compare.html"), list_differences_within_experiments(runs)
+    for name in hide_measurements_beside_training(runs):
+        print(f"the page shows the measurements of {name} where no other runs are compared: make compare NAME={name}")
     between = [key for key in differing if key not in within]
     pictures = [make_compared_run(run, list_columns(runs), page.parent) for run in runs]
     write_page(page, pages.render_page(pictures, within, between))

@@ -196,12 +196,12 @@ def describe_exit(folder: Folder) -> str:
     return f"its ranks ended without an error message: {how}"
 
 
-def judge_running(ranks: list[Rank], allowed: float) -> str:
+def judge_running(ranks: list[Rank], last_step: int, allowed: float) -> str:
     """Judge a running run, which may be silent for so many seconds; a rank without heartbeat has just started."""
     if not ranks or min(rank.age for rank in ranks) < allowed:
         return describe_slow_rank([rank.beat for rank in ranks]) or WELL
     behind = min(ranks, key=lambda rank: (rank.beat.step, rank.seen))
-    return f"it hangs: {behind.name} has shown nothing since step {behind.beat.step}"
+    return f"it hangs after step {last_step}: {behind.name} has shown nothing for {format_duration(behind.age)}"
 
 
 def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
@@ -211,7 +211,7 @@ def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> st
     if state == "CANCELLED":
         return ""
     if state == "RUNNING":
-        return judge_running(ranks, max(SILENT, read_step_timeout(folder)))
+        return judge_running(ranks, status.read_last_step(folder), max(SILENT, read_step_timeout(folder)))
     errors = list_failed_ranks(ranks)
     own = [rank for rank in errors if not PEER.search(rank.error)]
     first = f"{own[0].name} failed first: {own[0].error}" if own else ""
@@ -240,6 +240,7 @@ def examine_run(folder: Folder) -> dict[str, Any]:
         "state": state.lower(),
         "detail": detail,
         "attempts": len(folder.attempts()),
+        "step": status.read_last_step(folder),
         "ranks": [rank.to_dict() for rank in ranks],
         "first_error": first,
         "ranks_changed": [line for attempt in folder.attempts()[-1:] for line in describe_generations(attempt)],
@@ -272,10 +273,11 @@ def print_diagnosis(folder: Folder, as_json: bool) -> int:
         print(json.dumps(found, indent=2))
         return 0 if found["state"] in ("finished", "pending") or found["cause"] == WELL else 1
     print(f"{found['run']} is {found['state'].upper()}" + (f": {found['detail']}" if found["detail"] else ""))
+    print(f"  last step  {found['step']}")
     for rank in found["ranks"]:
         age = f"{format_duration(rank['age'])} ago"
         early = f"  {rank['before_backward'] * 1e3:.1f} ms until backward" if rank["before_backward"] else ""
-        print(f"  rank {rank['rank']:<3}  {rank['host']:<12}  step {rank['step']:>7}  {age:>10}{early}")
+        print(f"  rank {rank['rank']:<3}  {rank['host']:<12}  heartbeat at step {rank['step']:>7}  {age:>10}{early}")
         if rank["stands"]:
             print(f"            stood at {rank['stands']}")
     for line in found["ranks_changed"]:

@@ -34,6 +34,7 @@ COLUMNS = (
     "rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "disk_mb_per_s", "gflop_per_s",
     "all_reduce_gb_per_s",
 )  # fmt: skip
+USED_SETTINGS = ("runs", "data.cache", "launch.mixed")
 HERE, FOUND = "doctor-here ", "doctor-found "  # how the ranks on the hosts begin what they report
 SETUP = 120.0  # seconds until all have met: importing torch takes a minute on a busy host
 PATIENCE = 240.0  # seconds until they have reported
@@ -197,7 +198,13 @@ def main(given: argparse.Namespace) -> int:
         return diagnosis.print_diagnosis(selection.find_run(given.run, Path("runs")), as_json)
     nodes = parse_count("NODES", given.nodes or "1")
     words, for_profile = split_settings(given.args)
-    settings = config.build_config(FolderSettings, [config.parse_command_line(words).values])
+    asked = config.parse_command_line(words).values
+    settings = config.build_config(FolderSettings, [asked])
+    ignored = [name for name in asked if name not in USED_SETTINGS]
+    if ignored:
+        raise UserError(
+            f"ARGS: doctor does not use {', '.join(ignored)}, only {', '.join(USED_SETTINGS)} and cluster.key=value"
+        )
     profile = sbatch.load_profile(given.cluster or "default", for_profile)
     scheduler = choose_scheduler(given.launch or "auto")
     if scheduler is None and not as_json:

@@ -23,7 +23,7 @@ class Heartbeat:
     before_backward: float | None
     """Seconds of its newest steps until backward begins, where they are measured."""
     samples: int | None = None
-    """With shards=auto, its samples of a batch."""
+    """Its samples of a batch, where the shards of the ranks are unequal."""
 
 
 def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
@@ -42,14 +42,14 @@ def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
 
 
 def describe_shards(ranks: Sequence[Heartbeat]) -> str:
-    """Describe the shards that shards=auto has chosen; empty without it."""
+    """Describe the shards of the ranks; empty where they are equal."""
     samples = [str(rank.samples) for rank in ranks if rank.samples]
     return f"shards {'+'.join(samples)}" if samples else ""
 
 
 def find_slow_rank(ranks: Sequence[Heartbeat]) -> Heartbeat | None:
     """Find the rank that needs clearly longer than the others until backward begins."""
-    found = find_straggler([rank.before_backward for rank in ranks])
+    found = find_straggler([rank.before_backward for rank in ranks], [rank.samples for rank in ranks])
     return None if found is None else ranks[found]
 
 

@@ -115,7 +115,7 @@ def read_rank_0_log(folder: Folder) -> str:
 
 def main(given: argparse.Namespace) -> int:
     """Print or follow the log of rank 0; returns the exit status."""
-    folder = find_run(given.run, Path(given.runs or "runs"))
+    folder = find_run(given.run, Path(given.runs_folder or "runs"))
     if parse_switch("FOLLOW", given.follow):
         return follow_log(folder, find_rank_0_log(folder))
     print(read_rank_0_log(folder), end="")

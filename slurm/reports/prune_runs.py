@@ -1,6 +1,6 @@
 """The verb `prune-runs`: show or delete files that runs that are over no longer need. Imports no torch.
 
-Only DRY_RUN=0 deletes them: checkpoints, traces, and W&B's folders that were sent. Settings, results, metrics, logs and
+Only DELETE=1 deletes them: checkpoints, traces, and W&B's folders that were sent. Settings, results, metrics, logs and
 source stay. A run that did not finish can be resumed from its checkpoints: they are deleted only if it is named, and so
 are the best model of a finished run (checkpoint.best) and the newest checkpoint of one without a model.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 from common.checkpoint import storage
+from common.core.errors import UserError
 from common.runs.folder import MODEL, Folder, disk_errors
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status, wandb_sync
@@ -57,8 +59,8 @@ def remove_path(path: Path) -> None:
             path.unlink()
 
 
-def remove_superfluous_files(folders: list[Folder], named: bool, dry: bool) -> int:
-    """Remove, or only show, what can go; returns the bytes."""
+def remove_superfluous_files(folders: list[Folder], named: bool, delete: bool) -> int:
+    """Show what can go, and delete it if asked to; returns the bytes."""
     total = 0
     for folder in folders:
         state, _ = status.read_state(folder)
@@ -69,17 +71,29 @@ def remove_superfluous_files(folders: list[Folder], named: bool, dry: bool) -> i
         total += own
         words = ", ".join(str(path.relative_to(folder.path)) for path in paths)
         print(f"{folder.path.name}  {own / 1e6:.1f} MB  {words}")
-        for path in () if dry else paths:
+        for path in paths if delete else ():
             remove_path(path)
     return total
 
 
+def parse_delete(delete: str, dry_run: str) -> bool:
+    """Read whether to delete. DRY_RUN=0, which older versions had for that, is accepted. Raises UserError."""
+    is_dry = parse_switch("DRY_RUN", dry_run)
+    if parse_switch("DELETE", delete):
+        if is_dry:
+            raise UserError("DELETE=1 deletes, and DRY_RUN=1 only shows; leave one of them out")
+        return True
+    if dry_run == "0" and not delete:
+        print("note: DRY_RUN=0 is now DELETE=1", file=sys.stderr)
+        return True
+    return False
+
+
 def main(given: argparse.Namespace) -> int:
     """Show or delete what runs no longer need; returns the exit status."""
-    parse_switch("DRY_RUN", given.dry_run)
-    asked = Choice(given.pick, given.name, given.last, given.where)
-    dry = given.dry_run != "0"
-    folders = selection.select_runs(asked, Path(given.runs or "runs"), newest=0)
-    total = remove_superfluous_files(folders, bool(given.pick), dry)
-    print(f"{total / 1e6:.1f} MB " + ("would be freed; make prune-runs DRY_RUN=0 does it" if dry else "freed"))
+    delete = parse_delete(given.delete, given.dry_run)
+    asked = Choice(given.runs, given.name, given.last, given.where)
+    folders = selection.select_runs(asked, Path(given.runs_folder or "runs"), newest=0)
+    total = remove_superfluous_files(folders, bool(given.runs), delete)
+    print(f"{total / 1e6:.1f} MB " + ("freed" if delete else "would be freed; make prune-runs DELETE=1 deletes it"))
     return 0

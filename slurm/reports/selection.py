@@ -6,7 +6,7 @@ import dataclasses
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,11 @@ def meets_condition(values: dict[str, str], key: str, sign: str, wanted: str) ->
         return left is not None and COMPARISONS[sign](left, right)
     same = left == right if left is not None and right is not None else own == wanted
     return same == (sign == "=")
+
+
+def trains_model(settings: Mapping[str, str]) -> bool:
+    """Tell from the settings of a run whether it trains; a run that only measures has no data."""
+    return settings.get("data.name") != "none"
 
 
 def read_step_timeout(folder: Folder) -> float:

@@ -61,7 +61,7 @@ class Status:
     def format_line(self) -> str:
         """Format the run's line of the table."""
         age = "-" if self.heartbeat is None else f"{format_duration(self.heartbeat)} ago"
-        speed = f"{self.samples_per_second:.0f}"
+        speed = f"{self.samples_per_second:.0f}" if self.samples_per_second else "-"
         return LINE.format(self.run, self.state, self.restarts, self.step, speed, age, self.detail).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,18 +88,44 @@ def measure_speed(rows: list[dict[str, Any]]) -> float:
     return float((steps[-1]["samples"] - steps[0]["samples"]) / (steps[-1]["time"] - steps[0]["time"]))
 
 
+def list_counted_attempts(folder: Folder) -> list[Folder]:
+    """List the newest attempt that has begun to train; empty where none has."""
+    return [attempt for attempt, _ in folder.trace_attempts()[:1]]
+
+
+def find_last_step(counted: list[Folder], rows: list[dict[str, Any]]) -> int:
+    """Return the last step in `rows`, or else the steps of earlier attempts; 0 before the first step."""
+    begun = [attempt.parent_record[1] for attempt in counted if attempt.parent_record]
+    return max([row["global_step"] for row in rows] + begun, default=0)
+
+
+def read_last_step(folder: Folder) -> int:
+    """Read the last step of a run from its metrics, which have every step, unlike the heartbeats."""
+    counted = list_counted_attempts(folder)
+    rows = read_last_rows(counted[0].metrics_file, LAST_ROW) if counted else []
+    return find_last_step(counted, rows)
+
+
+def read_final_rate(folder: Folder) -> float | None:
+    """Read the samples/s of a finished run; None without a result, and for a run that only measures."""
+    result = results.parse_result(folder.result)
+    rate = result.find_number("samples_per_second")
+    if rate and not result.scores and not selection.trains_model(selection.read_settings(folder)):
+        return None  # older versions counted the points of a measurement as samples
+    return rate
+
+
 def read_status(folder: Folder) -> Status:
     """Read the status of a run from its folder and from SLURM."""
     attempts = folder.attempts()
     newest = attempts[-1] if attempts else None
-    counted = [attempt for attempt, _ in folder.trace_attempts()[:1]]  # the newest that has begun to train
-    rate = results.parse_result(folder.result).find_number("samples_per_second")
+    counted = list_counted_attempts(folder)
+    rate = read_final_rate(folder)
     rows = read_last_rows(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
     signs = heartbeats.read_heartbeats(newest) if newest else []
     beat = max((sign.time for sign in signs), default=0.0)
     age = max(0.0, time.time() - beat) if beat else None
-    begun = [attempt.parent_record[1] for attempt in counted if attempt.parent_record]  # steps of earlier attempts
-    step = max([row["global_step"] for row in rows] + begun, default=0)
+    step = find_last_step(counted, rows)
     state, detail = read_state(folder, patience=QUICK)
     if state == "RUNNING":
         changed = describe_generations(newest)[-1:] if newest else []
@@ -233,7 +259,7 @@ def report_unlisted_folders(runs: Path) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Print the status of the newest runs, or of one; returns the exit status. Raises UserError."""
-    runs, as_json = Path(given.runs or "runs"), parse_switch("JSON", given.json)
+    runs, as_json = Path(given.runs_folder or "runs"), parse_switch("JSON", given.json)
     lists_all = parse_switch("ALL", given.all) or as_json
     if given.wait and not given.run:
         raise UserError("WAIT needs RUN=<id>, the run whose end is waited for")

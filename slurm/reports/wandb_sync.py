@@ -7,6 +7,7 @@ client sends them in their order, asks the host how much it has of the run alrea
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from slurm.arguments import parse_switch
 from slurm.reports import selection, status
 from slurm.reports.selection import Choice
 
+TIME = re.compile(r"\d{8}_\d{6}")  # in the name of W&B's folder of an attempt
+UNKNOWN_TIME = "00000000_000000"
 WANDB = Path(sys.executable).with_name("wandb")
 
 
@@ -54,23 +57,39 @@ def send_runs(folders: list[Folder], dry: bool) -> int:
     return done.returncode
 
 
+def link_tracked_attempts(folders: list[Folder], merged: Path) -> int:
+    """Link the attempts that W&B tracked into one folder, as its viewer wants them; returns how many.
+
+    The viewer lists the names of the folders, run-<time>-<W&B's id>, and reads run-<W&B's id>.wandb in each. Here the
+    end of the run's own id, its experiment and the number of the log take the place of that id.
+    """
+    count = 0
+    for folder in folders:
+        short_id = folder.path.name.rpartition("-")[2]
+        logs = sorted(folder.path.glob("wandb/*run-*/*.wandb"))
+        for number, log in enumerate((log for log in logs if not log.parent.is_symlink()), 1):
+            began = TIME.search(log.parent.name)
+            name = f"{short_id}-{folder.experiment}-{number}"
+            shown = merged / f"run-{began[0] if began else UNKNOWN_TIME}-{name}"
+            shown.mkdir()
+            (shown / f"run-{name}.wandb").symlink_to(log.absolute())
+            count += 1
+    return count
+
+
 def open_viewer(folders: list[Folder]) -> int:
     """Open W&B's terminal viewer on the runs; returns its exit status. Raises UserError."""
-    tracked = [path.parent for folder in folders for path in sorted(folder.path.glob("wandb/*run-*/*.wandb"))]
-    tracked = [path for path in tracked if not path.is_symlink()]
-    if not tracked:
-        raise UserError(
-            "none of these runs was tracked by W&B: they ran with WANDB_MODE=disabled; make compare shows them"
-        )
-    with tempfile.TemporaryDirectory() as merged:  # the viewer wants all runs in one folder
-        for path in tracked:
-            (Path(merged) / path.name).symlink_to(path)
+    with tempfile.TemporaryDirectory() as merged:
+        if not link_tracked_attempts(folders, Path(merged)):
+            raise UserError(
+                "none of these runs was tracked by W&B: they ran with WANDB_MODE=disabled; make compare shows them"
+            )
         return subprocess.run([WANDB, "leet", merged], check=False).returncode
 
 
 def main(given: argparse.Namespace) -> int:
     """Send runs to W&B, or open its viewer on them; returns the exit status."""
     dry = given.verb == "sync" and parse_switch("DRY_RUN", given.dry_run)
-    asked = Choice(given.pick, given.name, given.last, given.where, given.sweep)
-    folders = selection.select_runs(asked, Path(given.runs or "runs"), newest=0)
+    asked = Choice(given.runs, given.name, given.last, given.where, given.sweep)
+    folders = selection.select_runs(asked, Path(given.runs_folder or "runs"), newest=0)
     return open_viewer(folders) if given.verb == "leet" else send_runs(folders, dry)

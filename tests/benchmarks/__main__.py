@@ -12,6 +12,7 @@ slow. `make tables` shows what is committed in tests/benchmarks/recorded/; table
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -126,6 +127,19 @@ def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> int
     return status
 
 
+def parse_budget(minutes: str, rounds: str) -> tuple[float, int]:
+    """Return the budget in minutes and the rounds of each part, 0 for its own number. Raises UserError."""
+    try:
+        budget = float(minutes or 5)
+    except ValueError:
+        budget = 0.0
+    if not 0 < budget < math.inf:
+        raise UserError(f"MINUTES={minutes}: give a number of minutes above 0, such as MINUTES=5")
+    if rounds and not rounds.isdecimal():
+        raise UserError(f"--rounds={rounds}: give a number of rounds, such as --rounds=3")
+    return budget, int(rounds or 0)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", default="", help="budget of the whole command in minutes (default 5)")
@@ -134,9 +148,6 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", help="experiments, topics or parts; none measures all")
     asked = parser.parse_args()
     with exit_on_user_error():
-        try:
-            minutes, rounds = float(asked.minutes or 5), int(asked.rounds or 0)
-        except ValueError:
-            raise UserError(f"MINUTES={asked.minutes}: give a number of minutes, such as MINUTES=5") from None
+        minutes, rounds = parse_budget(asked.minutes, asked.rounds)
         status = main([name for word in asked.names for name in word.split()], minutes, rounds, asked.folder)
         sys.exit(status)

@@ -37,7 +37,7 @@ def measure_reading(runs: Path, command: Sequence[str]) -> dict[str, float]:
     """Seconds and seconds of one core that a command takes for the runs in `runs`."""
     began = time.perf_counter()
     done = subprocess.Popen(
-        [sys.executable, "-m", *command[:2], f"--runs={runs}", *command[2:]], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", *command[:2], f"--runs-folder={runs}", *command[2:]], stdout=subprocess.DEVNULL
     )
     _, status, used = os.wait4(done.pid, 0)
     done.returncode = status  # it has been waited for

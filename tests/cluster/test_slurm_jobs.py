@@ -36,13 +36,13 @@ def test_a_job_on_two_hosts_has_the_numbers_of_a_local_run(site: Site, entry: En
     local = run(entry.name, "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path / "local")
     assert local.status == 0, local.err
     assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
-    both = f"--pick={folder.path} {local.folder.path}"
-    compared = json.loads(site.call("slurm", "compare", f"--runs={tmp_path}", both, "--json=1").stdout)
+    both = f"--runs={folder.path} {local.folder.path}"
+    compared = json.loads(site.call("slurm", "compare", f"--runs-folder={tmp_path}", both, "--json=1").stdout)
     assert [(one["state"], one["step"], one["processes"]) for one in compared["runs"]] == [("finished", 30, 2)] * 2
     assert compared["runs"][0]["test_loss"] == compared["runs"][1]["test_loss"]
     assert (compared["runs"][0]["test_loss"] is not None) == entry.trains
     page = tmp_path / "page.html"
-    site.call("slurm", "compare", f"--runs={tmp_path}", both, f"--page={page}")
+    site.call("slurm", "compare", f"--runs-folder={tmp_path}", both, f"--page={page}")
     assert '_0_log.out">job</a>' in page.read_text()
 
 
@@ -90,7 +90,9 @@ def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:
     folders = [site.run_of(name) for name in ("first", "second")]
     for folder in folders:
         site.wait(folder, "RUNNING")
-    shown = site.call("slurm", "compare", f"--runs={site.folder}", f"--pick={folders[0].path} {folders[1].path}").stdout
+    shown = site.call(
+        "slurm", "compare", f"--runs-folder={site.folder}", f"--runs={folders[0].path} {folders[1].path}"
+    ).stdout
     assert shown.count("  running  ") == 2 and shown.count(" RUNNING: job ") == 2
     for folder in folders:
         assert "cancelled job" in site.call("slurm", "cancel", str(folder.path)).stdout

@@ -25,7 +25,7 @@ from tests.harness.warm import ROOT
 
 
 def compare(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.run_verb("compare", f"--runs={runs}", *words)
+    return inside.run_verb("compare", f"--runs-folder={runs}", *words)
 
 
 def as_json(runs: Path, *words: str) -> dict[str, Any]:
@@ -46,7 +46,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
-    done = warm.execute([sys.executable, "-m", "slurm", "compare", f"--runs={made}"], env=environment(), real=True)
+    done = warm.execute(
+        [sys.executable, "-m", "slurm", "compare", f"--runs-folder={made}"], env=environment(), real=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == compare(made).stdout
     head, first, *lines = done.stdout.splitlines()
@@ -61,7 +63,7 @@ def test_the_table_holds_every_run_and_what_differs(made: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_the_table_is_as_wide_as_the_terminal(made: Path, width: int) -> None:
-    done = inside.run_verb("compare", f"--runs={made}", COLUMNS=str(width))
+    done = inside.run_verb("compare", f"--runs-folder={made}", COLUMNS=str(width))
     head, *lines = done.stdout.splitlines()
     table = [head, *(line for line in lines if line.split()[1:2] and line.split()[1] in ("finished", "failed"))]
     assert len(table) == 5 and max(map(len, table)) <= width
@@ -92,7 +94,7 @@ def test_a_result_of_a_newer_format_is_named_and_the_others_are_listed(tmp_path:
     newer = Made("mnist_pipeline", 0, 20, result={"format": 3, "test_accuracy": 0.5}).write(runs)
     Made("mnist_pipeline", 1, 20).write(runs)
     told = "result.json has format 3, and this version of the code reads up to 2: use the one that wrote it"
-    for done in (compare(runs), inside.run_verb("status", f"--runs={runs}")):
+    for done in (compare(runs), inside.run_verb("status", f"--runs-folder={runs}")):
         assert done.returncode == 0 and not done.stderr
         assert done.stdout.count(told) == 1 and "50.00%" not in done.stdout and "96.00%" in done.stdout, done.stdout
     shown, other = as_json(runs)["runs"]
@@ -104,10 +106,44 @@ def test_a_result_of_a_newer_format_is_named_and_the_others_are_listed(tmp_path:
     assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_the_options_of_older_versions_are_taken_with_a_notice(made: Path) -> None:
+    moved = f"note: --runs is now --runs-folder: write --runs-folder={made}\n"
+    for words, notice in (((), moved), (("--pick=0003",), f"{moved}note: --pick is now --runs\n")):
+        old = inside.run_verb("compare", f"--runs={made}", *words, "--json=1")
+        assert old.stderr == notice and ends(json.loads(old.stdout)) == (["0003"] if words else ends(as_json(made)))
+    old = inside.run_verb("status", f"--runs={made}")
+    assert old.returncode == 0 and old.stderr == moved and "0003" in old.stdout
+
+
+def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measurements_alone(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    numbers = {"samples_per_second": 60.0}
+    folder = Made("collectives", 0, 4, settings={"data.name": "none"}, result=numbers).write(runs)
+    scores = json.loads((folder.path / "result.json").read_text())
+    kept = {key: value for key, value in scores.items() if key not in ("test_loss", "test_accuracy", "data")}
+    (folder.path / "result.json").write_text(json.dumps(kept))
+    rows = [
+        {"global_step": step, "samples": step, "time": float(step), "bytes": 4.0, "all_reduce float32 gloo": 0.1}
+        for step in range(1, 5)
+    ]
+    folder.attempts()[-1].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone = compare(runs)
+    assert "samples/s" not in alone.stdout and "all reduce float32 gloo" in (runs / "compare.html").read_text()
+    assert "samples/s" in inside.run_verb("status", f"--runs-folder={runs}").stdout.splitlines()[0]
+    assert (
+        json.loads(inside.run_verb("status", f"--runs-folder={runs}", "--json=1").stdout)[0]["samples_per_second"] == 0
+    )
+    Made("mnist_pipeline", 1, 20).write(runs)
+    beside = compare(runs)
+    page = (runs / "compare.html").read_text()
+    assert "all reduce float32 gloo" not in page and "test loss" in page
+    assert "the page shows the measurements of collectives where no other runs are compared" in beside.stdout
+
+
 def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
     for number, stages in enumerate(([["conv1", "bn1"], ["layer2_1"], ["fc"]], [["all"]], None, "damaged")):
         Made("mnist_pipeline", number, 20, result={} if stages is None else {"stages": stages}).write(tmp_path)
-    assert [run["cut"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
+    assert [run["split_at"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
     head, _, first, *_ = compare(tmp_path).stdout.splitlines()
     assert "  split at" in head and "layer2_1,fc" in first
 
@@ -126,7 +162,7 @@ def test_what_the_loss_of_ranks_cost_is_shown(tmp_path: Path) -> None:
         Made("ddp_multinode", number, 20, result={"format": 2, "measured": measured}).write(tmp_path)
     told = [[run[name] for name in lost if name in run] for run in as_json(tmp_path)["runs"]]
     assert told == [[2, 0.254, 1], [None] * 3]
-    done = inside.run_verb("compare", f"--runs={tmp_path}", COLUMNS="120")
+    done = inside.run_verb("compare", f"--runs-folder={tmp_path}", COLUMNS="120")
     head, _, first, *_ = done.stdout.splitlines()
     assert head.endswith("  ranks lost  seconds lost  steps redone") and first.split()[-3:] == ["2", "0.25", "1"]
 
@@ -151,7 +187,7 @@ def test_the_numbers_are_those_of_the_run_folders(made: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("--pick=0003 0001",), ["0003", "0001"]),
+        (("--runs=0003 0001",), ["0003", "0001"]),
         (("--name=mnist_pipeline",), ["0000", "0001"]),
         (("--last=2",), ["0004", "0005"]),
         (("--name=ddp_multinode", "--last=3"), ["0003", "0004", "0005"]),
@@ -174,8 +210,8 @@ def test_runs_are_chosen(made: Path, words: tuple[str, ...], found: list[str]) -
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("--pick=nosuch",), "no such run folder"),
-        (("--pick='",), "RUNS="),
+        (("--runs=nosuch",), "no such run folder"),
+        (("--runs='",), "RUNS="),
         (("--name=nosuch",), "there are runs of ddp_multinode, mnist_pipeline"),
         (("--last=0",), "LAST="),
         (("--last=-3",), "LAST="),
@@ -270,7 +306,7 @@ def test_an_ending_of_two_runs_is_refused(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for name in ("mnist_pipeline", "ddp_multinode"):
         Made(name, 7, 10).write(runs)
-    done = compare(runs, "--pick=0007")
+    done = compare(runs, "--runs=0007")
     assert done.returncode == 2 and "mnist_pipeline-" in done.stderr and "ddp_multinode-" in done.stderr
 
 
@@ -294,11 +330,11 @@ def test_damaged_files_do_not_hide_the_others(made: Path, tmp_path: Path) -> Non
 
 
 def test_status_is_told_to_machines(made: Path) -> None:
-    every = json.loads(inside.run_verb("status", f"--runs={made}", "--json=1").stdout)
+    every = json.loads(inside.run_verb("status", f"--runs-folder={made}", "--json=1").stdout)
     assert {one["run"] for one in every} == {path.parent.name for path in made.glob("*/config.yaml")}
     (broken,) = (one for one in every if one["run"].endswith("-0003"))
     assert (broken["state"], broken["step"], broken["restarts"]) == ("failed", 500, 0)
-    alone = inside.run_verb("status", f"--runs={made}", "--json=1", "--", broken["run"])
+    alone = inside.run_verb("status", f"--runs-folder={made}", "--json=1", "--", broken["run"])
     assert alone.returncode == 1
     assert json.loads(alone.stdout)[0]["detail"] == "the loss is nan"
 

@@ -8,6 +8,7 @@ times all the way through.
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import re
@@ -20,7 +21,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.core.errors import UserError
 from slurm.__main__ import TARGETS, VERBS
+from slurm.local_cluster import cli
+from tests.benchmarks import __main__ as bench
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake
 from tests.harness.made_runs import Made
@@ -117,7 +121,7 @@ def test_every_text_reaches_the_commands_as_it_was_written(place: Path, text: st
         ("exp", "ARGS", "--args={}"),
         ("exp", "NODES", "--nodes={}"),
         ("rerun", "RUN", "{}"),
-        ("compare", "RUNS", "--pick={}"),
+        ("compare", "RUNS", "--runs={}"),
         ("compare", "WHERE", "--where={}"),
         ("sync", "SWEEP", "--sweep={}"),
         ("prune-runs", "LAST", "--last={}"),
@@ -158,6 +162,25 @@ def test_every_verb_explains_its_settings() -> None:
     for verb, settings in VERBS.items():
         done = inside.run_verb(verb, "--help")
         assert done.returncode == 0 and all(one.help.split()[0] in done.stdout for one in settings.settings)
+        assert "Raises" not in done.stdout
+
+
+def test_the_verbs_of_a_local_cluster_are_explained_without_what_their_functions_raise() -> None:
+    (verbs,) = (action for action in cli.make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    texts = [cli.make_parser().format_help(), *(parser.format_help() for parser in verbs.choices.values())]
+    assert "Start a host that is off.\n" in texts[0] and not any("Raises" in text for text in texts)
+
+
+def test_an_empty_resume_starts_no_new_run(tmp_path: Path) -> None:
+    message = refused_inside(tmp_path, "exp", "--resume=", "--dry-run=1", "--", "mnist_pipeline")
+    assert "RESUME is empty; write RESUME=<id>, or leave it out for a new run" in message
+
+
+@pytest.mark.parametrize("minutes", ["-1", "0", "nan", "inf", "x"])
+def test_a_budget_of_no_time_is_refused(minutes: str) -> None:
+    with pytest.raises(UserError, match=f"MINUTES={minutes}: give a number of minutes above 0"):
+        bench.parse_budget(minutes, "")
+    assert bench.parse_budget("", "3") == (5, 3)
 
 
 @pytest.mark.parametrize("target", ["lint", "test-all", "tables"])
@@ -238,7 +261,7 @@ def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> No
 @pytest.mark.parametrize("text", ["$(shell touch pwned)", "x; touch pwned", "x\ntouch x", "'x", "x" * 300], ids=ascii)
 @pytest.mark.parametrize(
     "words",
-    [("compare", "--pick={}"), ("compare", "--where={}"), ("sync", "--sweep={}"), ("prune-runs", "--last={}")],
+    [("compare", "--runs={}"), ("compare", "--where={}"), ("sync", "--sweep={}"), ("prune-runs", "--last={}")],
     ids=["compare RUNS", "compare WHERE", "sync SWEEP", "prune-runs LAST"],
 )
 def test_hostile_words_about_runs_are_refused(tmp_path: Path, words: tuple[str, ...], text: str) -> None:
@@ -319,7 +342,7 @@ def test_numbers_of_hosts_are_handed_over_as_they_are(place: Path) -> None:
     ("target", "word", "known"),
     [
         ("exp", "NODE=2", "NAME NODES"),
-        ("prune-runs", "RUN=1234", "RUNS NAME LAST WHERE DRY_RUN"),
+        ("prune-runs", "RUN=1234", "RUNS NAME LAST WHERE DELETE DRY_RUN"),
         ("tour", "ARGS=a", ""),
     ],
 )
@@ -454,7 +477,12 @@ def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> 
     os.utime(place / "requirements.txt", (later, later))
     with open(library, "rb") as mapped, mmap.mmap(mapped.fileno(), 0, prot=mmap.PROT_READ):
         done = make(place, "lint", f"PYTHON={python}")
-    assert done.status and "processes still use .venv; end them" in done.err and library.exists()
+        reports = [make(place, *words, f"PYTHON={python}") for words in (["status"], ["doctor", "RUN=0000"])]
+        examination = make(place, "doctor", f"PYTHON={python}")
+    assert done.status and "processes still use .venv; end them (make status, make cancel" in done.err
+    assert examination.status and library.exists()
+    assert [report.status for report in reports] == [0, 0], reports
+    assert all(report.err.count("note: requirements.txt has changed") == 1 for report in reports), reports
     assert installed.read_text().count("installed") == 1
     assert make(place, "lint", f"PYTHON={python}").status == 0
     assert installed.read_text().count("installed") == 2 and not library.exists()

@@ -17,7 +17,7 @@ KEPT = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json
 
 
 def prune(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.run_verb("prune-runs", f"--runs={runs}", *words)
+    return inside.run_verb("prune-runs", f"--runs-folder={runs}", *words)
 
 
 def files(folder: Path) -> set[str]:
@@ -49,16 +49,16 @@ def runs(tmp_path: Path) -> Path:
 
 def test_it_first_only_shows(runs: Path) -> None:
     before = files(runs)
-    done = warm.execute([sys.executable, "-m", "slurm", "prune-runs", f"--runs={runs}"], env=environment())
+    done = warm.execute([sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"], env=environment())
     assert done.returncode == 0, done.stderr
-    assert "3.0 MB would be freed; make prune-runs DRY_RUN=0 does it" in done.stdout
+    assert "3.0 MB would be freed; make prune-runs DELETE=1 deletes it" in done.stdout
     assert files(runs) == before
 
 
 def test_only_what_is_superfluous_goes(runs: Path, tmp_path: Path) -> None:
     finished, failed, running = sorted(runs.iterdir())
     before = files(failed)
-    done = prune(runs, "--dry-run=0")
+    done = prune(runs, "--delete=1")
     assert done.returncode == 0 and "3.0 MB freed" in done.stdout
     assert files(finished) >= KEPT | {"result.json", "run-unsent.wandb"}
     assert not files(finished) & {"rank-0.pt", "trace-0.json", "run-sent.wandb"}
@@ -66,7 +66,7 @@ def test_only_what_is_superfluous_goes(runs: Path, tmp_path: Path) -> None:
     assert "rank-0.pt" in files(running)
     assert (tmp_path / "outside" / "precious").exists()
 
-    assert prune(runs, f"--pick={failed.name} {running.name}", "--dry-run=0").returncode == 0
+    assert prune(runs, f"--runs={failed.name} {running.name}", "--delete=1").returncode == 0
     assert "rank-0.pt" not in files(failed) and files(failed) >= KEPT | {"run-unsent.wandb"}
     assert "rank-0.pt" in files(running)
     assert "0.0 MB would be freed" in prune(runs).stdout
@@ -77,17 +77,29 @@ def test_the_only_model_of_a_run_goes_only_with_its_name(runs: Path) -> None:
     (finished / "model.safetensors").unlink()
     older = finished / "attempts/0001/checkpoints/step-00000005"
     shutil.copytree(older.with_name("step-00000010"), older)
-    assert prune(runs, "--dry-run=0").returncode == 0
+    assert prune(runs, "--delete=1").returncode == 0
     assert not older.exists() and (older.with_name("step-00000010") / "rank-0.pt").exists()
-    assert prune(runs, f"--pick={finished.name}", "--dry-run=0").returncode == 0
+    assert prune(runs, f"--runs={finished.name}", "--delete=1").returncode == 0
     assert "rank-0.pt" not in files(finished)
 
 
 def test_a_strange_switch_removes_nothing(runs: Path) -> None:
     before = files(runs)
-    done = prune(runs, "--dry-run=no")
-    assert done.returncode == 2 and "DRY_RUN=" in done.stderr
+    for words, message in (
+        (("--dry-run=no",), "DRY_RUN="),
+        (("--delete=yes",), "DELETE="),
+        (("--delete=1", "--dry-run=1"), "DELETE=1 deletes, and DRY_RUN=1 only shows; leave one of them out"),
+    ):
+        done = prune(runs, *words)
+        assert done.returncode == 2 and message in done.stderr
+    assert "would be freed" in prune(runs, "--dry-run=1").stdout
     assert files(runs) == before
+
+
+def test_the_switch_of_older_versions_deletes_with_a_notice(runs: Path) -> None:
+    done = prune(runs, "--dry-run=0")
+    assert done.returncode == 0 and "3.0 MB freed" in done.stdout
+    assert done.stderr == "note: DRY_RUN=0 is now DELETE=1\n"
 
 
 def test_the_best_model_goes_only_if_its_run_is_named(runs: Path) -> None:
@@ -96,8 +108,8 @@ def test_the_best_model_goes_only_if_its_run_is_named(runs: Path) -> None:
     (saved / "step-00000005").mkdir()
     (saved / "step-00000005" / "rank-0.pt").write_bytes(bytes(1000))
     (saved / "best").write_text("step-00000005\n")
-    done = prune(runs, "--dry-run=0")
+    done = prune(runs, "--delete=1")
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in saved.iterdir()) == ["best", "step-00000005"]
-    done = prune(runs, f"--pick={finished.name}", "--dry-run=0")
+    done = prune(runs, f"--runs={finished.name}", "--delete=1")
     assert done.returncode == 0 and not saved.exists(), done.stderr

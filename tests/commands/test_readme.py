@@ -41,6 +41,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in slugs(target), link
 
 
+def test_the_readme_explains_where_data_come_from_and_how_a_run_is_made_short() -> None:
+    assert "`DATA_ROOT` sets the default of `data.root`" in TEXT and "`steps=100` ends a run" in TEXT
+
+
 def test_the_readme_is_short() -> None:
     assert len(TEXT.splitlines()) <= 200
 

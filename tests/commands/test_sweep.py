@@ -41,7 +41,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
     assert (first["run"], first["state"]) == (runs[0], "finished")
     assert failed["state"] == "failed"  # the loss is no number, as before
     assert failed["earlier"] == [runs[1]] and failed["run"] != runs[1]
-    compared = inside.run_verb("compare", f"--runs={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
+    compared = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
     assert all(cell["run"] in compared.stdout for cell in (first, failed))
 
@@ -56,7 +56,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
         ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
         ({"grid": {"bath": ["64"]}}, "at bath=64: unknown key bath; did you mean batch?"),
         ({"grid": {"batch": ["64", "x"]}}, "at batch=x: batch=x: write a whole number"),
-        ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point {'batch': '4'} is there more than once"),
+        ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 is there more than once"),
         ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats='0': write a number from 1"),
         ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 chooses seeds, and so do the points"),
         ({"points": ["batch"]}, "points: expected `key: value`"),
@@ -143,9 +143,24 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
     file = write(tmp_path, cache, points=[{"batch": "32"}])
     folder = tmp_path / "runs" / "sweeps" / "rates"
     folder.mkdir(parents=True)
-    other = {"experiment": "mnist_pipeline", "settings": {"steps": "7"}, "cells": []}
-    (folder / "sweep.json").write_text(json.dumps(other))
-    assert "was started with other settings" in refused(file)
+    plan = sweep_file.read_sweep_file(str(file), [])
+    for settings, words, message in (
+        (
+            plan.settings | {"epochs": "3"},
+            (),
+            "was started with epochs=3; write ARGS=epochs=3, or give the file another",
+        ),
+        (
+            plan.settings | {"steps": "7", "clip": "2"},
+            ("--args=epochs=2",),
+            "started with steps=7 clip=2; write ARGS='steps=7 clip=2' without epochs=2, or",
+        ),
+        (plan.settings, ("--args=epochs=2",), "was started without epochs=2; leave that out, or give the file another"),
+    ):
+        other = {"experiment": "mnist_pipeline", "settings": settings, "cells": []}
+        (folder / "sweep.json").write_text(json.dumps(other))
+        for dry in ((), ("--dry-run=1",)):
+            assert message in refused(file, *words, *dry)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "a path", "a number"])
@@ -159,7 +174,7 @@ def test_a_damaged_sweep_is_told_and_not_begun_anew(damage: str, tmp_path: Path,
     kept.write_bytes(content)
     for words in ((), ("--dry-run=1",), ("--failed=1",)):
         assert "sweep.json is damaged; bring it back, or delete it" in refused(file, *words)
-    done = inside.run_verb("compare", f"--runs={tmp_path / 'runs'}", "--sweep=rates")
+    done = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
     assert done.returncode == 2 and "sweep.json is damaged" in done.stderr and done.stderr.count("\n") == 1
     assert kept.read_bytes() == content
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slurm.reports import wandb_sync
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import environment
@@ -50,12 +51,24 @@ def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
     (folder.path / "wandb" / "offline-run-1").mkdir(parents=True)
     (folder.path / "wandb" / "offline-run-1" / "run.wandb").touch()
     env = environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
-    done = warm.execute([sys.executable, "-m", "slurm", "sync", f"--runs={tmp_path / 'runs'}"], env=env)
+    done = warm.execute([sys.executable, "-m", "slurm", "sync", f"--runs-folder={tmp_path / 'runs'}"], env=env)
     assert done.returncode == 2
     assert "no W&B account is configured" in done.stderr and "wandb login" in done.stderr
 
 
 def test_only_runs_that_were_tracked_are_viewed(tmp_path: Path) -> None:
-    Made("mnist_pipeline", 0, 10).write(tmp_path / "runs")
-    refused = inside.run_verb("leet", f"--runs={tmp_path / 'runs'}")
+    folder = Made("mnist_pipeline", 0x12, 10).write(tmp_path / "runs")
+    refused = inside.run_verb("leet", f"--runs-folder={tmp_path / 'runs'}")
     assert refused.returncode == 2 and "make compare" in refused.stderr
+    for began in ("20261124_231721", "20261124_231905"):
+        own = folder.path / "wandb" / f"offline-run-{began}-f1b54ceb"
+        own.mkdir(parents=True)
+        (own / "run-f1b54ceb.wandb").touch()
+        (folder.path / "wandb" / "latest-run").unlink(missing_ok=True)
+        (folder.path / "wandb" / "latest-run").symlink_to(own)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    assert wandb_sync.link_tracked_attempts([folder], merged) == 2
+    first, second = sorted(merged.iterdir())
+    assert first.name == "run-20261124_231721-0012-mnist_pipeline-1"
+    assert (second / "run-0012-mnist_pipeline-2.wandb").resolve() == own / "run-f1b54ceb.wandb"

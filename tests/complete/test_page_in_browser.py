@@ -82,7 +82,7 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     config.write_text(config.read_text().replace("strategy: ddp", f"strategy: {json.dumps(HOSTILE)}"))
     metrics = next(runs.glob("*-0002")) / "attempts" / "0001" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"test_loss"', f'{json.dumps(HOSTILE)}: 2, "test_loss"'))
-    done = inside.run_verb("compare", f"--runs={runs}")
+    done = inside.run_verb("compare", f"--runs-folder={runs}")
     assert done.returncode == 0, done.stderr
     page = runs / "compare.html"
     set_width(chrome, 1300)

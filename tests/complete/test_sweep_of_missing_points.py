@@ -26,6 +26,6 @@ def test_only_what_is_missing_is_run_and_failed_ones_alone(tmp_path: Path, cache
     assert first["run"] == runs[0] and len(list((tmp_path / "runs").glob("mnist_pipeline-*"))) == 5
     nothing = sweep(file)
     assert nothing.returncode == 0 and "0 to run now" in nothing.stdout
-    compared = inside.run_verb("compare", f"--runs={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
+    compared = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
     assert all(cell["run"] in compared.stdout for cell in (first, failed, *others))

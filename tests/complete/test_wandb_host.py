@@ -90,7 +90,7 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
     twice = tracked(Made("mnist_pipeline", 0, 40, attempts=2, result=idle).write(runs), host.environment)
     tracked(Made("ddp_multinode", 1, 20, state="running").write(runs), host.environment)
     only_this = f"{twice.path}/wandb/offline-run"
-    words = ("sync", f"--runs={runs}")
+    words = ("sync", f"--runs-folder={runs}")
 
     shown = call("slurm", *words, "--dry-run=1", env=host.environment)
     assert shown.stdout.count(only_this) == 2
@@ -123,7 +123,7 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
 def test_without_an_account_nothing_is_sent(host: Host, tmp_path: Path) -> None:
     env = host.environment
     tracked(Made("mnist_pipeline", 0, 10).write(tmp_path / "runs"), env)
-    for words in (["slurm", "sync", f"--runs={tmp_path}/runs"], ["slurm", "dashboard"]):
+    for words in (["slurm", "sync", f"--runs-folder={tmp_path}/runs"], ["slurm", "dashboard"]):
         done = call(*words, env={k: v for k, v in env.items() if k != "WANDB_API_KEY"})
         assert done.returncode == 2
         assert "no W&B account is configured" in done.stderr and "wandb login" in done.stderr
@@ -150,7 +150,7 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     tracked(Made("mnist_pipeline", 0, 10).write(runs), host.environment)
 
-    words = [sys.executable, "-m", "slurm", "leet", f"--runs={runs}"]
+    words = [sys.executable, "-m", "slurm", "leet", f"--runs-folder={runs}"]
     pid, screen = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
@@ -160,7 +160,7 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
     while b"test_accuracy" not in seen and time.monotonic() < deadline:
         if select.select([screen], [], [], 0.2)[0]:
             seen += os.read(screen, 65_536)
-    assert b"test_accuracy" in seen, seen[-2000:]
+    assert b"test_accuracy" in seen and b"-0000-mnist" in seen, seen[-2000:]
     os.write(screen, b"q")
     while time.monotonic() < deadline:
         if select.select([screen], [], [], 0.2)[0]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from common.core import config
 from common.core.errors import UserError
+from common.core.processes import count_host_cores
 from common.distributed.collective_report import CollectiveReport
 from common.distributed.collectives import Point, Side, Vectors, compute_bus_factor, compute_sent_bytes, list_points
 from common.distributed.rank_info import RankInfo
@@ -155,6 +156,8 @@ def test_three_ranks_add_up_exactly_in_every_type_also_where_a_vector_is_shorter
         ("all_reduce", "star, memory"),
     }
     assert done.result["exact_results"] == 2 * len(sides)
+    shared = f"3 ranks share {count_host_cores()} cores of this host and take turns: steps are slow"
+    assert (shared in done.out) == (count_host_cores() < 3)
     assert "halving_doubling needs a power of two ranks, not 3: the ring is taken instead" in done.out
     sent = {p["side"]: p["bytes_sent"] for p in done.result["points"] if p["op"] == "all_reduce"}
     assert sent["star, memory"] == [32, 16, 16], "int64, the last type"
@@ -164,8 +167,13 @@ def test_three_ranks_add_up_exactly_in_every_type_also_where_a_vector_is_shorter
 def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run("collectives", "sizes=[4,64K]", "rounds=2", "algorithms=[]", "launch.threads=1", runs=tmp_path / "runs")
+    built_in = ("algorithms=[star]", "transports=[memory]", "launch.nodes=2", "launch.threads=1")
+    done = run("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path / "runs")
     assert done.status == 0, done.err
+    assert {point["side"] for point in done.result["points"]} == {"gloo", "isend ring", "star, network"}
+    assert "no two ranks share a host: transports=memory sends through the network" in done.out
+    assert "samples_per_second" not in done.result and 0 <= done.result["foreign_cpu_share"] <= 1
+    assert "samples/s" not in done.out
     assert sorted(path.name for path in done.folder.path.glob("*.png")) == [
         "all_reduce_float32.png",
         "sendrecv_float32.png",
@@ -179,9 +187,9 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     assert rerun.compare_runs(done.folder, again)
     assert capsys.readouterr().out == "result      equal to the bit: exact_results, data\n"
     result = json.loads((again.path / "result.json").read_text())
-    write_json(again.path / "result.json", result | {"outcome": {"exact_results": 11}})
+    write_json(again.path / "result.json", result | {"outcome": {"exact_results": 19}})
     assert not rerun.compare_runs(done.folder, again)
-    assert capsys.readouterr().out == "result      exact_results: then 12, now 11, 1 apart\n"
+    assert capsys.readouterr().out == "result      exact_results: then 20, now 19, 1 apart\n"
 
 
 def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def call_all(run: Path) -> None:
     """Call every command that reads runs, on this one and on all beside it: one line at most, nothing is written."""
     runs = run.parent
     Made("ddp_multinode", 1, 20).write(runs)  # a sound one beside it
-    before, given = digests(runs), f"--runs={runs}"
+    before, given = digests(runs), f"--runs-folder={runs}"
     calls = {
         "status of all": ["status", given],
         "compare": ["compare", given, "--json=1", f"--page={runs.parent / 'page.html'}"],

@@ -24,6 +24,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 
+from common.core.processes import count_host_cores
 from common.distributed.transport.socket_stream import HEADER, PIECE, Rest, SocketStream
 
 SLOTS = 8  # in each direction, of PIECE bytes
@@ -36,9 +37,7 @@ SPIN = 1e-3  # seconds of polling before sleeping: waking a core takes 50 us
 
 def choose_polling_seconds(local_size: int) -> float:
     """Return the seconds of polling before sleeping: 0 where the ranks of this host have not a core each."""
-    # under SLURM a rank may be bound to its own cores, and sees fewer than the job has on this host
-    allowed = max(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_ON_NODE") or 0))
-    return 0.0 if local_size > allowed else SPIN
+    return 0.0 if local_size > count_host_cores() else SPIN
 
 
 class MemoryStream(SocketStream):

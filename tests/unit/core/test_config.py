@@ -104,6 +104,9 @@ def test_what_is_no_finite_number_is_refused(text: str) -> None:
     [
         ("stage=2", ["unknown key stage", "did you mean stages"]),
         ("lr=2", ["unknown key lr", "optim.lr"]),
+        ("optim.learning_rate=2", ["unknown key optim.learning_rate; did you mean optim.lr?"]),
+        ("batch_size=2", ["unknown key batch_size; did you mean batch?"]),
+        ("nodes=2", ["unknown key nodes; did you mean launch.nodes?"]),
         ("data.rot=x", ["unknown key data.rot", "data.root"]),
         ("zzzz=1", ["unknown key zzzz", "--help"]),
         ("elastic.min=2", ["unknown key elastic.min", "only ddp_multinode, amp_accum and param_server"]),

@@ -69,6 +69,9 @@ def test_a_rank_that_is_half_as_fast_gets_about_half_as_much() -> None:
     assert run.said[0].endswith("the slowest then takes 67% of its time")
     run.train(1, 100)
     assert len(run.said) == 1
+    run.auto.history = [(1, (48, 48)), (11, (66, 30))]
+    assert run.auto.average_own_samples(1, 20) == 57, "the first ten steps with 48, then 66"
+    assert run.auto.average_own_samples(11, 20) == 66, "a resumed attempt has seen no other"
 
 
 def test_a_disturbance_in_mid_run_is_answered_within_thirty_steps_and_its_end_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,8 @@ def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
     assert found.exposed_fraction == pytest.approx(0.2 / 0.4)  # the median of 0.1, 0.2, 0.2
     assert found.efficiency == pytest.approx(0.15 / 0.1 / 3) and "50%" in found.rows()["efficiency"]
     assert ScalingReport([rank(0, 0.010), rank(1, 0.011)], ("a", "b"), 0.1).straggler is None
+    more = [replace(each, samples=count) for each, count in zip(ranks, (32, 64, 32), strict=True)]
+    assert ScalingReport(more, ("a", "b", "c"), 0.1).straggler is None, "rank 1 has twice as many samples"
     of_two = ScalingReport([rank(1, 0.010), rank(2, 0.020)], ("a", "b", "c"), 0.1)  # rank 0 has just joined
     assert of_two.straggler == 2 and "rank 2 on c: 20.00 ms" in of_two.rows()["straggler"]
     assert ScalingReport(ranks[:1], "a", 0.1).rows().keys() == {"ms per step"}

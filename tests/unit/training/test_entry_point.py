@@ -8,7 +8,7 @@ import pytest
 
 from common.core.errors import UserError
 from common.distributed.rank_info import RankInfo
-from common.training.entry_point import run_command_line
+from common.training.entry_point import print_notice_of_shared_cores, run_command_line
 from configs.ddp_multinode import Config
 
 
@@ -40,3 +40,16 @@ def test_rank_0_says_at_once_why_all_refuse(rank: int, monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="unknown key no_such_key"):
         run_command_line(lambda cfg, run: None, Config, info)
     assert bool(waited) == (rank > 0), "the launcher ends the others meanwhile"
+
+
+@pytest.mark.parametrize(("ranks", "job_cores", "told"), [(64, 0, True), (2, 0, False), (64, 64, False)])
+def test_more_ranks_than_cores_get_a_notice(
+    ranks: int, job_cores: int, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(job_cores))
+    cfg = Config()
+    cfg.launch.device = "cpu"
+    print_notice_of_shared_cores(cfg, ranks)
+    notice = "64 ranks share 2 cores of this host and take turns: steps are slow\n"
+    assert capsys.readouterr().out == (notice if told else "")

@@ -168,7 +168,7 @@ def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monk
     optimizer, decay = (write_example(tmp_path, name) for name in ("lion.py", "halving.py"))
     own = [f"optim.name={optimizer.name}:Lion", f"optim.decay={decay.name}:halve"]
     words = [f"data.name={file.name}:load", f"schedule={order.name}:own", *own, "data.cache=sets", "runs=mine"]
-    folder = prepare_run_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words, {}), None)
+    folder = prepare_run_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words, {}), None, set())
     assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
     monkeypatch.chdir("/")  # where the job may start
     written = config.load_config(mnist_pipeline.Config, ["--resume", str(folder.path)], {})
@@ -182,7 +182,9 @@ def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monk
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 
 
-def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_of_a_job_is_absolute_and_its_notice_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
         "data.samples=64",
@@ -192,16 +194,16 @@ def test_every_path_of_a_job_is_absolute(tmp_path: Path, monkeypatch: pytest.Mon
         "data.cache=sets",
         "runs=mine",
     ]
-    folder = prepare_run_folder(
-        "resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words, {}), None
-    )
+    shown: set[str] = set()
+    settings = config.load_config(resnet_modelparallel.Config, words, {})
+    folder = prepare_run_folder("resnet_modelparallel", settings, None, shown)
     written = config.flatten_mapping(config.read_config_file(folder.path / "config.yaml"))
     assert folder.path.parent == tmp_path / "mine"
     found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
     assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
-    none = prepare_run_folder(
-        "resnet_modelparallel", config.load_config(resnet_modelparallel.Config, words[:2], {}), None
-    )
+    settings = config.load_config(resnet_modelparallel.Config, words[:2], {})
+    none = prepare_run_folder("resnet_modelparallel", settings, None, shown)
+    assert capsys.readouterr().out.count("generated images: ") == 1, "a notice is printed once for all runs of a sweep"
     assert config.read_config_file(none.path / "config.yaml")["weights"] == "none"
 
 
@@ -363,7 +365,7 @@ def test_the_queue_is_asked_once_for_all_runs(fake: Fake) -> None:
         waiting(runs, number, job)
     fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
     fake.answer("scontrol", "echo JobState=FAILED")
-    done = call(fake, "slurm", "status", f"--runs={runs}")
+    done = call(fake, "slurm", "status", f"--runs-folder={runs}")
     states = [line.split()[1:2] + line.split()[6:] for line in done.stdout.splitlines()[1:]]
     assert [state for state, *_ in states] == ["FAILED", "PENDING", "RUNNING", "RUNNING"], done.stdout + done.stderr
     assert "job 2_1 JobArrayTaskLimit" in done.stdout
@@ -392,7 +394,7 @@ def test_a_controller_that_hangs_is_waited_for_once(
 def test_a_slow_controller_is_waited_for(fake: Fake) -> None:
     waiting(fake.bin.parent / "runs", 0, "1")
     fake.answer("squeue", "sleep 2.5; echo '1|RUNNING|None'")
-    done = call(fake, "slurm", "status", f"--runs={fake.bin.parent / 'runs'}")
+    done = call(fake, "slurm", "status", f"--runs-folder={fake.bin.parent / 'runs'}")
     assert " RUNNING " in done.stdout, done.stdout
 
 
@@ -417,7 +419,7 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
     (folder.path / "wandb" / "offline-run-1" / "run.wandb").touch()
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exit 1")
-    sync = ("sync", f"--runs={folder.path.parent}", "--dry-run=1")
+    sync = ("sync", f"--runs-folder={folder.path.parent}", "--dry-run=1")
     assert "is not over yet (UNKNOWN): left for later\nnothing to send" in call(fake, "slurm", *sync).stdout
     for words in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
         done = call(fake, "slurm", *words)
@@ -443,7 +445,7 @@ def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
 
 def test_the_end_of_an_id_will_do(fake: Fake) -> None:
     path = waiting(fake.bin.parent / "runs", 0, "4711").path
-    done = call(fake, "slurm", "status", "--runs", str(path.parent), path.name[-4:])
+    done = call(fake, "slurm", "status", "--runs-folder", str(path.parent), path.name[-4:])
     assert path.name in done.stdout, done.stderr
 
 
@@ -468,7 +470,7 @@ def test_runs_are_listed_within_seconds_when_the_controller_is_dead(fake: Fake, 
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exec sleep 60")
     began = time.monotonic()
-    done = call(fake, "slurm", "status", f"--runs={tmp_path / 'runs'}")
+    done = call(fake, "slurm", "status", f"--runs-folder={tmp_path / 'runs'}")
     assert done.returncode == 0 and done.stdout.count("UNKNOWN") == 5, done.stdout + done.stderr
     assert time.monotonic() - began < 30, "far less than one patience of 15 s for each run"
     asked = [" ".join(line.split()[:2]) for line in fake.calls.read_text().splitlines()]
@@ -553,6 +555,6 @@ def test_a_run_folder_without_settings_is_named(fake: Fake, tmp_path: Path) -> N
     broken = Made(number=2, steps=20).write(tmp_path / "runs")
     (broken.path / "config.yaml").unlink()
     (tmp_path / "runs" / "sweeps").mkdir()
-    done = call(fake, "slurm", "status", f"--runs={tmp_path / 'runs'}")
+    done = call(fake, "slurm", "status", f"--runs-folder={tmp_path / 'runs'}")
     assert sound.path.name in done.stdout and broken.path.name not in done.stdout
     assert done.stderr == f"not listed, without config.yaml: {broken.path.name}\n"

@@ -201,6 +201,8 @@ def test_verbs_without_a_cluster_say_how_to_start_one(words: list[str], tmp_path
 def test_down_without_a_cluster_is_no_error(tmp_path: Path) -> None:
     done = tool("down", CLUSTER_DIR=str(tmp_path))
     assert done.returncode == 0 and "is not up" in done.stdout
+    done = tool("down", "--name=nosuch", CLUSTER_DIR=str(tmp_path))
+    assert done.returncode == 2 and done.stderr == "error: cluster nosuch is not up; no cluster is up\n"
     assert not any(tmp_path.iterdir())
 
 
@@ -246,6 +248,8 @@ def test_programs_use_the_only_cluster_that_is_up_and_ask_where_there_are_severa
     set_up("over", here._replace(start=here.start - 1))
     assert choose_scheduler("local") is None and cluster.choose_running_cluster() is None
     set_up("mine", here)
+    done = tool("down", "--name=nosuch", CLUSTER_DIR=str(tmp_path))
+    assert done.returncode == 2 and done.stderr == "error: cluster nosuch is not up; those that are up: mine\n"
     found = choose_scheduler("auto")
     assert found and found.local and (found.name, found.local.plan.name) == ("the local cluster mine", "mine")
     assert find_scheduler({"job": {"scheduler": found.name}}) == found

@@ -17,7 +17,7 @@ def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, m
     monkeypatch.setattr(status, "NEWEST", 2)
 
     def listed(*words: str) -> list[str]:
-        done = inside.run_verb("status", f"--runs={tmp_path}", *words)
+        done = inside.run_verb("status", f"--runs-folder={tmp_path}", *words)
         return [line.split()[0] if "FINISHED" in line else line for line in done.stdout.splitlines()[1:]]
 
     assert listed() == [names[2], names[1], "not listed: 1 older run; make status ALL=1 lists them"]
@@ -27,14 +27,14 @@ def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, m
 
 def test_the_shards_of_a_run_are_shown(tmp_path: Path) -> None:
     folder = Made("ddp_multinode", state="running", steps=200).write(tmp_path)
-    assert "shards" not in inside.run_verb("status", f"--runs={tmp_path}").stdout
+    assert "shards" not in inside.run_verb("status", f"--runs-folder={tmp_path}").stdout
     for rank, samples in ((0, 96), (1, 32)):
         folder.attempts()[-1].write_heartbeat(rank, 100, time.time(), samples=samples)
-    assert "shards 96+32" in inside.run_verb("status", f"--runs={tmp_path}").stdout
+    assert "shards 96+32" in inside.run_verb("status", f"--runs-folder={tmp_path}").stdout
 
 
 def test_waiting_needs_a_run(tmp_path: Path) -> None:
-    done = inside.run_verb("status", f"--runs={tmp_path}", "--wait=abc")
+    done = inside.run_verb("status", f"--runs-folder={tmp_path}", "--wait=abc")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "error: WAIT needs RUN=<id>" in done.stderr
 
 

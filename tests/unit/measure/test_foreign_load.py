@@ -1,0 +1,37 @@
+"""The note on other processes that used the CPUs during a measurement."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from common.distributed.rendezvous import World
+from common.measure.foreign_load import CpuUse, ForeignLoadMeter, compute_foreign_shares, report_shares
+
+
+def test_ranks_of_one_machine_are_counted_together_and_its_cpus_once() -> None:
+    """Two hosts of a local cluster are one machine; a rank may be bound to some of its CPUs."""
+    uses = [
+        CpuUse("a", "node1", 10.0, {"0": 9.0, "1": 8.0}, 6.0),
+        CpuUse("a", "node2", 10.0, {"1": 8.0}, 7.0),
+        CpuUse("b", "node3", 10.0, {"0": 5.0}, 5.5),
+        CpuUse("c", "node4", 10.0, {}, 1.0),
+    ]
+    shares = compute_foreign_shares(uses)
+    assert shares == {"node1, node2": pytest.approx(0.2), "node3": 0.0}
+    facts = report_shares(shares)
+    assert facts.measured == {"foreign_cpu_share": pytest.approx(0.2)}
+    (note,) = facts.shown.values()
+    assert note.startswith("other processes used 20% of the CPUs of node1, node2 meanwhile") and "node3" not in note
+    assert report_shares({"node1": 0.05}).shown == {} and report_shares({}).measured == {}
+
+
+def test_another_process_is_seen() -> None:
+    meter = ForeignLoadMeter(World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1))
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    use = meter.measure()
+    assert sum(use.busy.values()) - use.own > 0.2
