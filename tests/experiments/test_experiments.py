@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
@@ -62,9 +61,7 @@ def test_run_folder_holds_everything(entry: Entry, finished: Make) -> None:
     assert trained_steps(folder) == list(range(1, 41))
     if entry.trains:
         assert result["data"] == "digits" and result["test_samples"] == rows[-1]["test_samples"] == 333
-        assert len(done.losses) == 40
-        # a network may start slowly, and losses of single batches vary; a wrong sign or rate shows in the means
-        assert fmean(done.losses[-10:]) < 1.05 * fmean(done.losses[:10])
+        assert len(done.losses) == 40 and done.losses[-1] < done.losses[0]
     for rank in range(entry.processes):
         assert "Warning" not in folder.attempts()[0].log_file(rank).read_text()
         assert (folder.attempts()[0].attempt / f"heartbeat-{rank}.json").exists()
