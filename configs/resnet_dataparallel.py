@@ -35,13 +35,8 @@ class Config(Sweep, DataParallel):
 
     def check(self) -> None:
         if self.strategy != "ddp":
-            wrong = []
-            if self.sync_batchnorm:
-                wrong.append("sync_batchnorm")
-            if self.processes_per_node > 1:
-                wrong.append("processes_per_node")
-            if self.launch.nodes > 1:
-                wrong.append("launch.nodes")
+            wrong = [name for name in ("sync_batchnorm", "processes_per_node") if getattr(self, name)]
+            wrong += ["launch.nodes"] if self.launch.nodes > 1 else []
             if wrong:
                 raise ValueError(f"{wrong[0]}: strategy={self.strategy} is one process; use strategy=ddp")
         if self.functional and self.strategy != "data_parallel":

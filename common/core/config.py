@@ -172,30 +172,10 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
 
 
-def choose_rank_counts(known: Mapping[str, Any], values: Mapping[str, Any], ranks: int, nodes: int) -> dict[str, str]:
-    """Return values of `processes_per_node` and `launch.nodes` that fit ranks which a launcher has started.
-
-    `values` are those of the command line and of files; nothing is chosen where they give processes_per_node.
-    """
-    if "processes_per_node" not in known or values.get("processes_per_node", "0") != "0":
-        return {}
-    given_nodes = values.get("launch.nodes", "1")
-    if given_nodes.isdecimal() and int(given_nodes) > 1:
-        nodes = int(given_nodes)
-    return {"processes_per_node": str(max(1, ranks // nodes)), "launch.nodes": str(nodes)}
-
-
-def load_config(
-    schema: type[T],
-    arguments: Sequence[str],
-    environ: Mapping[str, str] = os.environ,
-    *,
-    launched: tuple[int, int] | None = None,
-) -> T:
+def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> T:
     """Return the config of one run; print and exit for --help and --print-config.
 
-    `launched` are the ranks and the nodes that torchrun or srun has started, which count where processes_per_node is
-    not given. Raises UserError for anything wrong, before any rank starts and any data is touched.
+    Raises UserError for anything wrong, before any rank starts and any data is touched.
     """
     name = get_experiment_name(schema)
     line = parse_command_line(arguments)
@@ -227,9 +207,6 @@ def load_config(
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
     resumed = {name: now for name, (_, now) in read_last_changes(line.resume).items()} if line.resume else {}
     layers = [surroundings, read_config_file(file), resumed, line.values]
-    if launched is not None:
-        values = {key: value for layer in layers for key, value in layer.items()}
-        layers.append(choose_rank_counts(list_keys(schema), values, *launched))
     settings = build_config(schema, layers)
     if line.print_config:
         print_text(format_yaml(settings).rstrip("\n"))

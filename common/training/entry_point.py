@@ -59,8 +59,7 @@ def start(main: Main[T], schema: type[T]) -> None:
 def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
     """Run what the command line asks for, with ranks of its own or as one rank; return the exit status."""
     with report_refusal_once(rank_info):
-        launched = (rank_info.size, rank_info.nodes) if rank_info is not None else None
-        cfg = config.load_config(schema, sys.argv[1:], launched=launched)
+        cfg = config.load_config(schema, sys.argv[1:])
         path = config.parse_command_line(sys.argv[1:]).resume
         given, code = (Folder(path.absolute()), path.absolute() / "code") if path else (None, None)
         schedules.check_schedule_of_config(cfg, code)
@@ -182,8 +181,8 @@ class LaunchedRank:
         """Raise UserError if torchrun or SLURM started another number of ranks than the config needs."""
         if rank_info.size != cfg.processes and not rank_info.joins:
             raise UserError(
-                f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, but the settings need "
-                f"{cfg.processes}; start {cfg.processes}, or change {describe_rank_settings(cfg)}"
+                f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, "
+                f"the settings need {cfg.processes}"
             )
         self.rank_info = rank_info
         self.stop = listen_for_stop(cfg, sys.stderr)
@@ -288,12 +287,6 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         for worker in multiprocessing.active_children():
             worker.kill()  # they ignore all other signals, and a failed rank must not wait for them
         run.close()
-
-
-def describe_rank_settings(cfg: Experiment) -> str:
-    """Return the names of the settings that decide how many ranks a run has."""
-    names = ("processes_per_node", "stages", "stages_per_process", "strategy")
-    return ", ".join(name for name in names if hasattr(cfg, name))
 
 
 def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:

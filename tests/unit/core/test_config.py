@@ -17,7 +17,6 @@ from configs.ddp_multinode import Config as ElasticConfig
 from configs.mnist_pipeline import Config
 from configs.param_server import Config as ServerConfig
 from configs.profile import Profile
-from configs.resnet_dataparallel import Config as DevicesConfig
 
 
 def refused(*words: str) -> str:
@@ -55,21 +54,6 @@ def test_data_root_comes_from_the_environment_unless_it_is_set(tmp_path: Path) -
     file = tmp_path / "mine.yaml"
     file.write_text("data:\n  root: /mine\n")
     assert load_config(Config, ["--config", str(file)], {"DATA_ROOT": "/there"}).data.root == "/mine"
-
-
-def test_ranks_of_a_launcher_count_where_processes_per_node_is_not_given(tmp_path: Path) -> None:
-    def count_ranks(*words: str, ranks: int, nodes: int = 1) -> tuple[int, int]:
-        cfg = load_config(ElasticConfig, ["batch=60", *words], {}, launched=(ranks, nodes))
-        return cfg.processes_per_node, cfg.launch.nodes
-
-    assert count_ranks(ranks=3) == (3, 1)
-    assert count_ranks(ranks=1) == (1, 1)
-    assert count_ranks(ranks=6, nodes=2) == (3, 2)
-    assert count_ranks("launch.nodes=2", ranks=4) == (2, 2)
-    assert count_ranks("processes_per_node=2", ranks=3) == (2, 1)
-    assert load_config(Config, [], {}, launched=(3, 1)).processes == 2, "stages decide how many ranks a pipeline has"
-    one_process = load_config(DevicesConfig, ["strategy=single"], {}, launched=(1, 1))
-    assert one_process.processes == 1
 
 
 def test_printed_config_repeats_the_settings(tmp_path: Path) -> None:

@@ -313,6 +313,4 @@ def test_torchrun_with_the_wrong_number_is_refused(tmp_path: Path, digits: tuple
     }
     done = run("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **environ)
     assert done.status == 2
-    assert done.err == (
-        "error: torchrun started 1 rank, but the settings need 2; start 2, or change stages, stages_per_process\n"
-    )
+    assert done.err == "error: torchrun started 1 rank, the settings need 2\n"
