@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.core import host_memory
-from common.core.errors import EXIT_RESUMABLE, UserError
+from common.core.errors import EXIT_RESUMABLE, MachineError, UserError
 from common.core.processes import die_with_parent, exit_at_once
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
@@ -180,8 +180,9 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, p
         status = 0
     except BaseException as error:  # noqa: BLE001 (the parent reports every end)
         status = EXIT_RESUMABLE if is_resumable_exit(error) else 2 if isinstance(error, UserError) else 1
-        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-        note = {"user": isinstance(error, UserError), "text": text}
+        plain = isinstance(error, UserError | MachineError)
+        text = str(error) if plain else traceback.format_exc()
+        note = {"user": isinstance(error, UserError), "plain": plain, "text": text}
         with contextlib.suppress(OSError):
             (private / f"error-{info.rank}.json").write_text(json.dumps(note))
     finally:
@@ -271,10 +272,14 @@ def report_failure(
     try:
         note = json.loads((private / f"error-{child.rank}.json").read_text())
     except (OSError, ValueError):
-        note = {"user": False, "text": ""}
+        note = {"user": False, "plain": False, "text": ""}
     if note["user"]:
         why(note["text"])
         print(f"error: {note['text']}", file=sys.stderr)
+    elif note["plain"]:
+        problem = f"rank {child.rank} failed: {note['text']}"
+        why(problem)
+        print(f"error: {problem}{others}", file=sys.stderr)
     elif note["text"].strip():
         why(f"rank {child.rank} failed: {note['text'].strip().splitlines()[-1]}")
         print(f"{note['text']}error: rank {child.rank} failed as shown above{others}", file=sys.stderr)
