@@ -76,6 +76,8 @@ class Checkpointer:
         """Step of the newest checkpoint of this attempt."""
         self.best: int | None = None
         """Step of the best one."""
+        self.problem = ""
+        """Why the newest checkpoint could not be written; empty after one that could."""
         self.sweeper: threading.Thread | None = None
 
     # ---- saving
@@ -96,14 +98,23 @@ class Checkpointer:
             if left:
                 time.sleep(PAUSE)
         if problem is not None:
-            older = "this attempt has no older one" if self.saved is None else f"the last is of step {self.saved}"
-            self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training goes on, {older}")
+            self.report_refusal(step, problem)
             return False
+        if self.problem:
+            self.log_message(f"checkpoints are written again, after step {step}")
+        self.problem = ""
         self.saved, self.best = step, step if best else self.best
         problem = self._run_on_main(self._remove_old)
         if problem is not None:
             self.log_message(f"WARNING: old checkpoints could not be removed: {problem}")
         return True
+
+    def report_refusal(self, step: int, problem: str, *, is_known: bool = False) -> None:
+        """Report that no checkpoint was written after a step: the first of several in a row, unless it `is_known`."""
+        if not (self.problem or is_known):
+            older = "this attempt has no older one" if self.saved is None else f"the last is of step {self.saved}"
+            self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training goes on, {older}")
+        self.problem = problem
 
     def _collect_rank_content(self, step: int, state: CheckpointState) -> dict[str, Any]:
         """Return the content of this rank's file."""

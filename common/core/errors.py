@@ -17,6 +17,7 @@ SOURCE_ERROR = (  # in the reason of a run that failed through its source, not a
     r"(?:(?:Assertion|Attribute|Index|Key|Name|NotImplemented|Recursion|Type|UnboundLocal|Value|ZeroDivision)Error\b"
     r"|RuntimeError: (?!.*(?:CUDA|NCCL|gloo|[Cc]onnection|peer|[Tt]imed out)))"
 )
+EXIT_REFUSED = 2  # exit status after a UserError
 EXIT_RESUMABLE = 75  # exit status after a stop request: saved, resumable (EX_TEMPFAIL of sysexits.h)
 
 
@@ -60,7 +61,7 @@ def exit_on_user_error() -> Iterator[None]:
     except UserError as error:
         with contextlib.suppress(OSError):  # a log may be on a full disk
             print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_REFUSED)
     except MachineError as error:
         with contextlib.suppress(OSError):
             print(f"error: {error}", file=sys.stderr)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.core import host_memory
-from common.core.errors import EXIT_RESUMABLE, MachineError, UserError
+from common.core.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError
 from common.core.processes import die_with_parent, exit_at_once
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
@@ -179,7 +179,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, p
         body(info)
         status = 0
     except BaseException as error:  # noqa: BLE001 (the parent reports every end)
-        status = EXIT_RESUMABLE if is_resumable_exit(error) else 2 if isinstance(error, UserError) else 1
+        status = EXIT_RESUMABLE if is_resumable_exit(error) else EXIT_REFUSED if isinstance(error, UserError) else 1
         plain = isinstance(error, UserError | MachineError)
         text = str(error) if plain else traceback.format_exc()
         note = {"user": isinstance(error, UserError), "plain": plain, "text": text}

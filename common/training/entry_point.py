@@ -19,7 +19,7 @@ from typing import IO, TypeVar
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_exit
 from common.core import config, host_memory, seeds
-from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
+from common.core.errors import EXIT_REFUSED, EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
 from common.core.processes import exit_at_once
 from common.core.text import format_count
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
@@ -79,17 +79,26 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
             )
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
-        return sweep.run_sweep(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks()))
+        return sweep.run_sweep(
+            cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks(), keeps_refused=True)
+        )
     _, status = run_experiment(main, cfg, ranks, given)
     return status
 
 
 def run_experiment(
-    main: Main[T], cfg: T, ranks: ForkedRanks | LaunchedRank, given: Folder | None = None, *, submitted: bool = False
+    main: Main[T],
+    cfg: T,
+    ranks: ForkedRanks | LaunchedRank,
+    given: Folder | None = None,
+    *,
+    submitted: bool = False,
+    keeps_refused: bool = False,
 ) -> tuple[Folder | None, int]:
     """Set up a run or resume `given`, document and track it, train, conclude; return its folder and the exit status.
 
-    Of a `submitted` run the job decides what happens after this attempt. Raises UserError.
+    A new run whose ranks refuse it before its first step leaves no folder, unless `keeps_refused`. Of a `submitted` run
+    the job decides what happens after this attempt. Raises UserError.
     """
     if is_finished(given, cfg, report=ranks.is_main):  # before memory is checked and ranks meet
         return given, 0
@@ -102,8 +111,14 @@ def run_experiment(
         ending = Ending(1)
         try:
             ending = ranks.train(main, cfg, attempt)
+        except UserError as error:
+            ending = Ending(EXIT_REFUSED, str(error))
+            raise
         finally:
-            if ranks.is_main:
+            refused = ending.status == EXIT_REFUSED and attempt.is_new and not attempt.has_begun
+            if ranks.is_main and refused and not (submitted or keeps_refused):
+                attempt.discard()
+            elif ranks.is_main:
                 attempt.conclude(ending.status, cfg, submitted=submitted, reason=ending.reason)
         if ending.together:
             synchronize_exit()
@@ -137,7 +152,10 @@ class ForkedRanks:
 
     def open_attempt(self, cfg: Experiment, given: Folder | None) -> Attempt | int:
         """Fit the config to this machine and claim the attempt. Raises UserError."""
-        cfg.fit_devices(provenance.count_visible_gpus())
+        gpus = provenance.count_visible_gpus()
+        cfg.fit_devices(gpus)
+        if cfg.launch.device == "cuda":
+            rendezvous.check_gpus(cfg.processes, gpus)  # the ranks would refuse it, too, but later
         check_memory(cfg)
         attempt = Attempt.open(cfg, given, fallback=True)
         if given is not None:

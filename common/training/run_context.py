@@ -172,11 +172,15 @@ class RunContext:
 
     def open_metrics(self, state: TrainState, source: int) -> None:
         """Begin to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
-        writer = MetricsWriter(self.folder.metrics_file, lambda text: self.log_message(text, logging.WARNING))
+        writer = MetricsWriter(self.folder.metrics_file, self._warn_of_disk)
         seconds, began, show = self.cfg.log.seconds, self.saver.began, self._show_progress
         kind = SharedMetricsLog if find_elastic(self.cfg) else MetricsLog
         self.metrics = kind(self.world, writer, state.loader, source=source, seconds=seconds, began=began, show=show)
         self.saver.metrics = self.metrics
+
+    def _warn_of_disk(self, text: str) -> None:
+        """Report that metrics cannot be written, unless the disk has already refused a checkpoint."""
+        self.log_message(text, logging.DEBUG if self.saver.checkpointer.problem else logging.WARNING)
 
     def stop_if_requested(self) -> None:
         """Between two batches of an evaluation, write the heartbeat, and stop if any rank has a stop request."""

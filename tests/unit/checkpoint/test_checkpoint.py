@@ -528,8 +528,11 @@ def test_a_full_disk_is_told_and_training_goes_on(small: Disk, free: int) -> Non
     assert os.strerror(errno.ENOSPC) in small.said[0] and "the last is of step 2" in small.said[0]
     assert small.names() == ["latest", "step-00000001", "step-00000002"], "nothing half-written"
     assert small.load() == 2
+    said = len(small.said)
+    assert small.checkpoints.save(4, content) is False and len(small.said) == said, "it is reported once"
     ballast.unlink()
-    assert small.checkpoints.save(4, content)
+    assert small.checkpoints.save(5, content)
+    assert small.said[said:] == ["checkpoints are written again, after step 5"]
 
 
 def test_a_read_only_disk_is_told_and_training_goes_on(small: Disk) -> None:
@@ -600,8 +603,9 @@ def test_if_one_cannot_write_none_has_saved_and_all_go_on(two: Any) -> None:
     kept = ["latest", "step-00000001"]
     want = {"failed": [False], "files": kept, "healed": [True], "after": [*kept, "step-00000003"]}
     assert found(two, "one_rank_cannot_write") == [want] * 2
-    (warning,) = two[1][1]["one_rank_cannot_write"]["said"]
+    warning, end = two[1][1]["one_rank_cannot_write"]["said"]
     assert "no checkpoint of step 2: rank 1 on " in warning and os.strerror(errno.EFBIG) in warning
+    assert end == "checkpoints are written again, after step 3"
     assert found(two, "rank_0_cannot_begin") == [{"failed": [False]}] * 2
 
 
