@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator
 
 from common import exit_on_interrupt
+from common.core import process_limits
 
 DIVERGENCE = "the loss of step|no finite number"  # pattern in the error of a run whose training diverged
 NO_VALID_CHECKPOINT = "can be used, as told above"  # in the error of a run none of whose checkpoints is valid
 SOURCE_ERROR = (  # in the reason of a run that failed through its source, not a device or the network
     r"failed(?: first)?: (?:after step \d+: )?"
     r"(?:(?:Assertion|Attribute|Index|Key|Name|NotImplemented|Recursion|Type|UnboundLocal|Value|ZeroDivision)Error\b"
-    r"|RuntimeError: (?!.*(?:CUDA|NCCL|gloo|[Cc]onnection|peer|[Tt]imed out)))"
+    r"|RuntimeError: (?!.*(?:CUDA|NCCL|gloo|[Cc]onnection|peer|[Tt]imed out|new thread|temporarily unavailable)))"
 )
 EXIT_REFUSED = 2  # exit status after a UserError
 EXIT_RESUMABLE = 75  # exit status after a stop request: saved, resumable (EX_TEMPFAIL of sysexits.h)
@@ -31,6 +32,12 @@ class Unreachable(UserError):
 
 class MachineError(RuntimeError):
     """A fault of the machine that another attempt may be spared: one message that names the remedy, no traceback."""
+
+
+def explain_error(error: BaseException) -> BaseException:
+    """Return a MachineError for an error that comes from a limit of the machine, and any other error as it is."""
+    is_known = isinstance(error, MachineError) or not process_limits.is_shortage(error)
+    return error if is_known else MachineError(process_limits.describe_shortage())
 
 
 def summarize_error(error: BaseException) -> str:
@@ -62,9 +69,12 @@ def exit_on_user_error() -> Iterator[None]:
         with contextlib.suppress(OSError):  # a log may be on a full disk
             print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
-    except MachineError as error:
+    except (RuntimeError, OSError) as error:
+        known = explain_error(error)
+        if not isinstance(known, MachineError):
+            raise
         with contextlib.suppress(OSError):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {known}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("\nstopped by Ctrl-C", file=sys.stderr)

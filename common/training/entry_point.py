@@ -19,9 +19,17 @@ from typing import IO, TypeVar
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_exit
 from common.core import config, host_memory, seeds
-from common.core.errors import EXIT_REFUSED, EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
+from common.core.errors import (
+    EXIT_REFUSED,
+    EXIT_RESUMABLE,
+    MachineError,
+    UserError,
+    exit_on_user_error,
+    explain_error,
+    is_timeout,
+)
 from common.core.processes import exit_at_once
-from common.core.text import format_count
+from common.core.text import format_count, read_tail
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info, report_refusal_once
 from common.distributed.rendezvous import World
@@ -114,6 +122,10 @@ def run_experiment(
         except UserError as error:
             ending = Ending(EXIT_REFUSED, str(error))
             raise
+        except (RuntimeError, OSError) as error:
+            cause = explain_error(error)
+            ending = Ending(1, str(cause) if isinstance(cause, MachineError) else "")
+            raise
         finally:
             refused = ending.status == EXIT_REFUSED and attempt.is_new and not attempt.has_begun
             if ranks.is_main and refused and not (submitted or keeps_refused):
@@ -186,8 +198,15 @@ class ForkedRanks:
 
         reasons = list[str]()
         with attempt.discard_on(UserError):  # damaged data or a full disk, found by `document`
-            ranks, nodes = cfg.processes, cfg.launch.nodes
-            status = local_launcher.run_ranks(train_forked, ranks, nodes, document, reasons.append, elastic)
+            status = local_launcher.run_ranks(
+                train_forked,
+                cfg.processes,
+                cfg.launch.nodes,
+                document,
+                reasons.append,
+                elastic,
+                lambda rank: read_tail(folder.log_file(rank)),
+            )
         return Ending(status, "".join(reasons))
 
 
@@ -285,7 +304,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     except StopRequested:
         run.write_heartbeat(math.inf)  # of the step that was saved
         raise
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # the last one by a fork
+        error = explain_error(raised)
         # A rank that has nothing to lose stops at once, and another may have done its first step by then. SIGTERM does
         # not count: srun sends it where another rank has failed.
         if (stop.number == signal.SIGUSR2 and not is_timeout(error)) or (stop.all_saved and stop.await_request()):
@@ -294,6 +314,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         run.log_failure(silent or error)
         if silent:
             raise TimeoutError(silent) from error
+        if error is not raised:
+            raise error from raised
         raise
     except Exception as error:
         stop.all_saved = False  # what a launcher sends where other ranks have ended hides no error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.core.errors import EXIT_RESUMABLE, MachineError, Unreachable, UserError, exit_on_user_error
+from common.core.errors import EXIT_RESUMABLE, MachineError, Unreachable, UserError, exit_on_user_error, explain_error
 from common.core.processes import exit_at_once
 from common.distributed.rank_info import COORDINATOR, JOINS_AS, ORPHANED, read_rank_info
 from common.runs.folder import Folder
@@ -89,8 +89,9 @@ def train_as_rank(folder: Folder) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (it ends the rank, with a status of its own)
-        if isinstance(error, MachineError):
-            print(f"error: {error}", file=sys.stderr)
+        cause = explain_error(error)
+        if isinstance(cause, MachineError):
+            print(f"error: {cause}", file=sys.stderr)
         else:
             traceback.print_exc()
         replace_orphaned_rank(rank, type(error).__name__)
