@@ -172,7 +172,7 @@ class ForkedRanks:
         attempt = Attempt.open(cfg, given, fallback=True)
         if given is not None:
             folder = attempt.folder
-            saved = bool(storage.list_resumable_checkpoints(folder))
+            saved = bool(storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder))
             word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
             ranks = format_count(cfg.processes, "rank")
             print(f"{given.experiment}: {ranks}, {word}run folder {given.path}", flush=True)

@@ -253,7 +253,8 @@ def find_next_command(folder: Folder, cause: str) -> str:
         job = provenance.read_metadata(folder).get("job")
         more = f'{again} ARGS="cluster.memory_gb=..."' if job else f"{again} on a machine with more memory"
         return f"{more}, or a new run with a smaller batch or model: it would end in the same way here"
-    return again if storage.list_resumable_checkpoints(folder) else f"{again}, which begins anew: it has no checkpoint"
+    was_saved = storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder)
+    return again if was_saved else f"{again}, which begins anew: it has no checkpoint"
 
 
 def print_diagnosis(folder: Folder, as_json: bool) -> int:

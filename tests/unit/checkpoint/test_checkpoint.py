@@ -473,9 +473,20 @@ def test_all_damaged_is_refused_with_the_remedy(disk: Disk) -> None:
     assert len(disk.said) == 2
 
 
+def test_all_lost_is_refused_as_all_damaged_is(disk: Disk) -> None:
+    disk.save(1, 2)
+    for step in (1, 2):
+        rmtree(disk.at(step))
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints .*step-00000002 of attempt 1.*remove .*attempts/"):
+        disk.load()
+    rmtree(disk.at(2).parent)
+    assert disk.load() is None, "what the message says to do"
+
+
 def test_a_half_written_one_is_never_read(disk: Disk) -> None:
     assert disk.load() is None and disk.said == []
     disk.save(1)
+    (disk.at(1).parent / "latest").unlink()  # it is written later
     disk.at(1).rename(disk.at(1).with_name(".step-00000001.new"))
     assert disk.load() is None
     assert disk.said == ["not used: 1 half-written checkpoint; there is no complete one"]
