@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -105,8 +107,7 @@ class Saver:
 
     def _stop(self, step: int, saved: bool) -> NoReturn:
         if not saved:
-            problem = self.checkpointer.problem
-            raise UserError(f"stop request after step {step}, which could not be saved: {problem}; free space")
+            raise UserError(f"stop request after step {step}, which could not be saved: {self._describe_refusal()}")
         self.log_message(f"stop request: saved after step {step}, to be continued")
         raise StopRequested
 
@@ -145,7 +146,7 @@ class Saver:
         """Save the trained model. Raises UserError, with the same words on all ranks, where that fails."""
         if self.save(step):
             return
-        why = f"the model after step {step}, the last one, could not be saved: {self.checkpointer.problem}; free space"
+        why = f"the model after step {step}, the last one, could not be saved: {self._describe_refusal()}"
         if self.world.is_main:
             assert self.metrics is not None
             try:
@@ -153,6 +154,12 @@ class Saver:
             except UserError as error:
                 why = str(error)
         raise UserError(self.world.broadcast(why))
+
+    def _describe_refusal(self) -> str:
+        """Return why the newest checkpoint could not be written, with the remedy."""
+        problem = self.checkpointer.problem
+        remedy = "raise ulimit -f" if os.strerror(errno.EFBIG) in problem else "free space"
+        return f"{problem}; {remedy}"
 
     def close(self) -> None:
         """End the watchdogs, and wait until old checkpoints are deleted."""

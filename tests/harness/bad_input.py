@@ -166,6 +166,15 @@ DISKS = [
         ),
         status=0,
     ),
+    dataclasses.replace(
+        disk(
+            "disk: files of a limited size",
+            *("runs=runs", "checkpoint.every_steps=1"),
+            parts=("could not be saved: rank 0 on ", "File too large", "raise ulimit -f"),
+            shell=("ulimit -f 100", "run; rm -r runs"),
+        ),
+        remedy="to begin this run anew: make exp RESUME=",
+    ),
     disk(
         "disk: full while preparing",
         "data.cache=disk/cache",

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,15 @@ def test_workers_need_no_space_in_dev_shm(helped: Callable[..., Loader]) -> None
     if status == 77:
         pytest.skip("this machine lets nobody mount a file system of their own")
     assert status == 0
+
+
+def test_workers_make_no_temporary_folder(
+    helped: Callable[..., Loader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stay where the rank is killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    labels(iter(helped()))
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_of_a_block_is_free_for_the_next_one(helped: Callable[..., Loader]) -> None:
