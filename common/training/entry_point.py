@@ -67,7 +67,8 @@ def start(main: Main[T], schema: type[T]) -> None:
 def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
     """Run what the command line asks for, with ranks of its own or as one rank; return the exit status."""
     with report_refusal_once(rank_info):
-        cfg = config.load_config(schema, sys.argv[1:])
+        started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
+        cfg = config.load_config(schema, sys.argv[1:], started=started)
         path = config.parse_command_line(sys.argv[1:]).resume
         given, code = (Folder(path.absolute()), path.absolute() / "code") if path else (None, None)
         schedules.check_schedule_of_config(cfg, code)
@@ -216,9 +217,12 @@ class LaunchedRank:
     def __init__(self, rank_info: RankInfo, cfg: Experiment) -> None:
         """Raise UserError if torchrun or SLURM started another number of ranks than the config needs."""
         if rank_info.size != cfg.processes and not rank_info.joins:
+            number = "processes_per_node" if hasattr(cfg, "processes_per_node") else "the number of stages"
+            option = f"--nproc-per-node={cfg.processes // rank_info.nodes}"
+            remedy = option if rank_info.launcher == "torchrun" else f"srun -n {cfg.processes}"
             raise UserError(
-                f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, "
-                f"the settings need {cfg.processes}"
+                f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, the settings need "
+                f"{cfg.processes}; use {remedy}, or change {number}"
             )
         self.rank_info = rank_info
         self.stop = listen_for_stop(cfg, sys.stderr)
