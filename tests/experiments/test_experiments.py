@@ -9,7 +9,6 @@ import math
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -53,7 +52,7 @@ def check_that_it_trains(entry: Entry, done: Done) -> None:
     """The loss falls; of a new experiment, which may learn slowly, it is finite and the parameters change."""
     assert all(map(math.isfinite, done.losses))
     if entry.learns_at_once:
-        assert statistics.mean(done.losses[-10:]) < statistics.mean(done.losses[:10])
+        assert done.losses[-1] < done.losses[0]
         return
     early, late = (read_full_model(one) for one in storage.list_checkpoints(done.folder.attempts()[0])[-2:])
     assert any(not torch.equal(early[name], late[name]) for name in early), "training changes no parameter"

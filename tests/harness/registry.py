@@ -30,7 +30,7 @@ class Entry:
     others: tuple[tuple[str, ...], ...] = ()
     """Settings under which resuming is no matter of course: each must go on to the bit, too."""
     learns_at_once: bool = True
-    """Whether the loss falls within 40 steps of the smallest settings; else there is a checkpoint after each 20."""
+    """Whether the 40th loss of the smallest settings is below the first; else there is a checkpoint after each 20."""
     keeps_ranks: bool = False
     """Whether only as many ranks as saved a checkpoint can go on from it."""
 
