@@ -1,5 +1,6 @@
 """The packages that experiments share, and the answer to Ctrl-C while they are imported."""
 
+import _thread
 import os
 import signal
 import sys
@@ -9,6 +10,13 @@ from pathlib import Path
 
 def exit_on_interrupt(number: int, frame: object) -> None:
     """Leave in one line. An exception may be lost within the import of a library, or leave it half imported."""
+    try:
+        _thread.start_new_thread(int, ())
+    except RuntimeError:  # OpenBLAS sends this signal to its process where it cannot start its threads
+        from common.core.process_limits import describe_shortage
+
+        os.write(2, f"error: {describe_shortage()}\n".encode())
+        os._exit(1)
     os.write(2, b"\nstopped by Ctrl-C\n")
     os._exit(128 + number)
 

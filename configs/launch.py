@@ -41,7 +41,8 @@ class Launch:
     setup_timeout: float = between(1, 3600, 60)
     """Seconds until every rank must have arrived."""
     step_timeout: float = between(1, 3600, 120)
-    """Seconds that one message or collective may take once training runs."""
+    """Seconds that one message or collective may take once training runs. A data worker may take half of that for a
+    block of batches."""
 
     @property
     def on_cpu(self) -> bool:

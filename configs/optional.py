@@ -12,7 +12,8 @@ class RanksPerNode(Experiment):
     """Settings of ranks that are equally many on each host."""
 
     processes_per_node: int = at_least(0, 0)
-    """Ranks on each host; 0: in a job as the profile says, else two on one host and one on each of several."""
+    """Ranks on each host; 0: in a job as the profile says, under torchrun and srun as many as they start, else two on
+    one host and one on each of several."""
 
     @property
     def processes(self) -> int:

@@ -24,6 +24,7 @@ from common.distributed.rendezvous import World
 from common.runs.folder import Folder, fsync_path, write_atomic
 from configs.shared import Checkpoint
 
+MAX_NAMES = 10  # of checkpoints in a message
 PAUSE = 0.5  # seconds before another attempt to write
 FACT = str | int | float | bool | None  # type of a common value that the manifest repeats
 
@@ -76,6 +77,8 @@ class Checkpointer:
         """Step of the newest checkpoint of this attempt."""
         self.best: int | None = None
         """Step of the best one."""
+        self.problem = ""
+        """Why the newest checkpoint could not be written; empty after one that could."""
         self.sweeper: threading.Thread | None = None
 
     # ---- saving
@@ -96,14 +99,23 @@ class Checkpointer:
             if left:
                 time.sleep(PAUSE)
         if problem is not None:
-            older = "this attempt has no older one" if self.saved is None else f"the last is of step {self.saved}"
-            self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training goes on, {older}")
+            self.report_refusal(step, problem)
             return False
+        if self.problem:
+            self.log_message(f"checkpoints are written again, after step {step}")
+        self.problem = ""
         self.saved, self.best = step, step if best else self.best
         problem = self._run_on_main(self._remove_old)
         if problem is not None:
             self.log_message(f"WARNING: old checkpoints could not be removed: {problem}")
         return True
+
+    def report_refusal(self, step: int, problem: str, *, is_known: bool = False) -> None:
+        """Report that no checkpoint was written after a step: the first of several in a row, unless it `is_known`."""
+        if not (self.problem or is_known):
+            older = "this attempt has no older one" if self.saved is None else f"the last is of step {self.saved}"
+            self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training goes on, {older}")
+        self.problem = problem
 
     def _collect_rank_content(self, step: int, state: CheckpointState) -> dict[str, Any]:
         """Return the content of this rank's file."""
@@ -190,7 +202,7 @@ class Checkpointer:
     def load(self, check: Callable[[LoadedCheckpoint], None] = lambda _: None) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run; None where there is none, and training starts at step 0.
 
-        `check` may refuse it by a UserError. Raises UserError if there are checkpoints and none of them is valid.
+        `check` may refuse it by a UserError. Raises UserError if there are checkpoints, or were, and none is valid.
         """
         found = storage.list_resumable_checkpoints(self.folder) if self.world.is_main else []
         candidates = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in found])
@@ -201,7 +213,7 @@ class Checkpointer:
                 break
             self.log_message(f"{checkpoint} is not used: {problem}")
         else:
-            self._report_no_checkpoint(len(candidates))
+            self._report_no_checkpoint([CheckpointPath(Folder(self.folder.path, a), step) for a, step in candidates])
             return None
         assert loaded is not None
         check(loaded)
@@ -230,12 +242,21 @@ class Checkpointer:
         # before any rank uses it, each must have it
         return loaded, self.world.broadcast(describe_first_problem(self.world.gather(problem), self.world))
 
-    def _report_no_checkpoint(self, rejected: int) -> None:
-        """Report half-written checkpoints where there is no complete one. Raises UserError if all were rejected."""
-        if rejected:
+    def _report_no_checkpoint(self, rejected: list[CheckpointPath]) -> None:
+        """Report half-written checkpoints where there never was a complete one.
+
+        Raises UserError where all were rejected, or are lost: a run does not begin anew by itself.
+        """
+        lost = storage.list_lost_checkpoints(self.folder) if self.world.is_main and not rejected else []
+        missing = self.world.broadcast([str(checkpoint) for checkpoint in lost])
+        for name in missing:
+            self.log_message(f"{name} is not used: it was saved, and its folder is not there any more")
+        names = [str(checkpoint) for checkpoint in rejected] + missing
+        if names:
+            named = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
             raise UserError(
-                f"none of the {rejected} checkpoints of {self.folder.path} {NO_VALID_CHECKPOINT}; repair one, or "
-                f"remove {self.folder.path}/attempts/*/checkpoints to train from the beginning"
+                f"none of the {len(names)} checkpoints of {self.folder.path} {NO_VALID_CHECKPOINT} ({named}); repair "
+                f"one or bring it back, or remove {self.folder.path}/attempts/*/checkpoints to train from the beginning"
             )
         left = self.world.broadcast(len(storage.list_staging_dirs(self.folder)) if self.world.is_main else 0)
         if left:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -106,7 +107,7 @@ class Saver:
 
     def _stop(self, step: int, saved: bool) -> NoReturn:
         if not saved:
-            raise UserError(f"stop request after step {step}, which could not be saved; the reason is above")
+            raise UserError(f"stop request after step {step}, which could not be saved: {self._describe_refusal()}")
         self.log_message(f"stop request: saved after step {step}, to be continued")
         raise StopRequested
 
@@ -115,8 +116,8 @@ class Saver:
         assert self.state is not None and self.metrics is not None
         writer = self.metrics.writer
         if self.world.broadcast(bool(writer.waiting)):  # the next attempt would miss these rows
-            text = f"WARNING: no checkpoint of step {step}: the disk does not even take its metrics"
-            self.log_message(text, logging.WARNING)
+            problem = f"{self.folder.metrics_file} is not written, either"
+            self.checkpointer.report_refusal(step, problem, is_known=True)
             return False
         state = self.state.collect_state()
         finite = all(bool(value.isfinite().all()) for value in state.model.values())
@@ -145,7 +146,7 @@ class Saver:
         """Save the trained model. Raises UserError, with the same words on all ranks, where that fails."""
         if self.save(step):
             return
-        why = f"the model after step {step}, the last one, could not be saved; the reason is above; free space"
+        why = f"the model after step {step}, the last one, could not be saved: {self._describe_refusal()}"
         if self.world.is_main:
             assert self.metrics is not None
             try:
@@ -153,6 +154,12 @@ class Saver:
             except UserError as error:
                 why = str(error)
         raise UserError(self.world.broadcast(why))
+
+    def _describe_refusal(self) -> str:
+        """Return why the newest checkpoint could not be written, with the remedy."""
+        problem = self.checkpointer.problem
+        remedy = "raise ulimit -f" if os.strerror(errno.EFBIG) in problem else "free space"
+        return f"{problem}; {remedy}"
 
     def close(self) -> None:
         """End the watchdogs, and wait until old checkpoints are deleted."""

@@ -6,6 +6,7 @@ more) or Ctrl-C. A rank that has not ended within the grace time, or is signalle
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -68,7 +69,7 @@ class StopRequest:
         now = time.monotonic()
         if not self.number:
             self.number, self.received = number, now
-            faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
+            self._start_watchdog(self.grace, ends=True)
         elif number == signal.SIGINT or now - self.received > REPEAT_SECONDS:
             os._exit(128 + number)
 
@@ -84,9 +85,13 @@ class StopRequest:
         if not self.number and seconds is None:
             faulthandler.cancel_dump_traceback_later()
         elif not self.number and seconds is not None:
-            faulthandler.dump_traceback_later(seconds, file=self.log)
+            self._start_watchdog(seconds, ends=False)
         if self.number:  # received just now
-            faulthandler.dump_traceback_later(self.grace, exit=True, file=self.log)
+            self._start_watchdog(self.grace, ends=True)
+
+    def _start_watchdog(self, seconds: float, *, ends: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # no thread can be started now, and a run is better than its watchdog
+            faulthandler.dump_traceback_later(seconds, exit=ends, file=self.log)
 
     def cancel_watchdog(self) -> None:
         """Cancel the dump of stacks, and the exit that was to follow it after `grace`."""

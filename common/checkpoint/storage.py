@@ -5,7 +5,7 @@ attempts/0002/checkpoints/
     rank-0.pt ...       one file per rank
     manifest.json       format, step, attempt, processes, facts; size and SHA-256 of each file and of itself
   .step-00000500.new/   staging folder, or left by a rank that was killed; never read
-  latest, best          names, for people: loading does not read them
+  latest, best          names, for people; where no checkpoint is left, `latest` tells that there were some
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from common.runs.folder import Folder, fsync_path
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+STEP_NAME = re.compile("step-[0-9]{8,15}")
 LONGEST = 1 << 24  # bytes of a manifest; a longer one is invalid
 
 
@@ -107,7 +108,7 @@ def hash_manifest(content: Mapping[str, Any]) -> str:
 def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
     """Return the checkpoints of an attempt by name, oldest first; reading them shows whether they are valid."""
     names = [path.name for path in checkpoints_dir(attempt).glob("step-*")]
-    steps = {int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{8,15}", name)}
+    steps = {int(name[5:]) for name in names if STEP_NAME.fullmatch(name)}
     found = [CheckpointPath(attempt, step) for step in sorted(steps)]
     return [checkpoint for checkpoint in found if checkpoint.name in names]
 
@@ -117,6 +118,17 @@ def list_resumable_checkpoints(folder: Folder) -> list[CheckpointPath]:
     found: list[CheckpointPath] = []
     for attempt, bound in folder.trace_attempts():
         found += [c for c in reversed(list_checkpoints(attempt)) if bound is None or c.step <= bound]
+    return found
+
+
+def list_lost_checkpoints(folder: Folder) -> list[CheckpointPath]:
+    """Return the newest checkpoint of each attempt that counts, as far as it was written and is not there any more."""
+    found: list[CheckpointPath] = []
+    for attempt, _ in folder.trace_attempts():
+        name = read_pointer(attempt, "latest") or ""
+        if STEP_NAME.fullmatch(name):
+            newest = CheckpointPath(attempt, int(name[5:]))
+            found += [] if newest.path.exists() else [newest]
     return found
 
 

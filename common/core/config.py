@@ -9,6 +9,7 @@ Imports neither torch nor the experiments, so that it can answer on a login node
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -50,6 +51,7 @@ FIXED = (
     *(f"data.{n}" for n in ("name", "train_limit", "image_size", "samples")),
     *("wandb.project", "wandb.entity"),
 )
+RANKS_PER_NODE = "processes_per_node"  # key of the number of ranks, where the settings of stages do not give it
 LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # libyaml's is eight times as fast
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 
@@ -103,6 +105,33 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
         raise UserError(str(error)) from None
     refuse_unused_keys(known.values(), settings)
     return settings
+
+
+@dataclasses.dataclass(frozen=True)
+class StartedRanks:
+    """Number of the ranks that another launcher has started, and of their hosts."""
+
+    ranks: int
+    nodes: int
+
+
+def build_config_of_started(
+    schema: type[T], layers: list[Mapping[str, Any]], given: Mapping[str, Any], started: StartedRanks | None
+) -> T:
+    """Build a config for the number of ranks that were started, as far as the `given` values leave it open.
+
+    Raises UserError.
+    """
+    is_open = str(given.get(RANKS_PER_NODE, "0")) == "0" and RANKS_PER_NODE in list_keys(schema)
+    if started is None or not is_open:
+        return build_config(schema, layers)
+    with contextlib.suppress(UserError):  # such as a batch that two ranks cannot share, where three were started
+        settings = build_config(schema, layers)
+        if settings.processes == started.ranks:
+            return settings
+    nodes = str(given.get("launch.nodes", started.nodes))
+    count = started.ranks // int(nodes) if nodes.isdecimal() and int(nodes) else 0
+    return build_config(schema, [*layers, {RANKS_PER_NODE: str(count), "launch.nodes": nodes}])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +201,15 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
 
 
-def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> T:
+def load_config(
+    schema: type[T],
+    arguments: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    started: StartedRanks | None = None,
+) -> T:
     """Return the config of one run; print and exit for --help and --print-config.
 
+    Where ranks have been `started` already, their number is that of the run, unless the user gives one.
     Raises UserError for anything wrong, before any rank starts and any data is touched.
     """
     name = get_experiment_name(schema)
@@ -206,8 +241,9 @@ def load_config(schema: type[T], arguments: Sequence[str], environ: Mapping[str,
         )
     surroundings = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
     resumed = {name: now for name, (_, now) in read_last_changes(line.resume).items()} if line.resume else {}
-    layers = [surroundings, read_config_file(file), resumed, line.values]
-    settings = build_config(schema, layers)
+    own = read_config_file(file)
+    given = (own if line.file or line.resume else {}) | resumed | line.values
+    settings = build_config_of_started(schema, [surroundings, own, resumed, line.values], given, started)
     if line.print_config:
         print_text(format_yaml(settings).rstrip("\n"))
         sys.exit(0)

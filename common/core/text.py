@@ -20,6 +20,16 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def read_tail(path: Path, size: int = 1 << 18) -> str:
+    """Return the last `size` bytes of a log as text; empty where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - size))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def read_or_empty(path: str) -> str:
     """Return the text of a file; empty where it cannot be read."""
     try:

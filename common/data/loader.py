@@ -7,7 +7,7 @@ moved to the device and normalised in one vectorised step, and then handed out a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from common.core import seeds
 from common.core.errors import UserError
-from common.core.processes import die_with_parent
-from common.core.signals import ignore_stop_signals
 from common.data.augment import Augment
 from common.data.prepare import Prepared
+from common.data.workers import DataWorkerError as DataWorkerError  # noqa: PLC0414 (what iterating a Loader raises)
+from common.data.workers import Samples, WorkerPool
 from configs.batch_plan import cut_batch
 from configs.shared import Experiment
 
@@ -103,6 +103,10 @@ class Loader:
     they see the batches that one rank would see. The slices are in proportion to `weights`, by default equal; those of
     a partial batch, too, as far as whole samples can be. Some may be empty. `augment` is data.augment (see `Augment`).
 
+    With `workers` other processes make blocks of batches ahead; iterating raises DataWorkerError where one ends, or
+    makes none within `worker_timeout` seconds. Where `stop_requested` is true while the rank waits for one, the rank
+    makes the rest of the epoch itself: the step is then completed, and a checkpoint can follow.
+
     Raises UserError if no batch is full, if the ranks cannot share a batch evenly and there are no weights, or if
     vectors would be augmented.
     """
@@ -119,6 +123,8 @@ class Loader:
     shard: tuple[int, int] = (0, 1)
     weights: tuple[int, ...] = ()
     workers: int = 0
+    worker_timeout: float = 60.0
+    stop_requested: Callable[[], bool] = bool
     drop_last: bool = True
     augment: str = "none"
 
@@ -140,6 +146,7 @@ class Loader:
         """Create the loader that a config describes. Raises UserError where it does not fit the data."""
         options: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("block", "workers", "augment")}
         options |= {"batch": cfg.batch, "seed": cfg.seed, "device": device, "dtype": getattr(torch, cfg.dtype)}
+        options["worker_timeout"] = cfg.launch.step_timeout / 2  # before other ranks give up waiting for this one
         return cls(data, **(options | more))
 
     @property
@@ -220,17 +227,20 @@ class Loader:
     def _iterate_blocks(self) -> Iterator[Block]:
         """Yield blocks of batches, from the current position on."""
         indices = list(self._iterate_block_indices())
-        if not self.workers:
-            return map(self._load_block, indices)
-        ahead: Any = torch.utils.data.DataLoader(
-            BlockDataset(self),
-            batch_size=None,
-            sampler=indices,  # numpy: tensors would be passed on by a thread, which forks badly
-            num_workers=self.workers,
-            worker_init_fn=tie_worker_to_rank,
-            generator=torch.Generator(),  # else a resumed epoch draws once more from the stream that dropout uses
-        )
-        return ((self._move_to_device(x), self._move_to_device(y), count, own) for x, y, count, own in ahead)
+        made = 0
+        if self.workers:
+            pool = WorkerPool(self._load_on_cpu, indices, self.workers, self._make_example(), self.worker_timeout)
+            for samples in pool.iterate_blocks(self.device, self.stop_requested):
+                yield *samples, *indices[made].shape[1:]
+                made += 1
+        for block in indices[made:]:
+            yield *self._load_samples(block, self.device), *block.shape[1:]
+
+    def _make_example(self) -> Samples:
+        """Return inputs and targets of no samples, with the types of those of a block on the CPU."""
+        inputs = torch.empty(0, *self.data.shape, dtype=self.dtype) if self.inputs else None
+        targets = torch.empty(0, dtype=torch.int64) if self.targets else None
+        return inputs, targets
 
     def _iterate_block_indices(self) -> Iterator[np.ndarray]:
         """Yield this rank's samples of each block, int64 [2, batches, own]: index and position in the epoch."""
@@ -243,9 +253,9 @@ class Loader:
         if not self.drop_last and max(self.position, end) < len(index):
             yield take_shard(both[:, None, end:], rank, cut_batch(len(index) - end, counts))
 
-    def _load_block(self, indices: np.ndarray, device: torch.device | None = None) -> Block:
-        """Gather a block of `_iterate_block_indices` on the device."""
-        device, (rows, positions) = device or self.device, torch.from_numpy(indices).flatten(1)
+    def _load_samples(self, indices: np.ndarray, device: torch.device) -> Samples:
+        """Gather the samples of a block of `_iterate_block_indices` on a device."""
+        rows, positions = torch.from_numpy(indices).flatten(1)
         x = None
         if self.inputs:
             pixels = self.data.images.index_select(0, rows)
@@ -253,29 +263,13 @@ class Loader:
                 pixels = self.transform(pixels, self.epoch, positions)
             x = self.data.normalize(pixels, device, self.dtype)
         y = self.data.load_targets(rows, device) if self.targets else None
-        return x, y, *indices.shape[1:]
+        return x, y
 
-    def _move_to_device(self, value: Tensor | None) -> Tensor | None:
-        return value if value is None else value.to(self.device)
+    def _load_on_cpu(self, indices: np.ndarray) -> Samples:
+        return self._load_samples(indices, torch.device("cpu"))
 
 
 def take_shard(batches: np.ndarray, rank: int, counts: Sequence[int]) -> np.ndarray:
     """Return one rank's slice of batches [..., sum(counts)]: behind those of the ranks before it."""
     first = sum(counts[:rank])
     return batches[..., first : first + counts[rank]]
-
-
-class BlockDataset(torch.utils.data.Dataset[Any]):
-    """A loader's blocks, for its worker processes; tensors stay on the CPU."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def __getitem__(self, indices: np.ndarray) -> Block:
-        return self.loader._load_block(indices, torch.device("cpu"))
-
-
-def tie_worker_to_rank(worker: int) -> None:
-    """Let a worker ignore stop signals, which are for its rank, and end with that rank."""
-    ignore_stop_signals()
-    die_with_parent()

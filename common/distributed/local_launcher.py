@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.core import host_memory
-from common.core.errors import EXIT_RESUMABLE, UserError
+from common.core.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError, explain_error
+from common.core.process_limits import explain_last_words
 from common.core.processes import die_with_parent, exit_at_once
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
@@ -46,12 +47,14 @@ def run_ranks(
     meanwhile: Callable[[], None],
     why: Callable[[str], None] = lambda words: None,
     elastic: Elastic | None = None,
+    read_log: Callable[[int], str] = lambda rank: "",
 ) -> int:
     """Run `body` in `size` forked ranks; return the exit status of the run.
 
     `meanwhile` runs in this process while they start. The first rank that fails ends all others: its message or
     traceback is printed once, those of the others are only in their logs; `why` receives the reason in one line.
-    With `elastic` the others go on without a rank that is killed.
+    With `elastic` the others go on without a rank that is killed. `read_log` returns the end of a rank's log, in which
+    libraries say why they end a process.
     """
     private, lock = create_rendezvous_dir()
     children: list[ChildRank] = []
@@ -67,7 +70,7 @@ def run_ranks(
         if stop.number:
             stop.signal_ranks()  # those that were not there yet
         meanwhile()
-        return wait_for_ranks(children, private, stop, why, kills, supervisor)
+        return wait_for_ranks(children, private, stop, why, read_log, kills, supervisor)
     except StoppedAtOnce as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
@@ -178,10 +181,12 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, p
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         body(info)
         status = 0
-    except BaseException as error:  # noqa: BLE001 (the parent reports every end)
-        status = EXIT_RESUMABLE if is_resumable_exit(error) else 2 if isinstance(error, UserError) else 1
-        text = str(error) if isinstance(error, UserError) else traceback.format_exc()
-        note = {"user": isinstance(error, UserError), "text": text}
+    except BaseException as raised:  # noqa: BLE001 (the parent reports every end)
+        error = explain_error(raised)
+        status = EXIT_RESUMABLE if is_resumable_exit(error) else EXIT_REFUSED if isinstance(error, UserError) else 1
+        plain = isinstance(error, UserError | MachineError)
+        text = str(error) if plain else traceback.format_exc()
+        note = {"user": isinstance(error, UserError), "plain": plain, "text": text}
         with contextlib.suppress(OSError):
             (private / f"error-{info.rank}.json").write_text(json.dumps(note))
     finally:
@@ -208,6 +213,7 @@ def wait_for_ranks(
     private: Path,
     stop: StopForwarder,
     why: Callable[[str], None],
+    read_log: Callable[[int], str],
     kills: int,
     supervisor: Supervisor | None = None,
 ) -> int:
@@ -225,7 +231,8 @@ def wait_for_ranks(
             raise StoppedAtOnce(stop.number)  # it had not begun to listen, and others fail without it
         if failed:
             first, memory_is_gone = find_first_failed_rank(failed, private), host_memory.count_oom_kills() > kills
-            status = report_failure(first, len(children), private, why, memory_is_gone)
+            cause = explain_last_words(read_log(first.rank))
+            status = report_failure(first, len(children), private, why, memory_is_gone, cause)
             if supervisor is not None and supervisor.coordinator.broken:
                 print("that rank alone had a part of the state: elastic=true cannot go on without it", file=sys.stderr)
             return status
@@ -256,30 +263,37 @@ def reap_child(child: ChildRank) -> bool:
 
 
 def report_failure(
-    child: ChildRank, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool
+    child: ChildRank, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool, cause: str
 ) -> int:
-    """Print why a run failed; return its exit status."""
+    """Print why a run failed; return its exit status. `cause` is what a rank's log says where it left no error."""
     assert child.exit_code is not None
     others = f"; the other {f'{size - 1} ranks were' if size > 2 else 'rank was'} stopped" if size > 1 else ""
     if child.exit_code < 0:
         name = signal.Signals(-child.exit_code).name
         if child.exit_code == -signal.SIGKILL and short_of_memory:
             name += ": the kernel ran out of memory"
+        elif child.exit_code != -signal.SIGKILL and cause:
+            name += f": {cause}"
         print(f"error: rank {child.rank} (pid {child.pid}) was killed by {name}{others}", file=sys.stderr)
         why(f"rank {child.rank} was killed by {name}")
         return 128 - child.exit_code
     try:
         note = json.loads((private / f"error-{child.rank}.json").read_text())
     except (OSError, ValueError):
-        note = {"user": False, "text": ""}
+        note = {"user": False, "plain": False, "text": ""}
     if note["user"]:
         why(note["text"])
         print(f"error: {note['text']}", file=sys.stderr)
+    elif note["plain"]:
+        problem = f"rank {child.rank} failed: {note['text']}"
+        why(problem)
+        print(f"error: {problem}{others}", file=sys.stderr)
     elif note["text"].strip():
         why(f"rank {child.rank} failed: {note['text'].strip().splitlines()[-1]}")
         print(f"{note['text']}error: rank {child.rank} failed as shown above{others}", file=sys.stderr)
     else:
         problem = f"rank {child.rank} exited with status {child.exit_code} and left no error message"
+        problem = f"rank {child.rank} failed: {cause}" if cause else problem
         why(problem)
         print(f"error: {problem}{others}", file=sys.stderr)
     return child.exit_code

@@ -245,17 +245,23 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"
     found = 0 if settings.on_cpu else torch.cuda.device_count()
+    if settings.device == "cuda":
+        check_gpus(rank_info.local_size, found)
     if found >= rank_info.local_size or (settings.mixed and found > rank_info.local_rank):
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
-    if settings.device != "cuda":
-        return torch.device("cpu"), "gloo"
-    if not found:
+    return torch.device("cpu"), "gloo"
+
+
+def check_gpus(ranks: int, gpus: int) -> None:
+    """Raise UserError where launch.device=cuda asks for a GPU for each rank of this host, and there are fewer."""
+    if not gpus:
         raise UserError("launch.device=cuda: no GPU is visible; use launch.device=auto or cpu")
-    raise UserError(
-        f"launch.device=cuda: {format_count(rank_info.local_size, 'rank')} on this host, "
-        f"{format_count(found, 'GPU')}; use fewer ranks or launch.device=auto"
-    )
+    if gpus < ranks:
+        raise UserError(
+            f"launch.device=cuda: {format_count(ranks, 'rank')} on this host, {format_count(gpus, 'GPU')}; "
+            "use fewer ranks or launch.device=auto"
+        )
 
 
 def describe_transport(

@@ -3,7 +3,7 @@
 runs/<name>-<time>-<4 hex>/
   config.yaml          resolved settings; the run can be repeated from this file alone
   meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
-  code/                the source that this run executes, untracked files included
+  code/                the source that this run executes, untracked files included, and its checksums in SHA256SUMS
   attempts/0001/       one folder per attempt; ranks write only here
     attempt.json       the attempt and step that it resumes; parent null for a new run
     changed.json       where it has other settings than config.yaml: then and now
@@ -46,6 +46,7 @@ def disk_errors(what: Path) -> Iterator[None]:
     remedies = {
         errno.ENOSPC: "the disk is full; free space",
         errno.EDQUOT: "the disk quota is used up; free space",
+        errno.EFBIG: "it would be larger than the limit on a file's size (ulimit -f); raise that",
         errno.EROFS: "the disk is read-only; choose another folder",
         errno.EACCES: "no permission to write; choose another folder",
         errno.EPERM: "no permission to write; choose another folder",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
+import hashlib
 import importlib.metadata
 import itertools
 import os
@@ -15,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from common.core.config import ROOT
+from common.core.errors import UserError
 from common.core.own_function import find_kept_file
 from common.core.processes import Process
 from common.core.text import read_or_empty
-from common.runs.folder import Folder, disk_errors, read_json, write_json
+from common.runs.folder import Folder, disk_errors, read_json, write_atomic, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
 SOURCE = ("experiments", "common", "slurm", "configs")  # and the files beside these folders
 NO_SOURCE = (".svg", ".png")  # pictures of the pages
+CHECKSUMS = "SHA256SUMS"  # in a run's code/, in the format of the program sha256sum
 GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
 METADATA: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
 """Types of the entries of meta.json that are no text or number."""
@@ -53,7 +57,7 @@ def list_source_files() -> list[Path]:
         beside = [path for path in ROOT.iterdir() if path.is_file()]
         inside = [path for name in SOURCE for path in (ROOT / name).rglob("*") if path.is_file()]
         found = [path.relative_to(ROOT) for path in beside + inside if "__pycache__" not in path.parts]
-    return [path for path in found if path.suffix not in NO_SOURCE]
+    return [path for path in found if path.suffix not in NO_SOURCE and path.name != CHECKSUMS]
 
 
 def read_package_version(package: str) -> str | None:
@@ -113,12 +117,41 @@ def keep_function_file(kind: str, value: str, code: Path, *, anew: bool = False)
 
 
 def copy_source(folder: Folder) -> None:
-    """Copy the source into `code/`."""
+    """Copy the source into `code/`, with the checksums of its files."""
     code = folder.path / "code"
+    sums = []
     with disk_errors(code):
         for name in list_source_files():
+            content = (ROOT / name).read_bytes()
             (code / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, code / name)
+            (code / name).write_bytes(content)
+            sums.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
+    write_atomic(code / CHECKSUMS, "".join(sums))
+
+
+def check_source(folder: Folder) -> None:
+    """Raise UserError where a file in a run's `code/` is missing or is not what was copied there.
+
+    Of a run that is older than the checksums, files that Python cannot read are found.
+    """
+    code = folder.path / "code"
+    damaged = []
+    lines = read_or_empty(str(code / CHECKSUMS)).splitlines()
+    for line in lines:
+        digest, _, name = line.partition("  ")
+        if not (code / name).is_file() or hashlib.sha256((code / name).read_bytes()).hexdigest() != digest:
+            damaged.append(name)
+    for path in code.rglob("*.py") if not lines else ():
+        try:
+            ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            damaged.append(str(path.relative_to(code)))
+    if damaged:
+        named = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
+        raise UserError(
+            f"the run's source is damaged: {named} in {code}; bring the run's files back, or start a new run; "
+            f"where they were changed on purpose, delete {code / CHECKSUMS}"
+        )
 
 
 def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:

@@ -80,9 +80,7 @@ class Tracker:
             problem = describe_tracker_end(LATE, timeout)
         except KeyboardInterrupt:
             problem = "not complete: stopped by Ctrl-C"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.kill()
         status = read_json(self.folder.path / "wandb" / "status.json")
         if not status:
             return f"W&B: nothing was tracked; see {log}"
@@ -92,6 +90,12 @@ class Tracker:
             return f"W&B: {status['url']}{rest}"
         words = shlex.quote(shlex.quote(self.folder.reference))  # RUNS is split into words
         return f"W&B: offline{reason}; send it with: make sync RUNS={words}{rest}"
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def describe_tracker_end(status: int, timeout: float) -> str:

@@ -90,9 +90,20 @@ class Attempt:
         try:
             yield
         except errors:
-            if self.is_new:
-                shutil.rmtree(self.folder.path, ignore_errors=True)
+            self.discard()
             raise
+
+    @property
+    def has_begun(self) -> bool:
+        """True once its ranks have recorded where they begin to train."""
+        return self.folder.parent_record is not None
+
+    def discard(self) -> None:
+        """Delete the folder of a new run; an earlier run stays as it is."""
+        if self.tracker is not None:
+            self.tracker.kill()
+        if self.is_new:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
 
     def conclude(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
         """Write how the attempt ended and how to resume it, and let W&B finish.
@@ -110,7 +121,7 @@ class Attempt:
                     print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 if storage.list_resumable_checkpoints(self.folder):
                     print(f"go on with: {format_resume_command(self.folder, cfg, reason)}", file=sys.stderr)
-                elif ended.state in ("cancelled", "preempted"):
+                elif status:
                     again = format_resume_command(self.folder, cfg, reason)
                     print(f"no checkpoint is saved; to begin this run anew: {again}", file=sys.stderr)
             state = self.folder.result.get("state", ended.state)

@@ -19,9 +19,17 @@ from typing import IO, TypeVar
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_exit
 from common.core import config, host_memory, seeds
-from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
+from common.core.errors import (
+    EXIT_REFUSED,
+    EXIT_RESUMABLE,
+    MachineError,
+    UserError,
+    exit_on_user_error,
+    explain_error,
+    is_timeout,
+)
 from common.core.processes import count_host_cores, exit_at_once
-from common.core.text import format_count
+from common.core.text import format_count, read_tail
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info, report_refusal_once
 from common.distributed.rendezvous import World
@@ -59,7 +67,8 @@ def start(main: Main[T], schema: type[T]) -> None:
 def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
     """Run what the command line asks for, with ranks of its own or as one rank; return the exit status."""
     with report_refusal_once(rank_info):
-        cfg = config.load_config(schema, sys.argv[1:])
+        started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
+        cfg = config.load_config(schema, sys.argv[1:], started=started)
         path = config.parse_command_line(sys.argv[1:]).resume
         given, code = (Folder(path.absolute()), path.absolute() / "code") if path else (None, None)
         schedules.check_schedule_of_config(cfg, code)
@@ -79,17 +88,26 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
             )
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
-        return sweep.run_sweep(cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks()))
+        return sweep.run_sweep(
+            cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks(), keeps_refused=True)
+        )
     _, status = run_experiment(main, cfg, ranks, given)
     return status
 
 
 def run_experiment(
-    main: Main[T], cfg: T, ranks: ForkedRanks | LaunchedRank, given: Folder | None = None, *, submitted: bool = False
+    main: Main[T],
+    cfg: T,
+    ranks: ForkedRanks | LaunchedRank,
+    given: Folder | None = None,
+    *,
+    submitted: bool = False,
+    keeps_refused: bool = False,
 ) -> tuple[Folder | None, int]:
     """Set up a run or resume `given`, document and track it, train, conclude; return its folder and the exit status.
 
-    Of a `submitted` run the job decides what happens after this attempt. Raises UserError.
+    A new run whose ranks refuse it before its first step leaves no folder, unless `keeps_refused`. Of a `submitted` run
+    the job decides what happens after this attempt. Raises UserError.
     """
     if is_finished(given, cfg, report=ranks.is_main):  # before memory is checked and ranks meet
         return given, 0
@@ -102,8 +120,18 @@ def run_experiment(
         ending = Ending(1)
         try:
             ending = ranks.train(main, cfg, attempt)
+        except UserError as error:
+            ending = Ending(EXIT_REFUSED, str(error))
+            raise
+        except (RuntimeError, OSError) as error:
+            cause = explain_error(error)
+            ending = Ending(1, str(cause) if isinstance(cause, MachineError) else "")
+            raise
         finally:
-            if ranks.is_main:
+            refused = ending.status == EXIT_REFUSED and attempt.is_new and not attempt.has_begun
+            if ranks.is_main and refused and not (submitted or keeps_refused):
+                attempt.discard()
+            elif ranks.is_main:
                 attempt.conclude(ending.status, cfg, submitted=submitted, reason=ending.reason)
         if ending.together:
             synchronize_exit()
@@ -137,13 +165,16 @@ class ForkedRanks:
 
     def open_attempt(self, cfg: Experiment, given: Folder | None) -> Attempt | int:
         """Fit the config to this machine and claim the attempt. Raises UserError."""
-        cfg.fit_devices(provenance.count_visible_gpus())
+        gpus = provenance.count_visible_gpus()
+        cfg.fit_devices(gpus)
+        if cfg.launch.device == "cuda":
+            rendezvous.check_gpus(cfg.processes, gpus)  # the ranks would refuse it, too, but later
         check_memory(cfg)
         print_notice_of_shared_cores(cfg, cfg.processes)
         attempt = Attempt.open(cfg, given, fallback=True)
         if given is not None:
             folder = attempt.folder
-            saved = bool(storage.list_resumable_checkpoints(folder))
+            saved = bool(storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder))
             word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
             ranks = format_count(cfg.processes, "rank")
             print(f"{given.experiment}: {ranks}, {word}run folder {given.path}", flush=True)
@@ -169,8 +200,15 @@ class ForkedRanks:
 
         reasons = list[str]()
         with attempt.discard_on(UserError):  # damaged data or a full disk, found by `document`
-            ranks, nodes = cfg.processes, cfg.launch.nodes
-            status = local_launcher.run_ranks(train_forked, ranks, nodes, document, reasons.append, elastic)
+            status = local_launcher.run_ranks(
+                train_forked,
+                cfg.processes,
+                cfg.launch.nodes,
+                document,
+                reasons.append,
+                elastic,
+                lambda rank: read_tail(folder.log_file(rank)),
+            )
         return Ending(status, "".join(reasons))
 
 
@@ -180,9 +218,12 @@ class LaunchedRank:
     def __init__(self, rank_info: RankInfo, cfg: Experiment) -> None:
         """Raise UserError if torchrun or SLURM started another number of ranks than the config needs."""
         if rank_info.size != cfg.processes and not rank_info.joins:
+            number = "processes_per_node" if hasattr(cfg, "processes_per_node") else "the number of stages"
+            option = f"--nproc-per-node={cfg.processes // rank_info.nodes}"
+            remedy = option if rank_info.launcher == "torchrun" else f"srun -n {cfg.processes}"
             raise UserError(
-                f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, "
-                f"the settings need {cfg.processes}"
+                f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, the settings need "
+                f"{cfg.processes}; use {remedy}, or change {number}"
             )
         self.rank_info = rank_info
         self.stop = listen_for_stop(cfg, sys.stderr)
@@ -269,7 +310,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     except StopRequested:
         run.write_heartbeat(math.inf)  # of the step that was saved
         raise
-    except (RuntimeError, TimeoutError) as error:
+    except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # the last one by a fork
+        error = explain_error(raised)
         # A rank that has nothing to lose stops at once, and another may have done its first step by then. SIGTERM does
         # not count: srun sends it where another rank has failed.
         if (stop.number == signal.SIGUSR2 and not is_timeout(error)) or (stop.all_saved and stop.await_request()):
@@ -278,6 +320,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         run.log_failure(silent or error)
         if silent:
             raise TimeoutError(silent) from error
+        if error is not raised:
+            raise error from raised
         raise
     except Exception as error:
         stop.all_saved = False  # what a launcher sends where other ranks have ended hides no error

@@ -16,7 +16,7 @@ from torch import Tensor
 from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
-from common.core.errors import UserError
+from common.core.errors import MachineError, UserError
 from common.data.accumulation import AccumulationLoader
 from common.data.loader import Images, Loader, draw_order
 from common.data.prepare import Prepared
@@ -124,18 +124,19 @@ class RunContext:
         last batch may be smaller. Raises UserError where the training set has too few samples.
         """
         parts = {"inputs": inputs, "targets": targets, "drop_last": not keep_partial}
-        weights = self.cfg.batch_plan.weights if shard == self.shard else ()
-        return Loader.from_config(self.train_set, self.cfg, self.device, shard=shard, weights=weights, **parts)
+        return self._make_loader(shard, **parts)
 
     def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
         """Return the batches in `count` microbatches each, whose gradients one optimizer step adds up.
 
         Their sizes are those of `cfg.batch_plan`. A pipeline takes `batches`, which its engine splits.
         """
-        size = self.cfg.batch // count
+        return AccumulationLoader(self._make_loader(shard, batch=self.cfg.batch // count), count)
+
+    def _make_loader(self, shard: tuple[int, int], **options: Any) -> Loader:
         weights = self.cfg.batch_plan.weights if shard == self.shard else ()
-        loader = Loader.from_config(self.train_set, self.cfg, self.device, batch=size, shard=shard, weights=weights)
-        return AccumulationLoader(loader, count)
+        options |= {"shard": shard, "weights": weights, "stop_requested": lambda: bool(self.saver.stop.number)}
+        return Loader.from_config(self.train_set, self.cfg, self.device, **options)
 
     def load_example(self, samples: int) -> Tensor:
         """Return the first inputs [samples, ...] of the training set, on the device."""
@@ -172,11 +173,15 @@ class RunContext:
 
     def open_metrics(self, state: TrainState, source: int) -> None:
         """Begin to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
-        writer = MetricsWriter(self.folder.metrics_file, lambda text: self.log_message(text, logging.WARNING))
+        writer = MetricsWriter(self.folder.metrics_file, self._warn_of_disk)
         seconds, began, show = self.cfg.log.seconds, self.saver.began, self._show_progress
         kind = SharedMetricsLog if find_elastic(self.cfg) else MetricsLog
         self.metrics = kind(self.world, writer, state.loader, source=source, seconds=seconds, began=began, show=show)
         self.saver.metrics = self.metrics
+
+    def _warn_of_disk(self, text: str) -> None:
+        """Report that metrics cannot be written, unless the disk has already refused a checkpoint."""
+        self.log_message(text, logging.DEBUG if self.saver.checkpointer.problem else logging.WARNING)
 
     def stop_if_requested(self) -> None:
         """Between two batches of an evaluation, write the heartbeat, and stop if any rank has a stop request."""
@@ -202,7 +207,7 @@ class RunContext:
 
     def log_failure(self, error: BaseException | str) -> None:
         """Write why this rank failed, and after which step, into its log."""
-        plain = isinstance(error, str | UserError)
+        plain = isinstance(error, str | UserError | MachineError)
         words = str(error) if plain else f"{type(error).__name__}: {error}"
         self.logger.error("after step %d: %s", self.step, words, exc_info=None if plain else error)  # type: ignore[arg-type]
 

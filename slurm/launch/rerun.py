@@ -55,6 +55,7 @@ def find_repeatable_run(run: str) -> Folder:
         raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} has no source in code/ any more, and cannot be repeated; start a new run")
+    provenance.check_source(folder)
     unknown = result.describe_unknown_format(folder.result)
     if unknown:
         raise UserError(f"{folder.path.name} cannot be compared with: {unknown}")

@@ -112,6 +112,7 @@ def find_resumable_run(run: str, name: str) -> Folder:
         raise UserError(f"RESUME={run} is a run of {folder.experiment}, not of {name}; leave NAME out")
     if state not in status.OVER:
         raise UserError(f"{folder.path.name} is {state}; to go on with it elsewhere, first make cancel RUN={run}")
+    provenance.check_source(folder)
     return folder
 
 

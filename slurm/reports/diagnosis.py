@@ -16,7 +16,7 @@ from typing import Any
 
 from common.checkpoint import storage
 from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT, SOURCE_ERROR
-from common.core.text import format_duration
+from common.core.text import format_duration, read_tail
 from common.distributed.elastic.generations import describe_generations
 from common.runs import provenance
 from common.runs.folder import Folder
@@ -34,16 +34,17 @@ ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTILINE)  
 SILENT = 60.0  # seconds without a sign of life of a run that hangs, at least
 BEGIN = "Starting with JobEnvironment"  # Submitit's first words at each attempt of a job, whose output is appended
 WELL = "nothing wrong is seen; it runs"
-TAIL = 1 << 18  # bytes of a log that are read
 PEER = re.compile(  # errors of one rank whose cause is another one, as gloo, NCCL and builtin tell them
     r"(closed|reset) by peer|Connection refused|Broken pipe|timed out|pair closure|(did|does) not answer"
     r"|closed its connection|connection with rank|neither sent nor took",
     re.I,
 )
+SHORTAGE = "no more threads or processes can be started"
 MEMORY, DIVERGED = "out of memory", "training diverged"
 CAUSES = (
     (r"out of memory|MemoryError|oom.kill|Cannot allocate memory",
      f"{MEMORY}; lower batch, raise the number of microbatches, or ask for more with cluster.memory_gb"),
+    (SHORTAGE, f"{SHORTAGE}; raise ulimit -u or pids.max of a control group, or lower launch.threads or data.workers"),
     (r"No space left|disk is full|quota", "the disk is full; free space, or set runs=<elsewhere>"),
     (r"read-only|Read-only", "the disk is read-only; set runs=<elsewhere>"),
     (DIVERGENCE, f"{DIVERGED}; lower optim.lr, or set clip where there is one"),
@@ -82,16 +83,6 @@ class Rank:
     def to_dict(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("beat", "seen")}
         return dataclasses.asdict(self.beat) | own | {"age": self.age}
-
-
-def read_tail(path: Path) -> str:
-    """Read the last bytes of a log as text; empty where it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def read_job_log(folder: Folder, rank: int) -> str:
@@ -263,7 +254,8 @@ def find_next_command(folder: Folder, cause: str) -> str:
         job = provenance.read_metadata(folder).get("job")
         more = f'{again} ARGS="cluster.memory_gb=..."' if job else f"{again} on a machine with more memory"
         return f"{more}, or a new run with a smaller batch or model: it would end in the same way here"
-    return again if storage.list_resumable_checkpoints(folder) else f"{again}, which begins anew: it has no checkpoint"
+    was_saved = storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder)
+    return again if was_saved else f"{again}, which begins anew: it has no checkpoint"
 
 
 def print_diagnosis(folder: Folder, as_json: bool) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError, exit_on_user_error
+from common.core.errors import EXIT_RESUMABLE, MachineError, Unreachable, UserError, exit_on_user_error, explain_error
 from common.core.processes import exit_at_once
 from common.distributed.rank_info import COORDINATOR, JOINS_AS, ORPHANED, read_rank_info
 from common.runs.folder import Folder
@@ -89,7 +89,11 @@ def train_as_rank(folder: Folder) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (it ends the rank, with a status of its own)
-        traceback.print_exc()
+        cause = explain_error(error)
+        if isinstance(cause, MachineError):
+            print(f"error: {cause}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         replace_orphaned_rank(rank, type(error).__name__)
     # others may have been noticed, or have failed, a moment earlier
     if not is_joining(rank) and (rank is None or not rank.stop.await_request()):

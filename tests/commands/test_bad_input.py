@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.core.errors import UserError
 from common.data.sources import MNIST_FILES
@@ -168,6 +169,22 @@ def test_bad_settings(case: Case, cache: Path, tmp_path: Path, monkeypatch: pyte
     assert sorted(tmp_path.iterdir()) == before
 
 
+def save_weights_of_another_network(place: Path, cache: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, place / "w.pt")
+
+
+REFUSED_BY_RANKS = [
+    Case(
+        "weights: of another network",
+        ("weights={place}/w.pt",),
+        ("w.pt: has no conv1.bias",),
+        setup=save_weights_of_another_network,
+        experiment="ddp_multinode",
+    ),
+    Case("no GPU", ("launch.device=cuda",), ("no GPU is visible",), env=(("CUDA_VISIBLE_DEVICES", ""),)),
+]
+
+
 NO_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", "-x", "*", "\udcff", "x" * 300]
 
 
@@ -211,7 +228,7 @@ def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*DATA, *(case for case in DISKS if case.name in ESSENTIAL)], ids=lambda case: case.name
+    "case", [*DATA, *REFUSED_BY_RANKS, *(case for case in DISKS if case.name in ESSENTIAL)], ids=lambda case: case.name
 )
 def test_a_run_meets_bad_data_or_a_full_disk(case: Case, tmp_path: Path, cache: Path) -> None:
     check(case, tmp_path, cache)

@@ -17,6 +17,7 @@ from tests.harness.processes import environment
 from tests.harness.warm import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+OWN_NAME = "example_of_the_page"  # a reader of the page may have made its my_mlp in this checkout
 LINT = (("check",), ("format", "--check"))
 
 
@@ -31,16 +32,16 @@ def execute(place: Path, *words: str, given: str | None = None) -> str:
 def test_a_new_experiment_changed_as_the_contributing_page_says_trains(tmp_path: Path, cache: Path) -> None:
     place = copy_checkout(tmp_path)
     before = {path for path in place.rglob("*") if path.is_file()}
-    said = execute(place, "make", "new-experiment", "NAME=my_mlp")
+    said = execute(place, "make", "new-experiment", f"NAME={OWN_NAME}")
     written = {path for path in place.rglob("*") if path.is_file()} - before
     assert len(written) == 4 and all(str(path.relative_to(place)) in said for path in written)
-    assert "[my_mlp](experiments/my_mlp.py)" in (place / "README.md").read_text()
-    (change,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    assert f"[{OWN_NAME}](experiments/{OWN_NAME}.py)" in (place / "README.md").read_text()
+    (change,) = re.findall(r"```diff\n(.*?)```", PAGE.replace("my_mlp", OWN_NAME), re.DOTALL)
     for step in (lambda: None, lambda: execute(place, "git", "apply", "-", given=change)):
         step()
         for lint in LINT:
             execute(place, sys.executable, "-m", "ruff", *lint, "--no-cache", "experiments", "configs")
-    file = place / "experiments" / "my_mlp.py"
+    file = place / "experiments" / f"{OWN_NAME}.py"
     own = "class MyMLP(torch.nn.Sequential):\n    pass\n\n\ndef main("
     text = file.read_text().replace("def main(", own).replace("inner = networks.", "inner = MyMLP(networks.")
     file.write_text(text.replace("classes=run.classes)", "classes=run.classes))"))

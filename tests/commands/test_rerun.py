@@ -18,6 +18,7 @@ from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
+from common.runs import provenance
 from common.runs.folder import Folder, write_json
 from common.training.optimization import own_files
 from configs import ddp_multinode, mnist_pipeline
@@ -46,6 +47,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     shutil.rmtree(tmp_path / "sets")
     script = old / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text() + "# as it was then\n")
+    (old / "code" / provenance.CHECKSUMS).unlink()
     meta = json.loads((old / "meta.json").read_text())
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
     done = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment())

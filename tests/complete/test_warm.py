@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.runs import provenance
 from tests.harness import warm
 from tests.harness.both_ways import everything, execute_both, without_place
 from tests.harness.long_runs import ENDLESS, only_folder, train_long
@@ -41,6 +42,7 @@ def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple
     old = run("mnist_pipeline", *quick, "steps=6", runs=tmp_path / "first").folder
     script = old.path / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text().replace("\nif __name__", "\nprint('the source of then')\nif __name__"))
+    (old.path / "code" / provenance.CHECKSUMS).unlink()
 
     def argv(runs: Path) -> list[str]:
         shutil.copytree(tmp_path / "first", runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import math
 import re
 import shlex
 import signal
@@ -14,7 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.checkpoint import storage
+from common.checkpoint.checkpointer import read_full_model
 from common.core import config
 from common.runs.result import parse_result
 from tests.harness.processes import Done, command, environment, run
@@ -44,6 +48,16 @@ def test_the_list_is_complete() -> None:
     assert sorted(entry.name for entry in EXPERIMENTS) == config.list_experiments()
 
 
+def check_that_it_trains(entry: Entry, done: Done) -> None:
+    """The loss falls; of a new experiment, which may learn slowly, it is finite and the parameters change."""
+    assert all(map(math.isfinite, done.losses))
+    if entry.learns_at_once:
+        assert done.losses[-1] < done.losses[0]
+        return
+    early, late = (read_full_model(one) for one in storage.list_checkpoints(done.folder.attempts()[0])[-2:])
+    assert any(not torch.equal(early[name], late[name]) for name in early), "training changes no parameter"
+
+
 @every
 def test_run_folder_holds_everything(entry: Entry, finished: Make) -> None:
     done = finished(entry)
@@ -61,7 +75,8 @@ def test_run_folder_holds_everything(entry: Entry, finished: Make) -> None:
     assert trained_steps(folder) == list(range(1, 41))
     if entry.trains:
         assert result["data"] == "digits" and result["test_samples"] == rows[-1]["test_samples"] == 333
-        assert len(done.losses) == 40 and done.losses[-1] < done.losses[0]
+        assert len(done.losses) == 40
+        check_that_it_trains(entry, done)
     for rank in range(entry.processes):
         assert "Warning" not in folder.attempts()[0].log_file(rank).read_text()
         assert (folder.attempts()[0].attempt / f"heartbeat-{rank}.json").exists()

@@ -36,6 +36,8 @@ class Case:
     fast: bool = True
     """Train on the digits that are prepared already."""
     experiment: str = "mnist_pipeline"
+    remedy: str = ""
+    """What another line of a failed run's output holds."""
 
 
 def file(name: str, text: str) -> Callable[[Path, Path], None]:
@@ -135,12 +137,16 @@ DISKS = [
         parts=("cannot write disk/mnist_pipeline-", "disk is full"),
         shell=(MOUNT.format(size="64k"), "run", LEFT),
     ),
-    disk(
-        "disk: full from the middle of training on",
-        "runs=disk",
-        *LONG,
-        parts=("metrics.jsonl", "disk is full"),
-        shell=(MOUNT.format(size="16M"), *BEGUN, FILL, "wait $started; status=$?"),
+    dataclasses.replace(
+        disk(
+            "disk: full from the middle of training on",
+            "runs=disk",
+            *LONG,
+            "checkpoint.every_steps=20",
+            parts=("metrics.jsonl", "disk is full"),
+            shell=(MOUNT.format(size="16M"), *BEGUN, FILL, "wait $started; status=$?; cat said"),
+        ),
+        remedy="to begin this run anew: make exp RESUME=",
     ),
     dataclasses.replace(
         disk(
@@ -159,6 +165,15 @@ DISKS = [
             ),
         ),
         status=0,
+    ),
+    dataclasses.replace(
+        disk(
+            "disk: files of a limited size",
+            *("runs=runs", "checkpoint.every_steps=1"),
+            parts=("could not be saved: rank 0 on ", "File too large", "raise ulimit -f"),
+            shell=("ulimit -f 100", "run; rm -r runs"),
+        ),
+        remedy="to begin this run anew: make exp RESUME=",
     ),
     disk(
         "disk: full while preparing",
@@ -232,8 +247,10 @@ def check(case: Case, place: Path, cache: Path) -> None:
     assert done.status == case.status, said
     assert not processes_of(str(place))
     parts = [part.replace("{place}", str(place)) for part in case.parts]
+    assert case.remedy in said
+    assert said.count("WARNING: ") <= 1, said
     if case.status:
-        (message,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+        (message,) = [line for line in said.splitlines() if line.startswith("error: ")]
         assert all(part in message for part in parts), message
         assert not [line for line in said.splitlines() if line.startswith("left ")], said  # of LEFT
         assert not list(done.runs.glob("*"))

@@ -29,6 +29,8 @@ class Entry:
     """The settings that give a run so many processes; they take a batch of 24."""
     others: tuple[tuple[str, ...], ...] = ()
     """Settings under which resuming is no matter of course: each must go on to the bit, too."""
+    learns_at_once: bool = True
+    """Whether the 40th loss of the smallest settings is below the first; else there is a checkpoint after each 20."""
     keeps_ranks: bool = False
     """Whether only as many ranks as saved a checkpoint can go on from it."""
 
@@ -183,10 +185,11 @@ def make_entry(name: str) -> Entry:
     """The entry of an experiment that has none in the list: one of configs.dataparallel.Replicated."""
     return Entry(
         name=name,
-        smallest=SMALLEST.get(name, ("batch=16",)),
+        smallest=(*SMALLEST.get(name, ("batch=16",)), "checkpoint.every_steps=20"),
         processes=config.load_config(config.import_schema(name), [], {}).processes,
         produces=SCORES,
         spread=lambda count: (f"processes_per_node={count}",),
+        learns_at_once=False,
     )
 
 

@@ -46,6 +46,10 @@ def cut_off(folder: Folder, step: int, place: Path) -> Folder:
     for checkpoint in storage.list_checkpoints(attempt):
         if checkpoint.step > step:
             shutil.rmtree(checkpoint.path)
+    for pointer in ("latest", "best"):
+        name = storage.read_pointer(attempt, pointer)
+        if name is not None and int(name.removeprefix("step-")) > step:
+            (storage.checkpoints_dir(attempt) / pointer).unlink()
     rows = attempt.metrics_file.read_text().splitlines(keepends=True)
     attempt.metrics_file.write_text("".join(rows[: step - begun + 2]) + '{"global_step": 99, "lo')
     return copy

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
+from common.runs import provenance
 from slurm.reports.status import read_status
 from tests.harness import warm
 from tests.harness.long_runs import only_folder
@@ -135,6 +136,7 @@ def test_make_exp_goes_on_with_the_code_of_the_run(
     folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 9, tmp_path)
     script = folder.path / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text().replace("\nif __name__", "\nprint('this is the code of then')\nif __name__"))
+    (folder.path / "code" / provenance.CHECKSUMS).unlink()
     argv = [sys.executable, "-m", "slurm", "exp", f"--resume={folder.path}", "--launch=local", "--args=stages=1"]
 
     def submit() -> subprocess.CompletedProcess[str]:

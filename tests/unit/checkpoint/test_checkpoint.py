@@ -473,9 +473,20 @@ def test_all_damaged_is_refused_with_the_remedy(disk: Disk) -> None:
     assert len(disk.said) == 2
 
 
+def test_all_lost_is_refused_as_all_damaged_is(disk: Disk) -> None:
+    disk.save(1, 2)
+    for step in (1, 2):
+        rmtree(disk.at(step))
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints .*step-00000002 of attempt 1.*remove .*attempts/"):
+        disk.load()
+    rmtree(disk.at(2).parent)
+    assert disk.load() is None, "what the message says to do"
+
+
 def test_a_half_written_one_is_never_read(disk: Disk) -> None:
     assert disk.load() is None and disk.said == []
     disk.save(1)
+    (disk.at(1).parent / "latest").unlink()  # it is written later
     disk.at(1).rename(disk.at(1).with_name(".step-00000001.new"))
     assert disk.load() is None
     assert disk.said == ["not used: 1 half-written checkpoint; there is no complete one"]
@@ -528,8 +539,11 @@ def test_a_full_disk_is_told_and_training_goes_on(small: Disk, free: int) -> Non
     assert os.strerror(errno.ENOSPC) in small.said[0] and "the last is of step 2" in small.said[0]
     assert small.names() == ["latest", "step-00000001", "step-00000002"], "nothing half-written"
     assert small.load() == 2
+    said = len(small.said)
+    assert small.checkpoints.save(4, content) is False and len(small.said) == said, "it is reported once"
     ballast.unlink()
-    assert small.checkpoints.save(4, content)
+    assert small.checkpoints.save(5, content)
+    assert small.said[said:] == ["checkpoints are written again, after step 5"]
 
 
 def test_a_read_only_disk_is_told_and_training_goes_on(small: Disk) -> None:
@@ -600,8 +614,9 @@ def test_if_one_cannot_write_none_has_saved_and_all_go_on(two: Any) -> None:
     kept = ["latest", "step-00000001"]
     want = {"failed": [False], "files": kept, "healed": [True], "after": [*kept, "step-00000003"]}
     assert found(two, "one_rank_cannot_write") == [want] * 2
-    (warning,) = two[1][1]["one_rank_cannot_write"]["said"]
+    warning, end = two[1][1]["one_rank_cannot_write"]["said"]
     assert "no checkpoint of step 2: rank 1 on " in warning and os.strerror(errno.EFBIG) in warning
+    assert end == "checkpoints are written again, after step 3"
     assert found(two, "rank_0_cannot_begin") == [{"failed": [False]}] * 2
 
 

@@ -56,6 +56,26 @@ def test_data_root_comes_from_the_environment_unless_it_is_set(tmp_path: Path) -
     assert load_config(Config, ["--config", str(file)], {"DATA_ROOT": "/there"}).data.root == "/mine"
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks", "nodes", "expected"),
+    [
+        ((), 3, 1, (3, 1)),  # that two ranks could not share the batch of 63 does not count
+        ((), 4, 2, (4, 2)),
+        (("launch.nodes=2",), 4, 1, (4, 2)),
+        (("processes_per_node=0",), 3, 1, (3, 1)),
+        (("processes_per_node=1",), 3, 1, (1, 1)),  # which is refused later, with the remedy
+    ],
+)
+def test_ranks_that_were_started_are_those_of_the_run(
+    words: tuple[str, ...], ranks: int, nodes: int, expected: tuple[int, int]
+) -> None:
+    started = config.StartedRanks(ranks, nodes)
+    batch = f"batch={21 * ranks}"
+    settings = load_config(ElasticConfig, [*words, batch], started=started)
+    assert (settings.processes, settings.launch.nodes) == expected
+    assert load_config(Config, ["stages=2"], started=started).processes == 2
+
+
 def test_printed_config_repeats_the_settings(tmp_path: Path) -> None:
     first = load_config(Config, ["seed=3", "split=[fc2]", "wandb.tags=[a,010]", "data.root=010", "optim.lr=1e-05"], {})
     file = tmp_path / "config.yaml"

@@ -313,4 +313,20 @@ def test_torchrun_with_the_wrong_number_is_refused(tmp_path: Path, digits: tuple
     }
     done = run("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **environ)
     assert done.status == 2
-    assert done.err == "error: torchrun started 1 rank, the settings need 2\n"
+    remedy = "use --nproc-per-node=2, or change the number of stages"
+    assert done.err == f"error: torchrun started 1 rank, the settings need 2; {remedy}\n"
+    done = run("ddp_multinode", *digits, "processes_per_node=2", runs=tmp_path, timeout=60, **environ)
+    assert done.status == 2 and "or change processes_per_node" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_number_of_ranks_is_that_of_torchrun(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    place: dict[str, Any] = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = run("ddp_multinode", *digits, "steps=3", runs=tmp_path, **place)
+    assert done.status == 0, done.err
+    assert len(done.losses) == 3 and read_json(done.folder.path / "meta.json")["world"]["processes"] == 1

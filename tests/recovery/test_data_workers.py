@@ -1,0 +1,106 @@
+"""A run whose data workers stop or die ends with a message, and resumes equal to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint import storage
+from common.core.errors import EXIT_RESUMABLE
+from common.runs.folder import Folder
+from slurm.reports.diagnosis import examine_run
+from tests.harness.long_runs import only_folder, ranks_of, train_long
+from tests.harness.processes import PATIENCE, environment, run, wait_until
+from tests.harness.resuming import numbers
+from tests.harness.warm import ROOT, Command, end_session, execute
+
+STEPS = 1500
+SETTINGS = ("stages=1", "microbatches=1", "data.workers=1", "checkpoint.every_steps=50", "log.seconds=0.05")
+
+
+def signal_worker(process: Command, number: int) -> None:
+    """Send a signal to the data worker of the first rank."""
+    rank = ranks_of(process)[0]
+    file = Path(f"/proc/{rank}/task/{rank}/children")
+    (worker,) = wait_until(lambda: file.read_text().split(), "the rank has a worker")
+    os.kill(int(worker), number)
+
+
+def count_steps(folder: Folder) -> int:
+    return sum("loss" in row for row in folder.metrics())
+
+
+def test_a_run_survives_workers_that_stop_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    words = (*digits, *SETTINGS, f"steps={STEPS}")
+    whole = run("mnist_pipeline", *words, runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+
+    with train_long("mnist_pipeline", *words, runs=tmp_path / "runs") as process:
+        signal_worker(process, signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(PATIENCE)
+        assert process.returncode == EXIT_RESUMABLE, out + err
+    folder = only_folder(tmp_path / "runs")
+    saved = storage.list_resumable_checkpoints(folder)[-1].step
+    assert saved == count_steps(folder) < STEPS, "no step is lost, though the rank waits for a stopped worker"
+
+    again = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]
+    process = Command(again, env=environment(), session=True)
+    try:
+        wait_until(lambda: process.poll() is not None or count_steps(folder) > saved, "the run goes on")
+        signal_worker(process, signal.SIGKILL)
+        out, err = process.communicate(PATIENCE)
+    finally:
+        end_session(process.pid)
+    assert process.returncode == 1, out + err
+    assert "was killed by SIGKILL" in err and "data worker 0" in err and "Traceback" not in err, err
+    assert "go on with: make exp RESUME=" in err
+
+    done = execute(again, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert numbers(folder) == numbers(whole.folder)
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group for threads and processes."""
+    first = Path("/sys/fs/cgroup/pids")
+    path = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"test-{os.getpid()}"
+    try:
+        path.mkdir()
+        (path / "pids.max").write_text("max")
+    except OSError as error:
+        pytest.skip(f"needs a control group of its own: {error}")
+    yield path
+    wait_until(lambda: not (path / "cgroup.procs").read_text(), "its processes have ended")
+    path.rmdir()
+
+
+def test_a_run_that_can_fork_no_worker_names_the_limit(tmp_path: Path, digits: tuple[str, ...], group: Path) -> None:
+    epochs = ("data.train_limit=3200", "data.test_limit=100", "epochs=12")
+    words = (*digits, *SETTINGS, *epochs, "steps=0")
+    whole = run("mnist_pipeline", *words, runs=tmp_path / "whole")
+    assert whole.status == 0, whole.err
+
+    with train_long("mnist_pipeline", *words, runs=tmp_path / "runs") as process:
+        folder = only_folder(tmp_path / "runs")
+        wait_until(lambda: storage.list_resumable_checkpoints(folder), "a checkpoint is saved")
+        for pid in (process.pid, *ranks_of(process)):
+            (group / "cgroup.procs").write_text(str(pid))
+        (group / "pids.max").write_text("1")
+        out, err = process.communicate(PATIENCE)
+        assert process.returncode == 1, out + err
+    (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "rank 0 failed: no more threads or processes can be started: pids.max of control group" in message
+    assert "Traceback" not in err and "begin this run anew" not in err and "go on with: make exp RESUME=" in err, err
+
+    assert "no more threads or processes can be started; raise" in examine_run(folder)["cause"]
+    again = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]
+    done = execute(again, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert numbers(folder) == numbers(whole.folder)

@@ -1,0 +1,90 @@
+"""A process that may start no more threads or processes says which limit it has reached."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.core.errors import explain_error
+from common.core.process_limits import explain_last_words
+from slurm.local_cluster.namespaces import fork_child, wait_for_child
+from tests.harness.warm import ROOT
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def narrow_group() -> Iterator[Path]:
+    """A control group for one thread."""
+    first = Path("/sys/fs/cgroup/pids")
+    group = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "pids.max").write_text("1")
+    except OSError as error:
+        pytest.skip(f"needs a control group of its own: {error}")
+    yield group
+    end = time.monotonic() + 10
+    while group.exists() and time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def start_thread() -> None:
+    threading.Thread(target=int).start()
+
+
+def fork() -> None:
+    if not os.fork():
+        os._exit(0)
+
+
+@pytest.mark.parametrize("start", [start_thread, fork])
+def test_a_full_control_group_is_named(
+    start: Callable[[], None], narrow_group: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        (narrow_group / "cgroup.procs").write_text(str(os.getpid()))
+        start()
+
+    assert wait_for_child(fork_child(run)) == 1  # `fork_child` ends by `exit_on_user_error`, as every command does
+    said = capfd.readouterr().err
+    assert said.startswith("error: no more threads or processes can be started: pids.max of control group "), said
+    assert "is 1; raise that limit, or lower launch.threads" in said and said.count("\n") == 1, said
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_a_limit_of_the_user_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        os.setuid(NOBODY)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        start_thread()
+
+    assert wait_for_child(fork_child(run)) == 1
+    assert "can be started: ulimit -u is 1; raise that limit" in capfd.readouterr().err
+
+
+def test_numpy_that_can_start_no_threads_is_no_ctrl_c(narrow_group: Path) -> None:
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("OpenBLAS starts no threads on one core")
+    program = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "steps=1"]
+    words = f"echo $$ > {narrow_group}/cgroup.procs; exec {' '.join(program)}"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Ctrl-C" not in done.stderr, done
+    assert "error: no more threads or processes can be started" in done.stderr
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    for error in (RuntimeError("a bug"), FileNotFoundError(2, "No such file"), ValueError("temporarily")):
+        assert explain_error(error) is error
+    assert explain_last_words("terminate called without an active exception\n").startswith("no more threads")
+    assert not explain_last_words("Fatal Python error: Aborted")

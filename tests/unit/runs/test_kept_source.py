@@ -1,0 +1,45 @@
+"""The source in a run's `code/`: a file that is torn or gone is named before anything is started with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common.core.errors import UserError
+from common.runs import provenance
+from common.runs.folder import Folder
+from slurm.__main__ import main
+from tests.harness.made_runs import Made
+
+TORN = "common/core/config.py"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    made = Made("mnist_pipeline", 0, 20).write(tmp_path)
+    provenance.copy_source(made)
+    provenance.check_source(made)
+    return made
+
+
+@pytest.mark.parametrize("verb", ["exp --resume={}", "rerun -- {}"])
+@pytest.mark.parametrize("has_checksums", [True, False], ids=["checksums", "an older run"])
+def test_a_torn_file_is_named(verb: str, has_checksums: bool, folder: Folder) -> None:
+    code = folder.path / "code"
+    if not has_checksums:
+        (code / provenance.CHECKSUMS).unlink()
+    text = (code / TORN).read_text()
+    os.truncate(code / TORN, text.index('"""', text.index("def ")))
+    with pytest.raises(UserError) as caught:
+        main([word.format(folder.path) for word in verb.split()])
+    assert f"the run's source is damaged: {TORN} in {code}; bring the run's files back" in str(caught.value)
+
+
+def test_a_file_that_is_gone_is_named_and_changes_on_purpose_are_possible(folder: Folder) -> None:
+    (folder.path / "code" / TORN).unlink()
+    with pytest.raises(UserError, match=f"{TORN} in .* on purpose, delete .*{provenance.CHECKSUMS}"):
+        provenance.check_source(folder)
+    (folder.path / "code" / provenance.CHECKSUMS).unlink()
+    provenance.check_source(folder)
