@@ -4,8 +4,8 @@
     python -m common.runs.wandb_process RUN_FOLDER ATTEMPT offline    converts a run that has ended
 
 `online` ends at once with status NO_HOST where W&B cannot be reached; the run is then converted after its end, as with
-`offline`. A conversion counts when its folder is moved to its place, so that one that was cut off leaves no rows behind.
-Account and host are checked before wandb.init, because a failing online init takes a minute and a half. Imports no torch.
+`offline`. A conversion counts when its folder is moved to its place, so one that was cut off leaves no rows behind.
+Account and host are checked before wandb.init, since a failing online init takes a minute and a half. Imports no torch.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
 
 
 def follow_lines(path: Path, closed: threading.Event) -> Iterator[str | None]:
-    """Yield the lines of a growing file, and None whenever there is no more for now, until `closed` and the last line."""
+    """Yield the lines of a growing file, and None whenever it has no more for now, until `closed`."""
     position, rest = 0, ""
     while True:
         is_last = closed.wait(POLL_SECONDS)
@@ -277,7 +277,7 @@ def main(path: str, number: str, mode: str, restarts: str = "0", at: str = "0") 
         temporary = wandb_scratch.open_temporary_folder(folder)
         try:
             status = pass_on(folder, mode, deadline)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (W&B may raise anything; the traceback goes to the log)
             if int(restarts) < RESTARTS and is_connection_lost(error):
                 print(f"W&B's client has ended ({summarize_error(error)}): it is started again", file=sys.stderr)
                 start_again([path, number, mode, str(int(restarts) + 1), str(deadline.at)], folder, temporary)

@@ -102,7 +102,7 @@ def write_note(attempt: Folder, note: Note) -> None:
 
 
 def read_notes(folder: Folder) -> dict[int, Note]:
-    """Read the notes of all attempts up to the newest that is tracked; an attempt that is not tracked has an empty one."""
+    """Read the notes of all attempts up to the newest that is tracked; earlier ones without a note get an empty one."""
     notes = {attempt.number: read_note(attempt) for attempt in folder.attempts()}
     newest = max((number for number, note in notes.items() if note is not None), default=0)
     return {number: note or Note(complete=True) for number, note in notes.items() if number <= newest}

@@ -1,8 +1,8 @@
 """Tracking by Weights & Biases, for the owner of a run: when W&B's processes start and end. Imports no torch.
 
 Training never waits for W&B and cannot fail with it. Where W&B is online, a process of its own follows metrics.jsonl
-while the run trains. Offline nothing of W&B runs until training is over; a process then converts metrics.jsonl. What W&B
-misses because a process was killed is passed on by the next attempt or by `make sync`.
+while the run trains. Offline nothing of W&B runs until training is over; a process then converts metrics.jsonl. What
+W&B misses because a process was killed is passed on by the next attempt or by `make sync`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from common.core.errors import UserError
 from common.runs import wandb_scratch
@@ -107,7 +106,6 @@ def start_process(folder: Folder, mode: str, stdin: int) -> subprocess.Popen[byt
             stdout=log,
             stderr=log,
             env=environ,
-            cwd=Path(__file__).parents[2],
             start_new_session=True,  # Ctrl-C is not for it, and its group can be ended as one
         )
 
