@@ -36,6 +36,7 @@ from common.runs.wandb_rows import (
     Thinning,
     adopt_offline_folders,
     choose_rows,
+    find_incomplete,
     list_known_rows,
     make_row_key,
     read_note,
@@ -267,6 +268,7 @@ def main(path: str, number: str, mode: str, restarts: str = "0", at: str = "0") 
     os.nice(10)  # training goes first
     adopt_orphans()  # W&B's helpers leave processes behind
     folder = Folder(Path(path), int(number))
+    (folder.path / "wandb").mkdir(exist_ok=True)
     deadline = Deadline(folder, float(at))
     seconds = load_run_config(folder).wandb.finish_timeout
     watch = threading.Thread(target=deadline.watch, args=(seconds,), kwargs={"follow": mode == "online"}, daemon=True)
@@ -291,7 +293,12 @@ def pass_on(folder: Folder, mode: str, deadline: Deadline) -> int:
     adopt_offline_folders(folder)
     if read_note(folder) is None:
         write_note(folder, Note())
-    status = convert(folder) if mode == "offline" else track_online(folder, deadline.closed)
+    if mode == "online":
+        status = track_online(folder, deadline.closed)
+    elif find_incomplete(folder):
+        status = convert(folder)
+    else:  # another process has just done it
+        return 0
     shut_down_wandb()
     return status
 
