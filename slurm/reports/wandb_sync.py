@@ -1,8 +1,8 @@
 """The verbs `sync` and `leet`: runs that were tracked offline, sent to W&B or shown in its viewer. Imports no torch.
 
-What W&B misses of a run because a process was killed is passed on first. A run of several attempts without a network may
-have several folders, all under one W&B id. W&B's client sends them in their order, asks the host how much it has of the
-run already, and notes beside each what was sent.
+What W&B misses of a run because a process was killed is passed on first. A run of several attempts without a network
+may have several folders, all under one W&B id. W&B's client sends them in their order, asks the host how much it has of
+the run already, and notes beside each what was sent.
 """
 
 from __future__ import annotations

@@ -77,9 +77,8 @@ def call(module: str, *words: str, env: dict[str, str]) -> subprocess.CompletedP
 
 def tracked(folder: Folder, env: dict[str, str]) -> Folder:
     """Track every start of a run offline, as the run itself would have."""
-    (folder.path / "wandb").mkdir()
     for attempt in folder.attempts():
-        done = call("common.runs.wandb_tracker", str(folder.path), str(attempt.number), "offline", "", env=env)
+        done = run_tracking(attempt, "offline", env)
         assert done.returncode == 0, done.stderr
     return folder
 
