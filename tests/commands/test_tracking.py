@@ -175,8 +175,6 @@ def slow(tmp_path: Path) -> Folder:
     """A finished run that W&B is to get every row of."""
     settings = {"wandb.tags": "[mine]"}
     return Made("mnist_pipeline", steps=30, step_seconds=0.2, settings=settings).write(tmp_path / "slow")
-        tmp_path / "slow"
-    )
 
 
 def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and_media(
