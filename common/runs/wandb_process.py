@@ -81,7 +81,6 @@ class Forwarder:
                     break
                 if part.counts(row["global_step"]):
                     self.forward_row(part.attempt, number, row)
-            note.rows = max(note.rows, sum(1 for _ in part.attempt.parse_own_rows()))
             self.forward_media(part)
 
     def begin_attempt(self, attempt: Folder) -> None:
