@@ -46,6 +46,7 @@ from common.runs.wandb_rows import (
 from common.runs.wandb_run import MediaReader, init_wandb_run, load_run_config, log_model_artifact
 
 POLL_SECONDS = 0.3  # between two reads of the metrics file
+TAIL_BYTES = 65_536  # of the metrics file, among which a row ends
 TIMED_OUT = 3  # exit status of a tracking process whose time is over
 NO_HOST = 4  # exit status where the run is to be converted after its end
 RESTARTS = 5  # of W&B's client, which a scheduler may kill with the ranks
@@ -76,11 +77,12 @@ class Forwarder:
             if note is None or (is_here if self.journal else note.online):
                 continue
             self.begin_attempt(part.attempt)
+            began = find_start_time(part.attempt)
             for number, row in choose_rows(part.attempt):
                 if part.rows is not None and number > part.rows:
                     break
                 if part.counts(row["global_step"]):
-                    self.forward_row(part.attempt, number, row)
+                    self.forward_row(part.attempt, number, row, began)
             self.forward_media(part)
 
     def begin_attempt(self, attempt: Folder) -> None:
@@ -91,14 +93,18 @@ class Forwarder:
             write_note(attempt, note)
             self.journal.add(Mark(self.step, attempt.number, note.rows, note.media))
 
-    def forward_row(self, attempt: Folder, number: int, row: dict[str, Any]) -> None:
-        """Pass on a row, unless W&B has it, also from an attempt before: a step that was done again, to the bit."""
+    def forward_row(self, attempt: Folder, number: int, row: dict[str, Any], began: float | None = None) -> None:
+        """Pass on a row, unless W&B has it, also from an attempt before: a step that was done again, to the bit.
+
+        `began` is the time at which the row's own clock was 0, for a row of the past.
+        """
         note = self.notes[attempt.number]
         if number <= note.rows:
             return
         key = make_row_key(row)
         if key not in self.known:
-            self.run.log(row)
+            past = {} if began is None else {"_timestamp": began + (row.get("time") or 0.0)}
+            self.run.log(row | past)
             self.step += 1
             if attempt.number != self.folder.number:
                 self.known.add(key)
@@ -148,6 +154,19 @@ class Forwarder:
         """Write the notes of all attempts."""
         for number, note in self.notes.items():
             write_note(Folder(self.folder.path, number), note)
+
+
+def find_start_time(attempt: Folder) -> float | None:
+    """Return the time since 1970 at which the rows' clock was 0: the last row is as old as the file's last change."""
+    try:
+        with open(attempt.metrics_file, "rb") as file:
+            changed = os.fstat(file.fileno()).st_mtime
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    times = [row["time"] for row in map(parse_row, lines) if row and isinstance(row.get("time"), int | float)]
+    return changed - times[-1] if times else None
 
 
 def parse_row(line: str) -> dict[str, Any] | None:

@@ -265,7 +265,7 @@ def fill_disk(running: Running, chance: random.Random) -> None:
     """Training goes on slowly, so that checkpoints fall due meanwhile, and no step is lost."""
     lab, attempt = running.lab, running.newest()
     lab.limit_cables(SLOW)
-    wait_for_wandb(running)
+    until("the run trains", lambda: last_step(attempt))
     zeros = lab.disk / "zeros"
     lab.resize_disk(shutil.disk_usage(lab.disk).used + (1 << 20))
     with contextlib.suppress(OSError), open(zeros, "wb", buffering=0) as file:
