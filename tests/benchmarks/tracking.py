@@ -31,9 +31,10 @@ def make_task(scratch: Path, run_name: str, mode: str) -> Task:
     """Make the side that trains one run in one mode of W&B."""
 
     def run(number: int) -> dict[str, float]:
-        env = environment(mode) | {"HOME": str(scratch)}
         start = time.perf_counter()
-        folder = finish(scratch, run_name, NAME, "epochs=1000", f"wandb.mode={mode}", *RUNS[run_name], env=env)
+        folder = finish(
+            scratch, run_name, NAME, "epochs=1000", f"wandb.mode={mode}", *RUNS[run_name], env=environment(mode)
+        )
         while processes_of(str(folder.path.parent)):
             time.sleep(POLL_SECONDS)
         wall = time.perf_counter() - start
