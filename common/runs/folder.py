@@ -15,7 +15,7 @@ runs/<name>-<time>-<4 hex>/
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
   .private*/           the key of launch.tls=true while ranks connect; that of local runs lies in the attempt
-  wandb/               the W&B directory
+  wandb/               the W&B directory; of an online run journal.jsonl: W&B's step numbers and the rows behind them
   result.json          final numbers and the reason for the end
 """
 
