@@ -288,9 +288,12 @@ def follow_offline(lab: Lab) -> dict[str, str]:
     return {"WANDB_MODE": "offline"}
 
 
+RECORD = "sent-to-wandb"
+
+
 def start_wandb(lab: Lab) -> dict[str, str]:
-    """A W&B host in the cluster's network, and what makes a run use it."""
-    argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER]
+    """A W&B host in the cluster's network that records what it is sent, and what makes a run use it."""
+    argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER, str(lab.base / RECORD)]
     command = lab.cluster.build_command(argv, cwd=ROOT)
     lab.wandb = subprocess.Popen(command, env=lab.env, stdout=subprocess.PIPE, text=True)
     assert lab.wandb.stdout

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from common.runs.folder import Folder
-from tests.harness import warm
+from tests.harness import wandb_host, warm
 from tests.harness.long_runs import only_folder, train_long
 from tests.harness.made_runs import Made
 from tests.harness.processes import environment, processes_of, run, wait_until
@@ -64,14 +64,11 @@ class Host:
 
     def sent(self, part: str) -> list[Any]:
         """What was sent to addresses that hold `part`."""
-        lines = self.record.read_text().splitlines() if self.record.exists() else []
-        return [one["sent"] for one in map(json.loads, lines) if part in one["path"]]
+        return wandb_host.read_sent(self.record, part)
 
     def history(self) -> list[tuple[int, dict[str, Any]]]:
         """The rows of metrics that were sent, each with the place that it was sent for."""
-        files = [sent.get("files") or {} for sent in self.sent("file_stream")]
-        parts = [each["wandb-history.jsonl"] for each in files if "wandb-history.jsonl" in each]
-        return [(p["offset"] + i, json.loads(row)) for p in parts for i, row in enumerate(p["content"])]
+        return wandb_host.read_history(self.record)
 
 
 @pytest.fixture
