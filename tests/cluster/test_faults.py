@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ def stays_ended(running: Running, state: str) -> None:
 
 def test_wandb_gets_each_row_once_of_an_online_run_that_is_cancelled(small: Lab) -> None:
     """SLURM's SIGTERM ends W&B's client; the tracking process starts it again, and make sync sends the rest."""
-    environ = fault_kinds.start_wandb(small)
+    environ: dict[str, Any] = fault_kinds.start_wandb(small)
     running = small.submit("mnist_pipeline", *SMALL, **environ)
     sent = small.base / fault_kinds.RECORD
     until("W&B has rows", lambda: wandb_host.read_history(sent), 90)
@@ -121,6 +122,8 @@ def test_wandb_gets_each_row_once_of_an_online_run_that_is_cancelled(small: Lab)
     command = small.cluster.build_command(argv, cwd=ROOT)
     done = subprocess.run(command, env=small.env | environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    for path in running.folder.path.glob("attempts/*/logs/tracker.log"):
+        print(path.read_text())  # whether the client was ended, and made up for in time
     steps = [row["global_step"] for _, row in wandb_host.read_history(sent)]
     assert steps == [row["global_step"] for row in chosen_rows(running.folder)]
 
