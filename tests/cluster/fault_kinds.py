@@ -293,6 +293,7 @@ RECORD = "sent-to-wandb"
 
 def start_wandb(lab: Lab) -> dict[str, str]:
     """A W&B host in the cluster's network that records what it is sent, and what makes a run use it."""
+    (lab.base / RECORD).unlink(missing_ok=True)
     argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER, str(lab.base / RECORD)]
     command = lab.cluster.build_command(argv, cwd=ROOT)
     lab.wandb = subprocess.Popen(command, env=lab.env, stdout=subprocess.PIPE, text=True)

@@ -120,7 +120,11 @@ def test_wandb_gets_each_row_once_of_an_online_run_that_is_cancelled(small: Lab)
     until("the job has ended", lambda: running.state() not in ("RUNNING", "COMPLETING"), 60)
     argv = [sys.executable, "-m", "slurm", "sync", f"--runs={running.folder.path.parent}"]
     command = small.cluster.build_command(argv, cwd=ROOT)
-    done = subprocess.run(command, env=small.env | environ, capture_output=True, text=True, timeout=120, check=False)
+    env = small.env | environ | {"WANDB_ERROR_REPORTING": "false"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert small.wandb
+    small.wandb.kill()
+    small.wandb.wait()
     assert done.returncode == 0, done.stdout + done.stderr
     for path in running.folder.path.glob("attempts/*/logs/tracker.log"):
         print(path.read_text())  # whether the client was ended, and made up for in time
