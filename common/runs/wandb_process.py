@@ -93,18 +93,18 @@ class Forwarder:
             write_note(attempt, note)
             self.journal.add(Mark(self.step, attempt.number, note.rows, note.media))
 
-    def forward_row(self, attempt: Folder, number: int, row: dict[str, Any], began: float | None = None) -> None:
+    def forward_row(self, attempt: Folder, number: int, row: dict[str, Any], began: float | None) -> None:
         """Pass on a row, unless W&B has it, also from an attempt before: a step that was done again, to the bit.
 
-        `began` is the time at which the row's own clock was 0, for a row of the past.
+        `began` is the time since 1970 at which the row's own clock was 0; without it the row gets the present time.
         """
         note = self.notes[attempt.number]
         if number <= note.rows:
             return
         key = make_row_key(row)
         if key not in self.known:
-            past = {} if began is None else {"_timestamp": began + (row.get("time") or 0.0)}
-            self.run.log(row | past)
+            written = {} if began is None else {"_timestamp": began + (row.get("time") or 0.0)}
+            self.run.log(row | written)
             self.step += 1
             if attempt.number != self.folder.number:
                 self.known.add(key)
@@ -126,6 +126,7 @@ class Forwarder:
         """Pass on the rows of the attempt that trains, as they come."""
         attempt = self.folder
         self.begin_attempt(attempt)
+        began = find_start_time(attempt)
         thinning = Thinning()
         number = 0
         for line in lines:
@@ -136,7 +137,7 @@ class Forwarder:
             number += 1
             row = parse_row(line)
             if row and thinning.choose(row):
-                self.forward_row(attempt, number, row)
+                self.forward_row(attempt, number, row, began)
         self.notes[attempt.number].rows = max(self.notes[attempt.number].rows, number)
         self.forward_media(Part(attempt, None, None))
 

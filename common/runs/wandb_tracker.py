@@ -145,14 +145,19 @@ def is_tracked_now(folder: Folder) -> bool:
     """Check whether a tracking process works on a run, on this machine."""
     if not (folder.path / "wandb" / "lock").exists():
         return False
-    with wandb_scratch.locked_tracking(folder, wait=False) as is_free:
+    with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
         return not is_free
+    return False  # another user's run
 
 
 def pass_on_missing(folder: Folder, mode: str) -> str:
-    """Pass on what W&B misses of a run that is over, `online` or `offline`; return why it failed, or nothing."""
+    """Pass on what W&B misses of a run that is over, `online` or `offline`; return why it failed, or nothing.
+
+    Raises UserError where the run folder cannot be written.
+    """
     newest = Folder(folder.path, max(read_notes(folder)))
-    process = start_process(newest, mode, subprocess.DEVNULL)
+    with disk_errors(newest.attempt):
+        process = start_process(newest, mode, subprocess.DEVNULL)
     try:
         status = process.wait()
     finally:
