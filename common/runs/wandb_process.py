@@ -215,6 +215,7 @@ def track_online(folder: Folder, closed: threading.Event) -> int:
             raise
         note_offline(folder, f"W&B refused the run: {summarize_error(error)}")
         return NO_HOST
+    wandb_scratch.note_client_processes(folder)
     status = {"id": run.id, "mode": "online", "reason": "", "url": run.url, "dir": str(Path(run.dir).parent)}
     write_json(folder.path / "wandb" / "status.json", status)
     forwarder = Forwarder(folder, run, Journal(folder))
@@ -236,6 +237,7 @@ def convert(folder: Folder) -> int:
     staging = wandb_scratch.name_staging_folder(folder)
     staging.mkdir()
     run = init_wandb_run(folder, "offline", staging)
+    wandb_scratch.note_client_processes(folder)
     forwarder = Forwarder(folder, run, None)
     forwarder.forward_ended_attempts()
     forwarder.finish()

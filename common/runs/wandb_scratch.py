@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.core.errors import UserError
+from common.core.processes import Process, list_children
 from common.runs.folder import Folder, read_json, write_json
 
 PREFIX = "wandb-run-"  # of temporary folders; short, because the path of a socket has at most 107 characters
@@ -57,11 +58,24 @@ def open_temporary_folder(folder: Folder) -> Path:
     return place
 
 
+def note_client_processes(folder: Folder) -> None:
+    """Note the processes of W&B's client: if this one is killed, they live for seconds and send what they have."""
+    processes = []
+    for pid in list_children():
+        with contextlib.suppress(OSError):
+            processes.append(Process.identify(pid))
+    write_json(_note_file(folder), read_json(_note_file(folder)) | {"processes": processes})
+
+
 def remove_scratch(folder: Folder) -> None:
-    """Remove the temporary folder and the unfinished offline run of a tracking process that has ended."""
-    shutil.rmtree(name_staging_folder(folder), ignore_errors=True)
+    """Remove what is left of a tracking process that has ended: processes, temporary folder, unfinished offline run."""
     note = read_json(_note_file(folder))
-    if note.get("host") != os.uname().nodename:  # another host's disk cannot be reached from here
+    is_here = note.get("host") == os.uname().nodename  # another host's processes and disk cannot be reached
+    if is_here:
+        for pid, start in note.get("processes", []):
+            Process(pid, start).kill()
+    shutil.rmtree(name_staging_folder(folder), ignore_errors=True)
+    if not is_here:
         return
     place = Path(str(note.get("path")))
     if place.name.startswith(PREFIX) and not place.is_symlink():

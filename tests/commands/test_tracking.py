@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from common.core import config
+from common.core.processes import Process
 from common.measure import media
 from common.runs import wandb_rows
 from common.runs.folder import Folder, read_json, write_json
@@ -325,15 +326,17 @@ def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, and not as one that had too little time; nothing temporary stays."""
+    """At once, and not as one that had too little time; no process and nothing temporary stays."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
     tracker, folder = start_offline(tmp_path)
     note = folder.path / "wandb" / "temporary.json"
     places: list[Path] = []
+    clients: list[Process] = []
 
     def kill() -> None:
-        wait_until(lambda: read_json(note).get("path"), "it has a temporary folder")
+        wait_until(lambda: read_json(note).get("processes"), "W&B's client runs")
         places.append(Path(read_json(note)["path"]))
+        clients.extend(Process(pid, start) for pid, start in read_json(note)["processes"])
         assert tracker.process is not None
         tracker.process.kill()
 
@@ -345,6 +348,7 @@ def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: py
     assert "; not complete: the tracking process was killed by SIGKILL, see " in said and "60 s" not in said
     assert time.monotonic() - start < BOUND
     assert not places[0].exists() and not note.exists()
+    assert clients and not any(process.is_alive() for process in clients)
     assert wandb_rows.find_incomplete(folder), "make sync passes it on"
 
 
