@@ -337,6 +337,7 @@ def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: py
         wait_until(lambda: read_json(note).get("processes"), "W&B's client runs")
         places.append(Path(read_json(note)["path"]))
         clients.extend(Process(pid, start) for pid, start in read_json(note)["processes"])
+        os.kill(clients[0].pid, signal.SIGSTOP)  # else it might end by itself meanwhile
         assert tracker.process is not None
         tracker.process.kill()
 
