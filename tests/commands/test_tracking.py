@@ -300,9 +300,11 @@ def test_a_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, di
     assert exit_code(found) == process.returncode
 
 
-def start_offline(place: Path) -> tuple[Tracker, Folder]:
+def start_offline(place: Path, steps: int = 10) -> tuple[Tracker, Folder]:
     """The tracking of a finished run, offline."""
-    made = Made("mnist_pipeline", steps=10, settings={"wandb.mode": "offline"}).write(place / "runs")
+    made = Made("mnist_pipeline", steps=steps, step_seconds=0.2, settings={"wandb.mode": "offline"}).write(
+        place / "runs"
+    )
     folder = made.attempts()[0]
     (folder.attempt / "logs").mkdir(exist_ok=True)
     settings = Config()
@@ -328,13 +330,13 @@ def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.
 def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not as one that had too little time; no process and nothing temporary stays."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    tracker, folder = start_offline(tmp_path)
+    tracker, folder = start_offline(tmp_path, steps=5000)  # which take W&B a moment
     note = folder.path / "wandb" / "temporary.json"
     places: list[Path] = []
     clients: list[Process] = []
 
     def kill() -> None:
-        wait_until(lambda: read_json(note).get("processes"), "W&B's client runs")
+        wait_until(lambda: read_json(note).get("processes"), "W&B's client runs", pause=0.01)
         places.append(Path(read_json(note)["path"]))
         clients.extend(Process(pid, start) for pid, start in read_json(note)["processes"])
         os.kill(clients[0].pid, signal.SIGSTOP)  # else it might end by itself meanwhile
