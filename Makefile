@@ -58,7 +58,7 @@ status:  ## how runs are doing: the newest 20, or ALL=1, or RUN=<id> [WAIT=secon
 logs:  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
 cancel:  ## end a run: RUN=<id>
 compare:  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
-sync:  ## send to W&B what runs without a network left, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
+sync:  ## send to W&B what it misses of runs that are over, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
 dashboard:  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
 leet:  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
 prune-runs:  ## show what runs that are over can do without; DELETE=1 deletes it [RUNS= NAME= LAST= WHERE= DRY_RUN=1]

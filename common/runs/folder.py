@@ -8,14 +8,14 @@ runs/<name>-<time>-<4 hex>/
     attempt.json       the attempt and step that it resumes; parent null for a new run
     changed.json       where it has other settings than config.yaml: then and now
     result.json        state and numbers at its end, once a later attempt has begun
-    passed_on.json     the number of its rows that W&B has
+    passed_on.json     what W&B has of it: lines of metrics.jsonl and media.jsonl
     world.json         ranks, hosts, device, backend
     logs/rank-0.log    one file per rank
     heartbeat-0.json   one file per rank: step, time, the seconds of its steps until backward begins, and its samples
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
   .private*/           the key of launch.tls=true while ranks connect; that of local runs lies in the attempt
-  wandb/               the W&B directory
+  wandb/               the W&B directory; of an online run journal.jsonl: W&B's step numbers and the rows behind them
   result.json          final numbers and the reason for the end
 """
 
@@ -30,6 +30,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,21 @@ def is_row(value: Any) -> bool:
         and type(value.get("global_step")) is int
         and NUMBERS.issuperset(map(type, value.values()))
     )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What counts of an attempt."""
+
+    attempt: Folder
+    last_step: int | None
+    """Step at which a later attempt resumed it; None where all of it counts."""
+    rows: int | None
+    """Lines of its metrics that a later attempt took over; None for all."""
+
+    def counts(self, step: int) -> bool:
+        """Check whether what was logged for a step counts."""
+        return self.last_step is None or step <= self.last_step
 
 
 class Folder:
@@ -259,12 +275,19 @@ class Folder:
 
     def read_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `metrics` one by one, so that a long run need not fit into memory."""
+        for part in self.list_parts():
+            rows = itertools.islice(part.attempt.parse_own_rows(), part.rows)
+            yield from (row for row in rows if row and part.counts(row["global_step"]))
+
+    def list_parts(self) -> list[Part]:
+        """Return what counts of each attempt that counts, oldest first."""
         chain = self.trace_attempts()
-        for i, (attempt, bound) in reversed(list(enumerate(chain))):
+        parts = []
+        for i, (attempt, last_step) in enumerate(chain):
             # an evaluation after the last step that counts is repeated, so steps alone do not decide
-            count = read_json(chain[i - 1][0].attempt / "attempt.json").get("rows") if i else None
-            rows = itertools.islice(attempt.parse_own_rows(), count if isinstance(count, int) and count >= 0 else None)
-            yield from (row for row in rows if row and (bound is None or row["global_step"] <= bound))
+            rows = read_json(chain[i - 1][0].attempt / "attempt.json").get("rows") if i else None
+            parts.append(Part(attempt, last_step, rows if isinstance(rows, int) and rows >= 0 else None))
+        return parts[::-1]
 
     def read_own_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the complete rows of this attempt only."""

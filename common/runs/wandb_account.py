@@ -6,12 +6,17 @@ Both are found out before wandb.init, because a failing online init takes a minu
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 from common.core import network
 from common.core.errors import UserError, summarize_error
+from common.core.text import read_or_empty
 from configs.shared import Experiment
 
 MODES = ("auto", "online", "offline", "disabled")
+NO_ACCOUNT = "no W&B account is configured"
+HOSTS = ("wandb.ai", "coreweave.com")  # of accounts without a host of their own
 REACH = 3.0  # seconds for the W&B host to answer
 
 
@@ -22,6 +27,27 @@ def read_requested_mode(cfg: Experiment) -> str:
     if mode not in MODES:
         raise UserError(f"WANDB_MODE={mode} is unknown; use {', '.join(MODES)}, or unset it")
     return mode
+
+
+def find_missing_account() -> str:
+    """Return why W&B can have no account here, or nothing. Does not import wandb, which would slow a run that trains.
+
+    It looks where wandb looks. An account that it finds may still be of no use.
+    """
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return ""
+    configured = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    local = Path(os.environ.get("WANDB_DIR") or ".") / "wandb"
+    settings = [read_or_empty(str(place.expanduser() / "settings")) for place in (Path(configured), local)]
+    if any("api_key" in text for text in settings):
+        return ""
+    hosts = [*HOSTS, *re.findall(r"https?://([^/\s]+)", " ".join([*settings, os.environ.get("WANDB_BASE_URL", "")]))]
+    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for name in names:
+        text = read_or_empty(str(Path(name).expanduser()))
+        if any(host in text for host in hosts) or "default" in text.split():
+            return ""
+    return NO_ACCOUNT
 
 
 def choose_mode(asked: str) -> tuple[str, str]:
@@ -35,7 +61,7 @@ def choose_mode(asked: str) -> tuple[str, str]:
         if settings.mode != "online":
             return "offline", f"`wandb {settings.mode}` was set on this machine"
         if not wandb.login(prompt=False, verify=False):
-            return "offline", "no W&B account is configured"
+            return "offline", NO_ACCOUNT
         silent = network.find_url_problem(settings.base_url, REACH)
         if silent:
             return "offline", f"{settings.base_url} does not answer: {silent}"

@@ -26,8 +26,8 @@ def load_run_config(folder: Folder) -> Experiment:
     return config.build_config(config.import_schema(folder.experiment), layers)
 
 
-def init_wandb_run(folder: Folder, mode: str) -> Any:
-    """Call wandb.init with the run's own id, name, configuration and tags."""
+def init_wandb_run(folder: Folder, mode: str, place: Path) -> Any:
+    """Call wandb.init with the run's own id, name, configuration and tags; its files go below `place`."""
     import wandb
 
     cfg, name = load_run_config(folder), folder.experiment
@@ -45,7 +45,7 @@ def init_wandb_run(folder: Folder, mode: str) -> Any:
         name=folder.path.name,
         id=own,
         resume="allow",
-        dir=str(folder.path),
+        dir=str(place),
         mode=mode,  # type: ignore[arg-type]
         tags=[name, *data, f"world_size:{cfg.processes}", *cfg.wandb.tags],
         config=dataclasses.asdict(cfg) | facts,
@@ -79,27 +79,30 @@ def log_model_artifact(run: Any, folder: Folder) -> None:
     run.log_artifact(artifact)
 
 
-class MediaForwarder:
-    """Images and histograms of an attempt on their way to W&B, as media.jsonl lists them."""
+class MediaReader:
+    """Images and histograms of an attempt, as media.jsonl lists them."""
 
-    def __init__(self, folder: Folder) -> None:
-        self.folder, self.position = folder, 0
+    def __init__(self, attempt: Folder, lines: int) -> None:
+        """Leave out the first `lines` lines."""
+        self.attempt, self.lines = attempt, lines
 
-    def forward(self, run: Any) -> None:
-        """Log the new ones to W&B. A line that is cut off comes with the next call, a damaged one is left out."""
-        text = read_or_empty(str(self.folder.attempt / "media.jsonl"))
-        complete = text[self.position : text.rfind("\n") + 1]
-        self.position += len(complete)
-        for line in complete.splitlines():
+    def read(self) -> list[dict[str, Any]]:
+        """Return new ones as rows for W&B. A line that is cut off comes with the next call, a damaged one never."""
+        text = read_or_empty(str(self.attempt.attempt / "media.jsonl"))
+        complete = text[: text.rfind("\n") + 1].splitlines()
+        rows = []
+        for line in complete[self.lines :]:
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 item = json.loads(line)
-                run.log({str(item["name"]): self.make_wandb_object(item), "global_step": item["global_step"]})
+                rows.append({str(item["name"]): self.make_wandb_object(item), "global_step": int(item["global_step"])})
+        self.lines = max(self.lines, len(complete))
+        return rows
 
     def make_wandb_object(self, item: dict[str, Any]) -> Any:
         """Return the W&B object of a line of media.jsonl."""
         import wandb
 
-        file = self.folder.attempt / "media" / Path(item["file"]).name
+        file = self.attempt.attempt / "media" / Path(item["file"]).name
         if item["kind"] == "image":
             return wandb.Image(str(file))
         content = json.loads(file.read_text())

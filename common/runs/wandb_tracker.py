@@ -1,47 +1,37 @@
-"""Tracking by Weights & Biases: a process of its own follows metrics.jsonl and forwards its rows.
+"""Tracking by Weights & Biases, for the owner of a run: when W&B's processes start and end. Imports no torch.
 
-    python -m common.runs.wandb_tracker RUN_FOLDER ATTEMPT MODE REASON    (started by the run; ends when stdin closes)
-
-Training never waits for W&B and cannot fail with it, and a rank that is killed takes no record along: this process
-outlives it, forwards the rows that are in the file, and closes the W&B run as failed. Account and host are checked
-before wandb.init, because a failing online init takes a minute and a half. Imports no torch.
+Training never waits for W&B and cannot fail with it. Where W&B is online, a process of its own follows metrics.jsonl
+while the run trains. Offline nothing of W&B runs until training is over; a process then converts metrics.jsonl. What
+W&B misses because a process was killed is passed on by the next attempt or by `make sync`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-from common.core.errors import UserError, summarize_error
-from common.core.processes import adopt_orphans, kill_children
-from common.runs.folder import Folder, read_json, write_json
-from common.runs.result import parse_result
-from common.runs.wandb_account import choose_mode, read_requested_mode
-from common.runs.wandb_run import MediaForwarder, init_wandb_run, load_run_config, log_model_artifact
+from common.core.errors import UserError
+from common.runs import wandb_scratch
+from common.runs.folder import Folder, disk_errors, read_json, write_json
+from common.runs.wandb_account import find_missing_account, read_requested_mode
+from common.runs.wandb_process import NO_HOST, SERVICE, TIMED_OUT
+from common.runs.wandb_rows import Note, read_note, read_notes, write_note
 from configs.shared import Experiment
 
-FORWARDED = "passed_on.json"  # in an attempt's folder: the number of its rows that W&B has
-SERVICE = "WANDB_SERVICE"  # names the helper process of an earlier wandb
-POLL = 0.3  # seconds between two reads of the metrics file
-LATE = 3  # exit status of a tracking process that ends itself because its time is over
+MODULE = "common.runs.wandb_process"
 
 
 class Tracker:
-    """Handle of the tracking process for its owner."""
+    """Handle of a run's tracking for its owner."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Folder) -> None:
-        self.process, self.folder = process, folder
+    def __init__(self, folder: Folder, process: subprocess.Popen[bytes] | None) -> None:
+        """`process` follows the run; None offline."""
+        self.folder, self.process = folder, process
 
     @classmethod
     def start(cls, cfg: Experiment, folder: Folder) -> Tracker | None:
@@ -49,186 +39,133 @@ class Tracker:
         mode = read_requested_mode(cfg)
         if mode == "disabled":
             return None
-        # observability is W&B's own telemetry: ten seconds at the end where the host does not answer
-        environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
-        for name in ("WANDB_MODE", SERVICE):
-            environ.pop(name, None)
+        reason = "" if mode == "offline" else find_missing_account()
         try:
-            (folder.path / "wandb").mkdir(exist_ok=True)
-            with open(folder.attempt / "logs" / "tracker.log", "wb") as log:
-                process = subprocess.Popen(
-                    build_command(folder, mode),
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env=environ,
-                    start_new_session=True,  # Ctrl-C is not for it, and its group can be ended as one
-                )
-        except OSError as error:
+            with disk_errors(folder.path / "wandb"):
+                (folder.path / "wandb").mkdir(exist_ok=True)
+            if read_note(folder) is None:
+                write_note(folder, Note())
+            if mode != "offline" and not reason:
+                return cls(folder, start_process(folder, "online", subprocess.PIPE))
+            earlier = read_json(folder.path / "wandb" / "status.json")
+            write_json(folder.path / "wandb" / "status.json", earlier | {"mode": "offline", "reason": reason})
+        except (OSError, UserError) as error:
             print(f"W&B: nothing is tracked: {error}", flush=True)
             return None
-        return cls(process, folder)
+        return cls(folder, None)
 
     def finish(self, timeout: float) -> str:
-        """Let it forward the rest, for at most `timeout` seconds; return one line that names the W&B run."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        log = self.folder.attempt / "logs" / "tracker.log"
+        """Let W&B get the rest, for at most `timeout` seconds; return one line that names the W&B run."""
+        deadline = time.monotonic() + timeout
+        problem = ""
+        status = NO_HOST
         try:
-            problem = describe_tracker_end(self.process.wait(timeout + 1), timeout)  # it ends itself after `timeout`
-        except subprocess.TimeoutExpired:
-            problem = describe_tracker_end(LATE, timeout)
+            if self.process is not None:
+                assert self.process.stdin is not None
+                self.process.stdin.close()
+                status = wait_for_process(self.process, deadline)
+            if status == NO_HOST:
+                self.process = start_process(self.folder, "offline", subprocess.DEVNULL)
+                status = wait_for_process(self.process, deadline)
+            problem = describe_process_end(status, timeout)
         except KeyboardInterrupt:
             problem = "not complete: stopped by Ctrl-C"
+        except OSError as error:
+            problem = f"not complete: {error}"
         self.kill()
+        return self.describe(problem)
+
+    def kill(self) -> None:
+        """End the tracking process at once, if there is one, and remove its temporary files."""
+        if self.process is not None:
+            end_process(self.process)
+        remove_leftovers(self.folder)
+
+    def describe(self, problem: str) -> str:
+        """Return one line that names the W&B run and says what is missing in it."""
+        log = self.folder.attempt / "logs" / "tracker.log"
         status = read_json(self.folder.path / "wandb" / "status.json")
         if not status:
             return f"W&B: nothing was tracked; see {log}"
-        reason = f" ({status['reason']})" if status.get("reason") else ""
-        rest = f"; {problem}, see {log}" if problem else ""
-        if status["mode"] == "online":
-            return f"W&B: {status['url']}{rest}"
         words = shlex.quote(shlex.quote(self.folder.reference))  # RUNS is split into words
-        return f"W&B: offline{reason}; send it with: make sync RUNS={words}{rest}"
+        sync = f"make sync RUNS={words}"
+        missing = f"; {problem}, see {log}" if problem else ""
+        if status["mode"] == "online":
+            return f"W&B: {status['url']}" + (f"{missing}; send the rest with: {sync}" if problem else "")
+        reason = f" ({status['reason']})" if status.get("reason") else ""
+        return f"W&B: offline{reason}; send it with: {sync}{missing}"
 
-    def kill(self) -> None:
-        """End it at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+
+def start_process(folder: Folder, mode: str, stdin: int) -> subprocess.Popen[bytes]:
+    """Start the tracking process of an attempt. Raises OSError."""
+    # observability is W&B's own telemetry: ten seconds at the end where the host does not answer
+    environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
+    for name in ("WANDB_MODE", SERVICE):
+        environ.pop(name, None)
+    command = [sys.executable, "-m", MODULE, str(folder.path), str(folder.number), mode]
+    with open(folder.attempt / "logs" / "tracker.log", "ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=log,
+            stderr=log,
+            env=environ,
+            start_new_session=True,  # Ctrl-C is not for it, and its group can be ended as one
+        )
 
 
-def describe_tracker_end(status: int, timeout: float) -> str:
-    """Describe why a tracking process with this exit status has not forwarded everything; empty where it has."""
-    if status == LATE:
+def wait_for_process(process: subprocess.Popen[bytes], deadline: float) -> int:
+    """Return the exit status of a tracking process; TIMED_OUT where it takes a second more than it is allowed."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()) + 1)
+    except subprocess.TimeoutExpired:
+        return TIMED_OUT
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Kill a tracking process and its children as far as they are left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def remove_leftovers(folder: Folder) -> None:
+    """Remove temporary files of a tracking process that was killed, unless another one works on the run."""
+    with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
+        if is_free:
+            wandb_scratch.remove_scratch(folder)
+
+
+def describe_process_end(status: int, timeout: float) -> str:
+    """Describe why a tracking process with this exit status has not passed on everything; empty where it has."""
+    if status == TIMED_OUT:
         return f"not complete after {timeout:g} s"
     if status < 0:
         return f"not complete: the tracking process was killed by {signal.Signals(-status).name}"
     return f"not complete: the tracking process failed with exit status {status}" if status else ""
 
 
-def build_command(folder: Folder, mode: str, reason: str = "") -> list[str]:
-    """Return the command of the tracking process."""
-    return [sys.executable, "-m", "common.runs.wandb_tracker", str(folder.path), str(folder.number), mode, reason]
+def is_tracked_now(folder: Folder) -> bool:
+    """Check whether a tracking process works on a run, on this machine."""
+    if not (folder.path / "wandb" / "lock").exists():
+        return False
+    with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
+        return not is_free
+    return False  # another user's run
 
 
-def wait_for_owner_exit(folder: Folder, closed: threading.Event, seconds: float) -> None:
-    """Set `closed` when stdin closes, however the owner ended, and end this process `seconds` later in any case."""
-    sys.stdin.read()
-    if not folder.result:  # the owner was killed: its ranks end a moment after it, and may still write
-        time.sleep(POLL)
-    closed.set()
-    time.sleep(seconds)
-    kill_children()
-    os._exit(LATE)
+def pass_on_missing(folder: Folder, mode: str) -> str:
+    """Pass on what W&B misses of a run that is over, `online` or `offline`; return why it failed, or nothing.
 
-
-def follow_rows(path: Path, closed: threading.Event) -> Iterator[dict[str, Any] | None]:
-    """Yield the rows of a growing file, and None whenever there is no more for now, until `closed` and the last row."""
-    position, rest = 0, ""
-    while True:
-        last = closed.wait(POLL)
-        if path.exists():
-            with open(path) as file:
-                file.seek(position)
-                rest += file.read()
-                position = file.tell()
-        *lines, rest = rest.split("\n")
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:  # cut off by a full disk
-                continue
-            yield row
-        if last:
-            return
-        yield None
-
-
-def main(path: str, attempt: str, mode: str, reason: str) -> None:
-    """Forward the rows of an attempt to W&B until stdin closes, then its model and result."""
-    for number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job; this one ends with stdin
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(10)  # training goes first
-    adopt_orphans()  # W&B's helpers leave processes behind
-    folder = Folder(Path(path), int(attempt))
-    closed = threading.Event()
-    threading.Thread(
-        target=wait_for_owner_exit, args=(folder, closed, load_run_config(folder).wandb.finish_timeout), daemon=True
-    ).start()
-    run: Any = None
-    forwarded = read_forwarded_rows(folder)
-    media = MediaForwarder(folder)
-    count = recorded = 0
-    for row in follow_rows(folder.metrics_file, closed):
-        if row is None:
-            if run is not None:
-                media.forward(run)
-            if count > recorded:
-                record_forwarded_count(folder, count)
-                recorded = count
-            continue
-        if run is None:  # only now, so that the import does not compete with the first step
-            run = connect_wandb(folder, mode, reason)
-        if make_row_key(row) not in forwarded:  # else a step that was done again, to the bit
-            run.log(row)
-        count += 1
-    if run is None:
-        run = connect_wandb(folder, mode, reason)
-    record_forwarded_count(folder, count)
-    media.forward(run)
-    result = folder.result
-    log_model_artifact(run, folder)
-    run.summary.update(parse_result(result).list_columns() | {"restarts": len(folder.attempts()) - 1})
-    run.finish(exit_code=int(result.get("exit_status", 1)))
-    shut_down_wandb()
-
-
-def make_row_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the values of a row but for its time: a step that is done again with other settings has others."""
-    return tuple(sorted((name, value) for name, value in row.items() if name != "time"))
-
-
-def record_forwarded_count(folder: Folder, rows: int) -> None:
-    """Write the number of rows that W&B has of this attempt, for later ones."""
-    with contextlib.suppress(UserError):  # a full disk: they then come twice
-        write_json(folder.attempt / FORWARDED, {"rows": rows})
-
-
-def read_forwarded_rows(folder: Folder) -> set[tuple[Any, ...]]:
-    """Return the keys of the rows of earlier attempts that W&B has."""
-    known: set[tuple[Any, ...]] = set()
-    for attempt in folder.attempts():
-        count = read_json(attempt.attempt / FORWARDED).get("rows")
-        if attempt.number < folder.number and isinstance(count, int):
-            known |= {make_row_key(row) for row in itertools.islice(attempt.read_own_rows(), count)}
-    return known
-
-
-def connect_wandb(folder: Folder, asked: str, reason: str) -> Any:
-    """Start the W&B run; after a failing online start, start it offline in a fresh process."""
-    mode, why = choose_mode(asked)
-    reason = reason or why
+    Raises UserError where the run folder cannot be written.
+    """
+    newest = Folder(folder.path, max(read_notes(folder)))
+    with disk_errors(newest.attempt):
+        process = start_process(newest, mode, subprocess.DEVNULL)
     try:
-        run = init_wandb_run(folder, mode)
-    except Exception as error:  # whatever W&B says, training is recorded offline
-        if mode == "offline":
-            raise
-        kill_children()
-        os.environ.pop(SERVICE, None)
-        os.execv(sys.executable, build_command(folder, "offline", f"W&B refused the run: {summarize_error(error)}"))
-    status = {"id": run.id, "mode": mode, "reason": reason, "url": run.url, "dir": str(Path(run.dir).parent)}
-    write_json(folder.path / "wandb" / "status.json", status)
-    return run
-
-
-def shut_down_wandb() -> None:
-    """Let W&B's helper end, and leave none of its own helpers behind."""
-    import wandb
-
-    wandb.teardown()
-    kill_children()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        status = process.wait()
+    finally:
+        end_process(process)
+        remove_leftovers(folder)
+    log = newest.attempt / "logs" / "tracker.log"
+    return f"the tracking process ended with status {status}; see {log}" if status else ""

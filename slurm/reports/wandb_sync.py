@@ -1,7 +1,8 @@
 """The verbs `sync` and `leet`: runs that were tracked offline, sent to W&B or shown in its viewer. Imports no torch.
 
-A run of several attempts without a network has a folder for each, all under one W&B id. W&B's
-client sends them in their order, asks the host how much it has of the run already, and notes beside each what was sent.
+What W&B misses of a run because a process was killed is passed on first. A run of several attempts without a network
+may have several folders, all under one W&B id. W&B's client sends them in their order, asks the host how much it has of
+the run already, and notes beside each what was sent.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from common.core.errors import UserError
-from common.runs import wandb_account
+from common.runs import wandb_account, wandb_rows, wandb_tracker
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
@@ -35,20 +36,56 @@ def is_sent(path: Path) -> bool:
     return any(path.glob("*.wandb.synced"))
 
 
+def list_unsent_folders(folder: Folder) -> list[Path]:
+    """List the W&B folders of a run's offline attempts that were not sent yet."""
+    return [path for path in list_offline_folders(folder) if not is_sent(path)]
+
+
+def describe_activity(folder: Folder) -> str:
+    """Return the state of a run that is not over, or that W&B's client still works on; else nothing."""
+    state = status.read_state(folder)[0]
+    if state not in status.OVER:
+        return state
+    return "its W&B process still runs" if wandb_tracker.is_tracked_now(folder) else ""
+
+
+def pass_on_missing(folder: Folder, *, only_offline: bool = False) -> None:
+    """Give W&B what it misses of a run: its host if the run was online, else an offline folder. Raises UserError."""
+    was_online = any(note.online for note in wandb_rows.find_incomplete(folder))
+    if was_online and only_offline:
+        return
+    problem = wandb_tracker.pass_on_missing(folder, "online" if was_online else "offline")
+    if problem:
+        raise UserError(f"W&B did not get all of {folder.path.name}: {problem}")
+
+
 def send_runs(folders: list[Folder], dry: bool) -> int:
     """Send what was not sent yet; returns the exit status. Raises UserError."""
-    waiting: list[Path] = []
+    incomplete: list[Folder] = []
+    chosen: list[Folder] = []
     for folder in folders:
-        new = [path for path in list_offline_folders(folder) if not is_sent(path)]
-        state = status.read_state(folder)[0] if new else ""
-        if new and state not in status.OVER:
-            print(f"{folder.path.name} is not over yet ({state}): left for later")
+        misses = bool(wandb_rows.find_incomplete(folder))
+        if not misses and not list_unsent_folders(folder):
             continue
-        waiting += new
-    if dry or not waiting:
-        print("\n".join(map(str, waiting)) or "nothing to send: no run was tracked offline, or all was sent")
+        reason = describe_activity(folder)
+        if reason:
+            print(f"{folder.path.name} is not over yet ({reason}): left for later")
+            continue
+        chosen.append(folder)
+        if misses:
+            incomplete.append(folder)
+    if dry or not chosen:
+        lines = [f"{folder.path}/wandb: made from metrics.jsonl first" for folder in incomplete]
+        lines += [str(path) for folder in chosen for path in list_unsent_folders(folder)]
+        print("\n".join(lines) or "nothing to send: no run was tracked offline, or all was sent")
         return 0
     wandb_account.require_account()
+    for folder in incomplete:
+        pass_on_missing(folder)
+    waiting = [path for folder in chosen for path in list_unsent_folders(folder)]
+    if not waiting:
+        print("sent what was missing of runs that were online")
+        return 0
     done = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *waiting], check=False)
     left = [path for path in waiting if not is_sent(path)]
     print(f"sent {len(waiting) - len(left)} of {len(waiting)}")
@@ -79,10 +116,14 @@ def link_tracked_attempts(folders: list[Folder], merged: Path) -> int:
 
 def open_viewer(folders: list[Folder]) -> int:
     """Open W&B's terminal viewer on the runs; returns its exit status. Raises UserError."""
+    for folder in folders:
+        if wandb_rows.find_incomplete(folder) and not describe_activity(folder):
+            pass_on_missing(folder, only_offline=True)
     with tempfile.TemporaryDirectory() as merged:
         if not link_tracked_attempts(folders, Path(merged)):
             raise UserError(
-                "none of these runs was tracked by W&B: they ran with WANDB_MODE=disabled; make compare shows them"
+                "none of these runs has a record of W&B: they ran with WANDB_MODE=disabled, or are not over yet; "
+                "make compare shows them"
             )
         return subprocess.run([WANDB, "leet", merged], check=False).returncode
 

@@ -47,10 +47,11 @@ def all_parts() -> list[Part]:
         resnet_modelparallel,
         sparse_prune,
         tools,
+        tracking,
     )
 
     modules = (mnist_pipeline, ddp_multinode, resnet_modelparallel, resnet_dataparallel, amp_accum, sparse_prune)
-    others = (collectives, param_server, local_sgd, crossover, optimizers, checkpoint, tools)
+    others = (collectives, param_server, local_sgd, crossover, optimizers, checkpoint, tracking, tools)
     parts = [part for module in (*modules, *others) for part in module.PARTS]
     known = {part.name.partition("/")[0] for part in parts}
     return parts + [ranks.make_part(name) for name in config.list_experiments() if name not in known]

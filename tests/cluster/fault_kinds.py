@@ -265,7 +265,7 @@ def fill_disk(running: Running, chance: random.Random) -> None:
     """Training goes on slowly, so that checkpoints fall due meanwhile, and no step is lost."""
     lab, attempt = running.lab, running.newest()
     lab.limit_cables(SLOW)
-    wait_for_wandb(running)
+    until("the run trains", lambda: last_step(attempt))
     zeros = lab.disk / "zeros"
     lab.resize_disk(shutil.disk_usage(lab.disk).used + (1 << 20))
     with contextlib.suppress(OSError), open(zeros, "wb", buffering=0) as file:
@@ -288,9 +288,13 @@ def follow_offline(lab: Lab) -> dict[str, str]:
     return {"WANDB_MODE": "offline"}
 
 
+RECORD = "sent-to-wandb"
+
+
 def start_wandb(lab: Lab) -> dict[str, str]:
-    """A W&B host in the cluster's network, and what makes a run use it."""
-    argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER]
+    """A W&B host in the cluster's network that records what it is sent, and what makes a run use it."""
+    (lab.base / RECORD).unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER, str(lab.base / RECORD)]
     command = lab.cluster.build_command(argv, cwd=ROOT)
     lab.wandb = subprocess.Popen(command, env=lab.env, stdout=subprocess.PIPE, text=True)
     assert lab.wandb.stdout

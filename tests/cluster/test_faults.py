@@ -14,13 +14,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.cluster import fault_tables, faults
+from tests.cluster import fault_kinds, fault_tables, faults
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.lab import Lab, Running
+from tests.harness import wandb_host
 from tests.harness.site import until
+from tests.harness.tracked_runs import chosen_rows
 from tests.harness.warm import ROOT
 
 pytestmark = pytest.mark.timeout(500)
@@ -105,6 +108,28 @@ def stays_ended(running: Running, state: str) -> None:
     starts = len(running.folder.attempts())
     time.sleep(3)
     assert running.state() == state and len(running.folder.attempts()) == starts
+
+
+def test_wandb_gets_each_row_once_of_an_online_run_that_is_cancelled(small: Lab) -> None:
+    """SLURM's SIGTERM ends W&B's client; the tracking process starts it again, and make sync sends the rest."""
+    environ: dict[str, Any] = fault_kinds.start_wandb(small)
+    running = small.submit("mnist_pipeline", *SMALL, **environ)
+    sent = small.base / fault_kinds.RECORD
+    until("W&B has rows", lambda: wandb_host.read_history(sent), 90)
+    small.command("cancel", f"--runs={running.folder.path.parent}", running.folder.path.name)
+    until("the job has ended", lambda: running.state() not in ("RUNNING", "COMPLETING"), 60)
+    argv = [sys.executable, "-m", "slurm", "sync", f"--runs={running.folder.path.parent}"]
+    command = small.cluster.build_command(argv, cwd=ROOT)
+    env = small.env | environ | {"WANDB_ERROR_REPORTING": "false"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert small.wandb
+    small.wandb.kill()
+    small.wandb.wait()
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in running.folder.path.glob("attempts/*/logs/tracker.log"):
+        print(path.read_text())  # whether the client was ended, and made up for in time
+    steps = [row["global_step"] for _, row in wandb_host.read_history(sent)]
+    assert steps == [row["global_step"] for row in chosen_rows(running.folder)]
 
 
 def test_a_cancelled_run_is_not_started_again(small: Lab) -> None:

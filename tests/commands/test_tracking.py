@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import torch
 import yaml
 
 from common.core import config
+from common.core.processes import Process
 from common.measure import media
-from common.runs import wandb_tracker
+from common.runs import wandb_rows
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.wandb_tracker import Tracker
 from configs.mnist_pipeline import Config
@@ -27,7 +29,19 @@ from tests.harness import warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import Done, command, environment, run, values_of, wait_until
 from tests.harness.shared import make_once
-from tests.harness.tracked_runs import SECRET, exit_code, history, inspect, kill_rank, of_type, records, status, track
+from tests.harness.tracked_runs import (
+    SECRET,
+    chosen_rows,
+    exit_code,
+    history,
+    inspect,
+    kill_rank,
+    of_type,
+    offline_history,
+    records,
+    status,
+    track,
+)
 
 LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
 BOUND = 15.0  # seconds; the ends under test take up to 4, without their bounds 20 and more
@@ -50,6 +64,8 @@ class Offline:
     done: Done
     seen: bytes
     """Argument lists of all processes while it ran."""
+    seen_in_training: bytes
+    """Those before it had a result."""
     records: list[dict[str, Any]]
     """What W&B wrote."""
 
@@ -65,11 +81,15 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
         )
         env = environment(WANDB_MODE="offline", WANDB_API_KEY=SECRET, HOME=str(place / "run" / "home"))
         env[warm.REAL] = "the tracker's command line is looked at"
-        process, seen = warm.Command(full, env=env), b""
+        process = warm.Command(full, env=env)
+        seen: dict[str, bytes] = {"training": b"", "later": b""}
         while process.poll() is None:
-            seen += arguments()
+            found = arguments()
+            is_over = any((place / "run").glob("my runs/*/result.json"))
+            seen["later" if is_over else "training"] += found
             time.sleep(0.05)
-        (place / "seen").write_bytes(seen)
+        for name, text in seen.items():
+            (place / name).write_bytes(text)
         said = {"status": process.returncode, "out": process.out + process.err}
         write_json(place / "done.json", said)
         assert process.returncode == 0, said
@@ -79,7 +99,8 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
     place = make_once(tmp_path_factory, "offline", make)
     said = read_json(place / "done.json")
     done = Done(said["status"], said["out"], "", place / "run" / "my runs")
-    return Offline(done, (place / "seen").read_bytes(), read_json(place / "records.json")["records"])
+    training, later = ((place / name).read_bytes() for name in ("training", "later"))
+    return Offline(done, training + later, training, read_json(place / "records.json")["records"])
 
 
 def test_offline_run_says_how_to_upload(offline: Offline) -> None:
@@ -91,10 +112,21 @@ def test_offline_run_says_how_to_upload(offline: Offline) -> None:
     assert Path(place["dir"]).is_relative_to(offline.done.folder.path / "wandb")
 
 
-def test_every_row_of_metrics_is_in_the_history(offline: Offline) -> None:
+def test_rows_of_metrics_are_in_the_history(offline: Offline) -> None:
     rows = offline.done.folder.metrics()
-    assert len(rows) > 30
-    assert history(offline.records) == rows
+    assert len(rows) > 30, "metrics.jsonl has every step"
+    assert history(offline.records) == chosen_rows(offline.done.folder)
+    evaluations = [row for row in rows if "test_loss" in row]
+    assert [row for row in history(offline.records) if "test_loss" in row] == evaluations
+
+
+def test_nothing_of_wandb_runs_while_an_offline_run_trains(offline: Offline) -> None:
+    def mentions(text: bytes) -> list[bytes]:
+        words = (line for line in text.split(b"\n") if str(offline.done.runs).encode() in line)
+        return [line for line in words if b"wandb_process" in line]
+
+    assert offline.seen_in_training
+    assert mentions(offline.seen) and not mentions(offline.seen_in_training)
 
 
 def test_steps_are_the_axis_of_every_metric(offline: Offline) -> None:
@@ -136,14 +168,22 @@ def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
     first = status(offline.done.folder)["id"]
     folder, _ = track(offline.done.folder, tmp_path, own=first)
     assert status(folder)["id"] == first
-    assert history(records(folder)) == folder.metrics()
+    assert history(records(folder)) == chosen_rows(folder)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Folder:
+    """A finished run that W&B is to get every row of."""
+    settings = {"wandb.tags": "[mine]"}
+    return Made("mnist_pipeline", steps=30, step_seconds=0.2, settings=settings).write(tmp_path / "slow")
 
 
 def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and_media(
-    offline: Offline, tmp_path: Path
+    slow: Folder, tmp_path: Path
 ) -> None:
-    source = copy_with_two_starts(offline.done.folder, tmp_path / "source")
-    second = source.attempts()[1]
+    source = copy_with_two_starts(slow, tmp_path / "source")
+    first, second = source.attempts()
+    wandb_rows.write_note(first, wandb_rows.Note(25 + 4, complete=True))
     changed = {"wandb.tags": [["mine"], ["mine", "longer"]], "wandb.group": ["", "pair"], "optim.lr": ["0.02", "0.01"]}
     changed |= {"data.name": ["digits", f"/far/away/{'x' * 80}.py:load"]}
     write_json(second.attempt / "changed.json", changed | {"wandb.model": ["true", "false"]})
@@ -153,7 +193,7 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
         file.write('{"damaged\n{"cut o')
     redone = list(source.attempts()[1].read_own_rows())
     assert [row["global_step"] for row in redone[:2]] == [21, 22], "the first start had got to step 25"
-    folder, _ = track(source, tmp_path / "place", number=2)
+    folder, _ = track(source, tmp_path / "place", number=2, keep=True)
     found = records(folder)
     (started,) = of_type(found, "run")
     assert started["run_group"] == "pair" and {"mine", "longer"} <= set(started["tags"])
@@ -170,22 +210,45 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
     assert kinds == {"digit._type": 27, "weights._type": 29}
 
 
+def test_what_wandb_misses_of_a_killed_attempt_comes_with_the_next(slow: Folder, tmp_path: Path) -> None:
+    """The first was killed with its host: it has rows up to step 25, and the second resumed it at 20."""
+    source = copy_with_two_starts(slow, tmp_path / "source")
+    wandb_rows.write_note(source.attempts()[0], wandb_rows.Note())
+    folder, _ = track(source, tmp_path / "place", number=2)
+    assert offline_history(folder) == chosen_rows(folder)
+    steps = [row["global_step"] for row in offline_history(folder) if "loss" in row]
+    assert steps == list(range(1, 31)), "each step once"
+    assert not wandb_rows.find_incomplete(folder)
+    *_, early, _, _, late = (record["item"] for record in of_type(records(folder), "history"))
+    duration = late["_timestamp"] - early["_timestamp"]
+    assert duration == pytest.approx(late["time"] - early["time"], abs=1e-3), "rows have the time of training"
+
+
+def test_a_conversion_that_is_killed_leaves_no_rows(slow: Folder, tmp_path: Path) -> None:
+    """Killed before it counted, or after that and before the notes were written."""
+    folder, _ = track(slow, tmp_path / "place")
+    (attempt,) = folder.attempts()
+    (made,) = folder.path.glob("wandb/offline-run-*")
+    wandb_rows.write_note(attempt, wandb_rows.Note())
+    wandb_rows.adopt_offline_folders(folder)
+    assert not wandb_rows.find_incomplete(folder), "the folder was in its place already"
+
+    unfinished = folder.path / "wandb" / "unfinished" / "wandb"
+    unfinished.mkdir(parents=True)
+    made.rename(unfinished / made.name)
+    wandb_rows.write_note(attempt, wandb_rows.Note())
+    temporary = tmp_path / "wandb-run-0"
+    temporary.mkdir()
+    note = {"path": str(temporary), "host": os.uname().nodename}
+    write_json(folder.path / "wandb" / "temporary.json", note)
+    again, _ = track(folder, tmp_path / "again", number=1, keep=True)
+    assert offline_history(again) == chosen_rows(again)
+    assert not temporary.exists() and not (again.path / "wandb" / "unfinished").exists()
+
+
 def test_a_run_that_left_no_result_ends_as_failed(tmp_path: Path) -> None:
     folder, _ = track(Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "source"), tmp_path / "place")
     assert exit_code(records(folder)) == 1
-
-
-def test_only_rows_that_were_passed_on_are_known(offline: Offline, tmp_path: Path) -> None:
-    """The tracking process of an earlier start may have been killed with its host, or switched off."""
-    folder = copy_with_two_starts(offline.done.folder, tmp_path)
-    note = folder.attempts()[0].attempt / wandb_tracker.FORWARDED
-    second = folder.attempts()[1]
-    assert len(wandb_tracker.read_forwarded_rows(second)) == 25
-    write_json(note, {"rows": 22})
-    assert len(wandb_tracker.read_forwarded_rows(second)) == 22
-    note.unlink()
-    write_json(second.attempt / wandb_tracker.FORWARDED, {"rows": 3})
-    assert not wandb_tracker.read_forwarded_rows(second), "its own rows are still to come"
 
 
 def copy_with_two_starts(whole: Folder, place: Path) -> Folder:
@@ -194,9 +257,10 @@ def copy_with_two_starts(whole: Folder, place: Path) -> Folder:
     shutil.copytree(whole.path, folder.path, ignore=shutil.ignore_patterns("wandb", "code"))
     first, second = folder.attempts()[0], folder.claim_attempt()
     lines = first.metrics_file.read_text().splitlines(keepends=True)
-    first.metrics_file.write_text("".join(lines[:25]))
-    second.metrics_file.write_text("".join(lines[20:]))
-    second.write_parent(1, 20, 20)
+    steps = [json.loads(line)["global_step"] for line in lines]
+    first.metrics_file.write_text("".join(line for line, step in zip(lines, steps, strict=True) if step <= 25))
+    second.metrics_file.write_text("".join(line for line, step in zip(lines, steps, strict=True) if step > 20))
+    second.write_parent(1, 20, sum(step <= 20 for step in steps))
     return folder
 
 
@@ -232,19 +296,21 @@ def test_a_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, di
     assert folder.result["state"] == "failed"
     assert len(folder.metrics()) > 1
     found = records(folder)
-    assert history(found) == folder.metrics()
+    assert history(found) == chosen_rows(folder)
     assert exit_code(found) == process.returncode
 
 
-def start_offline(place: Path) -> tuple[Tracker, Folder]:
-    """The tracking process of a finished run, once it has begun."""
-    made = Made("mnist_pipeline", steps=10, settings={"wandb.mode": "offline"}).write(place / "runs")
+def start_offline(place: Path, steps: int = 10) -> tuple[Tracker, Folder]:
+    """The tracking of a finished run, offline."""
+    made = Made("mnist_pipeline", steps=steps, step_seconds=0.2, settings={"wandb.mode": "offline"}).write(
+        place / "runs"
+    )
     folder = made.attempts()[0]
     (folder.attempt / "logs").mkdir(exist_ok=True)
     settings = Config()
     settings.wandb.mode = "offline"
     tracker = Tracker.start(settings, folder)
-    assert tracker is not None
+    assert tracker is not None and tracker.process is None
     return tracker, folder
 
 
@@ -255,20 +321,38 @@ def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     tracker, folder = start_offline(tmp_path)
-    assert tracker.finish(20).startswith("W&B: nothing was tracked; see ")
+    said = tracker.finish(20)
+    assert said.startswith("W&B: offline; send it with: make sync")
+    assert "not complete: the tracking process failed with exit status 1, see " in said
     assert "No space left" in (folder.attempt / "logs" / "tracker.log").read_text()
 
 
 def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, and not as one that had too little time."""
+    """At once, and not as one that had too little time; no process and nothing temporary stays."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    tracker, folder = start_offline(tmp_path)
-    wait_until(lambda: status(folder), "it is tracked")
-    tracker.process.kill()
+    tracker, folder = start_offline(tmp_path, steps=5000)  # which take W&B a moment
+    note = folder.path / "wandb" / "temporary.json"
+    places: list[Path] = []
+    clients: list[Process] = []
+
+    def kill() -> None:
+        wait_until(lambda: read_json(note).get("processes"), "W&B's client runs", pause=0.01)
+        places.append(Path(read_json(note)["path"]))
+        clients.extend(Process(pid, start) for pid, start in read_json(note)["processes"])
+        os.kill(clients[0].pid, signal.SIGSTOP)  # else it might end by itself meanwhile
+        assert tracker.process is not None
+        tracker.process.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
     start = time.monotonic()
     said = tracker.finish(60)
+    thread.join()
     assert "; not complete: the tracking process was killed by SIGKILL, see " in said and "60 s" not in said
     assert time.monotonic() - start < BOUND
+    assert not places[0].exists() and not note.exists()
+    assert clients and not any(process.is_alive() for process in clients)
+    assert wandb_rows.find_incomplete(folder), "make sync passes it on"
 
 
 def test_tracker_without_room_does_not_fail_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

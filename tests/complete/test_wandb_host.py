@@ -24,11 +24,22 @@ from typing import Any
 import pytest
 
 from common.runs.folder import Folder
-from tests.harness import warm
+from tests.harness import wandb_host, warm
 from tests.harness.long_runs import only_folder, train_long
 from tests.harness.made_runs import Made
 from tests.harness.processes import environment, processes_of, run, wait_until
-from tests.harness.tracked_runs import SECRET, exit_code, history, kill_rank, records, status, track
+from tests.harness.tracked_runs import (
+    SECRET,
+    chosen_rows,
+    exit_code,
+    history,
+    kill_rank,
+    offline_history,
+    records,
+    run_tracking,
+    status,
+    track,
+)
 from tests.harness.warm import ROOT
 
 BOUND = 30.0  # seconds; the waits under test take up to 4, without their bounds 20 and more
@@ -53,14 +64,11 @@ class Host:
 
     def sent(self, part: str) -> list[Any]:
         """What was sent to addresses that hold `part`."""
-        lines = self.record.read_text().splitlines() if self.record.exists() else []
-        return [one["sent"] for one in map(json.loads, lines) if part in one["path"]]
+        return wandb_host.read_sent(self.record, part)
 
     def history(self) -> list[tuple[int, dict[str, Any]]]:
         """The rows of metrics that were sent, each with the place that it was sent for."""
-        files = [sent.get("files") or {} for sent in self.sent("file_stream")]
-        parts = [each["wandb-history.jsonl"] for each in files if "wandb-history.jsonl" in each]
-        return [(p["offset"] + i, json.loads(row)) for p in parts for i, row in enumerate(p["content"])]
+        return wandb_host.read_history(self.record)
 
 
 @pytest.fixture
@@ -77,9 +85,8 @@ def call(module: str, *words: str, env: dict[str, str]) -> subprocess.CompletedP
 
 def tracked(folder: Folder, env: dict[str, str]) -> Folder:
     """Track every start of a run offline, as the run itself would have."""
-    (folder.path / "wandb").mkdir()
     for attempt in folder.attempts():
-        done = call("common.runs.wandb_tracker", str(folder.path), str(attempt.number), "offline", "", env=env)
+        done = run_tracking(attempt, "offline", env)
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -87,7 +94,9 @@ def tracked(folder: Folder, env: dict[str, str]) -> Folder:
 def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     idle = {"idle_share": [0.1, 0.3]}
-    twice = tracked(Made("mnist_pipeline", 0, 40, attempts=2, result=idle).write(runs), host.environment)
+    twice = tracked(
+        Made("mnist_pipeline", 0, 40, attempts=2, step_seconds=0.2, result=idle).write(runs), host.environment
+    )
     tracked(Made("ddp_multinode", 1, 20, state="running").write(runs), host.environment)
     only_this = f"{twice.path}/wandb/offline-run"
     words = ("sync", f"--runs-folder={runs}")
@@ -100,14 +109,12 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "sent 2 of 2" in done.stdout
     history = host.history()
-    first, redone = (list(attempt.read_own_rows()) for attempt in twice.attempts())
-    known = {(row["global_step"], "loss" in row) for row in first}
-    second = [row for row in redone if (row["global_step"], "loss" in row) not in known]
-    assert len(second) < len(redone), "some steps were done again"
+    expected = chosen_rows(twice)
+    assert len(expected) > 40
     # the second goes on where the first ended
-    assert [place for place, _ in history] == list(range(len(first) + len(second)))
+    assert [place for place, _ in history] == list(range(len(expected)))
     assert [row["_step"] for _, row in history] == list(range(len(history)))  # steps that go back would be dropped
-    assert [row["global_step"] for _, row in history] == [row["global_step"] for row in (*first, *second)]
+    assert [row["global_step"] for _, row in history] == [row["global_step"] for row in expected]
     names = {s["variables"]["name"] for s in host.sent("graphql") if "UpsertBucket" in str(s.get("operationName"))}
     assert names == {json.loads((twice.path / "wandb" / "id.json").read_text())["id"]}
     *_, last = [sent["files"] for sent in host.sent("file_stream") if "complete" in sent]
@@ -218,7 +225,7 @@ def test_host_that_refuses_the_run_leaves_an_offline_one(tmp_path: Path) -> None
     assert seconds < BOUND
     assert status(folder)["mode"] == "offline"
     assert "W&B refused the run: " in status(folder)["reason"]
-    assert history(records(folder)) == folder.metrics()
+    assert history(records(folder)) == chosen_rows(folder)
 
 
 def test_host_that_falls_silent_is_waited_for_no_longer_than_asked(tmp_path: Path) -> None:
@@ -293,21 +300,112 @@ def test_a_killed_first_stage_is_named_and_what_came_before_is_kept(tmp_path: Pa
     assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.out + process.err
     assert folder.result["state"] == "failed" and len(folder.metrics()) > 1
     found = records(folder)
-    assert history(found) == folder.metrics() and exit_code(found) == process.returncode
+    assert history(found) == chosen_rows(folder) and exit_code(found) == process.returncode
 
 
-def test_nothing_outlives_a_killed_launcher(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
-    with train_long("mnist_pipeline", *digits, *LONG, runs=tmp_path / "runs", **env) as process:
-        folder = only_folder(tmp_path / "runs")
-        wait_until(lambda: status(folder), "it is tracked")
-        assert len(processes_of(str(tmp_path))) >= 4  # launcher, two ranks, tracker
+def test_nothing_outlives_a_killed_launcher_and_sync_passes_its_rows_on(
+    host: Host, tmp_path: Path, digits: tuple[str, ...]
+) -> None:
+    env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(tmp_path / "home")}
+    runs = tmp_path / "runs"
+    with train_long("mnist_pipeline", *digits, *LONG, runs=runs, **env) as process:
+        folder = only_folder(runs)
+        wait_until(lambda: len(folder.metrics()) > 100, "it trains")
+        assert len(processes_of(str(runs))) >= 3  # launcher and two ranks
         process.kill()
-        wait_until(lambda: process.poll() is not None and not processes_of(str(tmp_path)), "all has ended", BOUND)
-    found = records(folder)
-    assert len(folder.metrics()) > 1
-    assert history(found) == folder.metrics()
-    assert exit_code(found) == 1
+        wait_until(lambda: process.poll() is not None and not processes_of(str(runs)), "all has ended", BOUND)
+    assert not list(folder.path.glob("wandb/*run-*")), "nothing of W&B has run"
+    shown = call("slurm", "sync", f"--runs={runs}", "--dry-run=1", env=host.environment)
+    assert "made from metrics.jsonl first" in shown.stdout and not host.record.exists()
+    done = call("slurm", "sync", f"--runs={runs}", env=host.environment)
+    assert done.returncode == 0 and "sent 1 of 1" in done.stdout, done.stdout + done.stderr
+    assert steps_of(host) == [row["global_step"] for row in chosen_rows(folder)]
+    assert exit_code(records(folder)) == 1
+
+
+def steps_of(host: Host) -> list[int]:
+    """The steps of all rows that the host was sent."""
+    return [row["global_step"] for _, row in host.history()]
+
+
+class Live:
+    """An attempt that is tracked online while its rows are written."""
+
+    def __init__(self, folder: Folder, host: Host, rows: list[str]) -> None:
+        self.folder, self.rows = folder, rows
+        folder.metrics_file.write_text("")
+        (folder.attempt / "logs").mkdir(exist_ok=True)
+        env = host.environment | {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}
+        del env["WANDB_MODE"]
+        argv = [sys.executable, "-m", "common.runs.wandb_process", str(folder.path), str(folder.number), "online"]
+        log = open(folder.attempt / "logs" / "tracker.log", "ab")  # noqa: SIM115 (it ends with the test)
+        self.process = subprocess.Popen(
+            argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def write(self, count: int) -> None:
+        """Write the next rows."""
+        with open(self.folder.metrics_file, "a") as file:
+            file.write("".join(self.rows[:count]))
+        del self.rows[:count]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all its descendants, as SLURM does."""
+        pids = [self.process.pid]
+        for pid in pids:
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                pids += map(int, task.read_text().split())
+        assert len(pids) > 1, "W&B's client runs"
+        for pid in pids:
+            os.kill(pid, number)
+
+    def finish(self) -> None:
+        """End as the owner of a run does."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(60) == 0, (self.folder.attempt / "logs" / "tracker.log").read_text()
+
+
+def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Path) -> None:
+    """SIGTERM, as when a job is cancelled; then SIGKILL in the next attempt; then make sync."""
+    folder = Made("mnist_pipeline", 0, 60, attempts=2, step_seconds=0.2).write(tmp_path / "runs")
+    first, second = folder.attempts()
+    rows = [attempt.metrics_file.read_text().splitlines(keepends=True) for attempt in (first, second)]
+    note = second.attempt / "attempt.json"
+    begun = note.read_text()
+    note.unlink()
+
+    live = Live(first, host, rows[0])
+    live.write(10)
+    wait_until(lambda: len(host.history()) == 10, "the first rows have come", 60)
+    live.write(5)
+    time.sleep(0.7)  # W&B's client gets them, and does not send them yet
+    live.signal(signal.SIGTERM)
+    live.write(5)
+    time.sleep(1)
+    live.write(1000)
+    live.finish()
+    assert "it is started again" in (first.attempt / "logs" / "tracker.log").read_text()
+    assert steps_of(host) == [row["global_step"] for row in first.read_own_rows()]
+
+    note.write_text(begun)
+    live = Live(second, host, rows[1])
+    live.write(10)
+    count = len(host.history())
+    wait_until(lambda: len(host.history()) > count, "some of its rows have come", 60)
+    live.write(5)
+    time.sleep(0.7)
+    live.signal(signal.SIGKILL)
+    live.process.wait()
+    live.write(1000)
+    assert steps_of(host) != [row["global_step"] for row in chosen_rows(folder)]
+    done = call("slurm", "sync", f"--runs={tmp_path / 'runs'}", env=host.environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    known = [row["global_step"] for row in first.read_own_rows()]
+    expected = [row["global_step"] for row in chosen_rows(folder)]
+    assert sorted(steps_of(host)) == sorted([*expected, *(s for s in known if s not in expected)])
+    assert [place for place, _ in host.history()] == list(range(len(host.history())))
+    assert not list(folder.path.glob("wandb/offline-run-*")) and not offline_history(folder)
 
 
 def test_tracker_that_breaks_does_not_fail_the_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
@@ -318,5 +416,5 @@ def test_tracker_that_breaks_does_not_fail_the_run(tmp_path: Path, digits: tuple
     done = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
     assert done.status == 0, done.err
     assert done.folder.result["state"] == "finished"
-    assert "W&B: nothing was tracked; see" in done.out
+    assert "not complete: the tracking process failed with exit status 1, see" in done.out
     assert "No space left" in (done.folder.path / "attempts/0001/logs/tracker.log").read_text()

@@ -57,7 +57,7 @@ def ranks_of(process: Command) -> list[int]:
     for pid in children:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a child that has ended since is no rank
             entry = Path(f"/proc/{pid}")
-            if b"common.runs.wandb_tracker" not in (entry / "cmdline").read_bytes() + told(entry):
+            if b"common.runs.wandb_process" not in (entry / "cmdline").read_bytes() + told(entry):
                 ranks.append(int(pid))
     return ranks
 

@@ -15,6 +15,8 @@ from typing import Any
 import yaml
 
 from common.runs.folder import Folder, read_json
+from common.runs.wandb_process import NO_HOST
+from common.runs.wandb_rows import NOTE, RowKey, choose_rows, make_row_key
 from tests.harness import warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import environment, processes_of, wait_until
@@ -22,9 +24,10 @@ from tests.harness.processes import environment, processes_of, wait_until
 SECRET = "5ec" + "0" * 36 + "7"  # as long as a key of W&B
 
 
-def inspect(folder: Folder, *options: str) -> str:
-    """What W&B wrote about a run, read back with its own tool."""
-    words = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", *options, status(folder)["dir"]]
+def inspect(folder: Folder, *options: str, place: str = "") -> str:
+    """What W&B wrote about a run, by default at last, read back with its own tool."""
+    tool = str(Path(sys.executable).with_name("wandb"))
+    words = [tool, "leet", "inspect", "--json", *options, place or status(folder)["dir"]]
     env = environment(HOME=str(folder.path.parent))
     return subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
 
@@ -53,16 +56,17 @@ def exit_code(rows: list[dict[str, Any]]) -> int:
 
 
 def track(
-    source: Folder, place: Path, url: str = "", own: str = "", number: int = 1, **changes: Any
+    source: Folder, place: Path, url: str = "", own: str = "", number: int = 1, keep: bool = False, **changes: Any
 ) -> tuple[Folder, float]:
     """Track a start of a copy of a finished run, with its owner gone already; returns its folder and the seconds it
     took.
 
-    With a W&B id of its `own`, it is one that was tracked before.
+    With a W&B id of its `own`, it is one that was tracked before; `keep` copies what its tracking left.
     """
     folder = Folder(place / source.path.name, number)
-    shutil.copytree(source.path, folder.path, ignore=shutil.ignore_patterns("wandb", "code"))
-    (folder.path / "wandb").mkdir()
+    left_out = ["code"] if keep else ["wandb", "code", NOTE]
+    shutil.copytree(source.path, folder.path, ignore=shutil.ignore_patterns(*left_out))
+    (folder.path / "wandb").mkdir(exist_ok=True)
     if own:
         (folder.path / "wandb" / "id.json").write_text(json.dumps({"id": own}))
     settings = yaml.safe_load((folder.path / "config.yaml").read_text())
@@ -71,19 +75,36 @@ def track(
     online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": SECRET} if url else {}
     env = environment(HOME=str(place), WANDB_ERROR_REPORTING="false", **online)
     del env["WANDB_MODE"]
-    words = [
-        sys.executable,
-        "-m",
-        "common.runs.wandb_tracker",
-        str(folder.path),
-        str(number),
-        "auto" if url else "offline",
-        "",
-    ]
     start = time.monotonic()
-    warm.execute(words, env=env, timeout=100)
+    done = run_tracking(folder, "online" if url else "offline", env)
+    if done.returncode == NO_HOST:
+        run_tracking(folder, "offline", env)
     wait_until(lambda: not processes_of(str(place)), "no process is left")
     return folder, time.monotonic() - start
+
+
+def run_tracking(folder: Folder, mode: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the tracking process of an attempt to its end; its owner is gone."""
+    argv = [sys.executable, "-m", "common.runs.wandb_process", str(folder.path), str(folder.number), mode]
+    return warm.execute(argv, env={key: value for key, value in env.items() if key != "WANDB_MODE"}, timeout=100)
+
+
+def chosen_rows(folder: Folder) -> list[dict[str, Any]]:
+    """The rows of a run that W&B is to get, oldest first; steps that were done again to the bit come once."""
+    rows: dict[RowKey, dict[str, Any]] = {}
+    for part in folder.list_parts():
+        for number, row in choose_rows(part.attempt):
+            if (part.rows is None or number <= part.rows) and part.counts(row["global_step"]):
+                rows.setdefault(make_row_key(row), row)
+    return list(rows.values())
+
+
+def offline_history(folder: Folder) -> list[dict[str, Any]]:
+    """The rows in all of a run's offline folders, in their order."""
+    found = []
+    for path in sorted(folder.path.glob("wandb/offline-run-*")):
+        found += history([json.loads(line) for line in inspect(folder, place=str(path)).splitlines()])
+    return found
 
 
 def kill_rank(number: int, words: tuple[str, ...], place: Path, seconds: float) -> tuple[warm.Command, Folder, int]:

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 LOCK = threading.Lock()
@@ -46,6 +47,19 @@ class Host(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
+
+
+def read_sent(record: Path, part: str) -> list[Any]:
+    """Return what was sent to addresses that hold `part`."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [one["sent"] for one in map(json.loads, lines) if part in one["path"]]
+
+
+def read_history(record: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of metrics that were sent, each with the place that it was sent for."""
+    files = [sent.get("files") or {} for sent in read_sent(record, "file_stream")]
+    parts = [each["wandb-history.jsonl"] for each in files if "wandb-history.jsonl" in each]
+    return [(p["offset"] + i, json.loads(row)) for p in parts for i, row in enumerate(p["content"])]
 
 
 def take(run: str, files: dict[str, Any]) -> None:

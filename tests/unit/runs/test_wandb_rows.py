@@ -1,0 +1,145 @@
+"""Which rows W&B gets, and what it misses after its client was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.core.config import ROOT
+from common.runs import wandb_account
+from common.runs.folder import Folder
+from common.runs.wandb_rows import Journal, Mark, Note, Thinning, choose_rows, read_note
+
+
+def make_row(step: int, time: float, **values: float | None) -> dict[str, float | int | None]:
+    return {"global_step": step, "samples": 64 * step, "time": time} | values
+
+
+def test_wandb_gets_at_most_ten_rows_a_second_and_all_that_are_rare() -> None:
+    thinning = Thinning()
+    rows = []
+    for step in range(1, 5001):  # 2,000 steps a second
+        rows.append(make_row(step, step / 2000, loss=1 / step))
+        if step % 1000 == 0:
+            rows.append(make_row(step, step / 2000, test_loss=0.5))
+        if step % 700 == 1:
+            rows[-1]["norm"] = 1.0
+    chosen = [row for row in rows if thinning.choose(row)]
+    plain = [row for row in chosen if "test_loss" not in row and "norm" not in row]
+    assert chosen[0] == rows[0] and 20 <= len(plain) <= 25
+    assert [row["global_step"] for row in chosen if "test_loss" in row] == [1000, 2000, 3000, 4000, 5000]
+    assert len([row for row in chosen if "norm" in row]) == 8
+
+
+def test_a_long_run_has_fewer_rows_a_second() -> None:
+    thinning = Thinning()
+    chosen = [step for step in range(1, 100_000) if thinning.choose(make_row(step, 0.5 * step, loss=1.0))]
+    assert 20_000 < len(chosen) < 40_000, "half a day of steps of half a second"
+
+
+def test_rows_of_strange_times_are_chosen() -> None:
+    thinning = Thinning()
+    rows = [make_row(1, 5.0, loss=None), make_row(2, 1.0, loss=1.0), {"global_step": 3, "time": None, "loss": 1.0}]
+    assert all(thinning.choose(row) for row in rows)
+    assert not thinning.choose(make_row(4, 1.05, loss=1.0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """A run with an attempt of 20 rows, each chosen."""
+    attempt = Folder(tmp_path).claim_attempt()
+    (tmp_path / "wandb").mkdir()
+    lines = [json.dumps(make_row(step, float(step), loss=1.0)) + "\n" for step in range(1, 21)]
+    attempt.metrics_file.write_text("".join(lines))
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "media"),
+    [(100, 2, 0), (103, 5, 0), (108, 10, 0), (109, 10, 1), (110, 10, 2), (113, 13, 2), (999, 20, 2)],
+)
+def test_the_journal_tells_which_rows_wandb_received(folder: Folder, steps: int, rows: int, media: int) -> None:
+    """Two rows were known before; eight more, two images, and further rows were passed on."""
+    journal = Journal(folder)
+    journal.begin()
+    journal.add(Mark(100, 1, 2, 0))
+    journal.add(Mark(108, 1, 10, 0, 2))
+    notes = {1: Note(rows=20, media=2, online=True)}
+    journal.correct_notes(notes, steps)
+    assert (notes[1].rows, notes[1].media) == (rows, media)
+
+
+def test_the_journal_tells_of_several_attempts(folder: Folder) -> None:
+    second = folder.claim_attempt()
+    second.metrics_file.write_text(folder.metrics_file.read_text())  # the same again
+    journal = Journal(folder)
+    journal.begin()
+    journal.add(Mark(0, 1, 0, 0))
+    journal.add(Mark(20, 2, 0, 0))
+    notes = {1: Note(20, 0, online=True), 2: Note(7, 0, online=True)}
+    journal.correct_notes(notes, 12)
+    assert (notes[1].rows, notes[2].rows) == (12, 0)
+    notes = {1: Note(20, 0, online=True, complete=True), 2: Note(7, 0, online=True, complete=True)}
+    journal.correct_notes(notes, 12)
+    assert (notes[1].rows, notes[2].rows) == (20, 7), "complete attempts are not looked at"
+
+
+def test_a_note_of_an_older_version_counts_as_complete(folder: Folder) -> None:
+    (folder.attempt / "passed_on.json").write_text('{"rows": 7}')
+    (folder.attempt / "media.jsonl").write_text("{}\n{}\n")
+    assert read_note(folder) == Note(7, 2, complete=True)
+
+
+def test_damaged_lines_are_counted(folder: Folder) -> None:
+    folder.metrics_file.write_text('{"damaged\n' + folder.metrics_file.read_text())
+    assert next(choose_rows(folder))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "variables", "is_found"),
+    [
+        (".netrc", "machine github.com\n login me\n password x\n", {}, False),
+        (".netrc", "machine api.wandb.ai\n login user\n password x\n", {}, True),
+        (".netrc", "machine w.example.org\n login user\n password x\n", {}, False),
+        (
+            ".netrc",
+            "machine w.example.org\n login user\n password x\n",
+            {"WANDB_BASE_URL": "https://w.example.org"},
+            True,
+        ),
+        ("other", "machine api.wandb.ai\n login user\n password x\n", {"NETRC": "~/other"}, True),
+        (".config/wandb/settings", "[default]\napi_key = x\n", {}, True),
+        ("x", "", {"WANDB_API_KEY": "x"}, True),
+        ("x", "", {"WANDB_IDENTITY_TOKEN_FILE": "/x"}, True),
+    ],
+)
+def test_an_account_is_looked_for_where_wandb_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: str,
+    variables: dict[str, str],
+    is_found: bool,
+) -> None:
+    for known in os.environ:
+        if known.startswith("WANDB_") or known == "NETRC":
+            monkeypatch.delenv(known)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(content)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert (wandb_account.find_missing_account() == "") == is_found
+
+
+def test_the_account_is_looked_for_without_wandb() -> None:
+    program = "import sys\nfrom common.runs import wandb_account\nwandb_account.find_missing_account()\n"
+    program += "print('wandb' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
