@@ -28,6 +28,10 @@ class Unreachable(UserError):
     """A rank or host that does not answer. On a cluster another attempt may get another host."""
 
 
+class RunTaken(UserError):
+    """An attempt that must not train: another one has the run, or its folder is gone. It leaves the result alone."""
+
+
 def summarize_error(error: BaseException) -> str:
     """Return an error in one line: the system's message and the file of an OSError, else the first line of its text."""
     if isinstance(error, OSError) and error.strerror:

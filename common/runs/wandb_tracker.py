@@ -69,6 +69,12 @@ class Tracker:
             return None
         return cls(process, folder)
 
+    def kill(self) -> None:
+        """End it and its helpers at once, where the run folder is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
     def finish(self, timeout: float) -> str:
         """Let it forward the rest, for at most `timeout` seconds; return one line that names the W&B run."""
         assert self.process.stdin is not None

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,17 +20,19 @@ from typing import IO, Any
 
 from common.checkpoint import extension, storage
 from common.core import config
-from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, SOURCE_ERROR, UserError
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, SOURCE_ERROR, RunTaken, UserError
 from common.core.text import format_count
 from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
-from common.runs import provenance, wandb_tracker
+from common.runs import claims, provenance, wandb_tracker
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
 from common.training.optimization import own_files
 from configs.shared import Experiment
+
+LOCK_SECONDS = 1.0  # for the ranks of a process that was killed to end
 
 
 @dataclass
@@ -99,13 +102,15 @@ class Attempt:
 
         Of a `submitted` run the job writes the result, because it outlives its ranks.
         """
-        if not self.folder.path.exists():
+        if not self.folder.attempt.exists():  # moved or deleted: nothing is created in its old place
+            if self.tracker is not None:
+                self.tracker.kill()
             return
         try:
             ended = make_ending_result(self.folder, status, reason)
             if not self.folder.result and not submitted and not self.folder.is_superseded:
                 with contextlib.suppress(UserError):  # the full disk that ended the run has been reported
-                    ended.write(self.folder)
+                    ended.write_unless_there(self.folder)
                 if ended.last_step:
                     print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 if storage.list_resumable_checkpoints(self.folder):
@@ -145,7 +150,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     name = config.get_experiment_name(type(cfg))
     folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
-        folder = folder.claim_attempt()
+        folder = claims.claim_next_attempt(folder)
     except UserError:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -157,11 +162,14 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
 
 
 def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
-    """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
+    """Prepare the data and claim the next attempt of an existing run.
+
+    Raises UserError where the data has changed, RunTaken where another attempt is alive.
+    """
     prepared = prepare_known_data(cfg, given)
     warn_of_damaged_metrics(given)
     extended = given.result.get("state") == "finished"
-    folder = given.claim_attempt()
+    folder = claims.claim_next_attempt(given)
     changed = config.find_changes(given.path / "config.yaml", cfg)
     if changed:
         write_json(folder.attempt / config.CHANGED, changed)
@@ -193,17 +201,36 @@ def warn_of_damaged_metrics(given: Folder) -> None:
 
 
 def lock_run(folder: Folder) -> IO[str]:
-    """Keep other processes of this machine from resuming a run; return the file that holds the lock.
+    """Keep other processes of this machine from starting an attempt of a run; return the file that holds the lock.
 
-    Raises UserError if another process holds it. Not used on a cluster: an old attempt cut off by the network could
-    hold the lock for ever.
+    Waits for an attempt that was told to stop. Raises RunTaken if another process holds the lock. Not used on a
+    cluster: an old attempt cut off by the network could hold the lock for ever.
+    """
+    claims.wait_for_earlier_attempt(folder)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        file = try_to_lock(folder)
+        if file is not None:
+            return file
+        if time.monotonic() > deadline:
+            remedy = f"wait for it, or make cancel RUN={shlex.quote(folder.reference)}"
+            raise RunTaken(f"{folder.path.name} is already running or being started on this machine; {remedy}")
+        time.sleep(0.05)
+
+
+def try_to_lock(folder: Folder) -> IO[str] | None:
+    """Lock a run for this process and its ranks; None where another process has it.
+
+    Where a disk knows no locks the file is returned without one.
     """
     file = open(folder.path / "config.yaml")  # noqa: SIM115 (the lock ends with it)
-    with contextlib.suppress(OSError):  # a network disk may know no locks
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder.path} goes on in another process here; wait for it, or end it") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:
+        pass
     return file
 
 

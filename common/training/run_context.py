@@ -171,11 +171,16 @@ class RunContext:
 
     def open_metrics(self, state: TrainState, source: int) -> None:
         """Begin to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
-        writer = MetricsWriter(self.folder.metrics_file, lambda text: self.log_message(text, logging.WARNING))
+        writer = MetricsWriter(self.folder.metrics_file, self._warn_of_disk)
         seconds, began, show = self.cfg.log.seconds, self.saver.began, self._show_progress
         kind = SharedMetricsLog if find_elastic(self.cfg) else MetricsLog
         self.metrics = kind(self.world, writer, state.loader, source=source, seconds=seconds, began=began, show=show)
         self.saver.metrics = self.metrics
+
+    def _warn_of_disk(self, text: str) -> None:
+        """Log a warning of the disk; a folder that is gone is reported by the saver, which stops the run."""
+        if self.saver.watch.is_there():
+            self.log_message(text, logging.WARNING)
 
     def stop_if_requested(self) -> None:
         """Between two batches of an evaluation, write the heartbeat, and stop if any rank has a stop request."""
