@@ -235,7 +235,7 @@ def check_still_current(attempt: Folder) -> None:
 class AttemptWatch:
     """Watch of a rank over its attempt: whether the folder is there, and no newer attempt is."""
 
-    RETURN_SECONDS = 5.0
+    RETURN_SECONDS = 3.0
     """Time for which a folder that is gone is waited for: a network disk may be away for a moment."""
 
     def __init__(self, attempt: Folder) -> None:

@@ -6,21 +6,19 @@ The process that does this is rank 0 under torchrun and srun, and the parent of 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import re
 import shlex
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from common.checkpoint import extension, storage
 from common.core import config
-from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, SOURCE_ERROR, RunTaken, UserError
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, SOURCE_ERROR, UserError
 from common.core.text import format_count
 from common.data import prepare
 from common.data.prepare import Prepared
@@ -31,8 +29,6 @@ from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
 from common.training.optimization import own_files
 from configs.shared import Experiment
-
-LOCK_SECONDS = 1.0  # for the ranks of a process that was killed to end
 
 
 @dataclass
@@ -198,40 +194,6 @@ def warn_of_damaged_metrics(given: Folder) -> None:
         if damaged:
             lines = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
             print(f"WARNING: {attempt.metrics_file}: damaged lines are left out: {lines}", file=sys.stderr, flush=True)
-
-
-def lock_run(folder: Folder) -> IO[str]:
-    """Keep other processes of this machine from starting an attempt of a run; return the file that holds the lock.
-
-    Waits for an attempt that was told to stop. Raises RunTaken if another process holds the lock. Not used on a
-    cluster: an old attempt cut off by the network could hold the lock for ever.
-    """
-    claims.wait_for_earlier_attempt(folder)
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        file = try_to_lock(folder)
-        if file is not None:
-            return file
-        if time.monotonic() > deadline:
-            remedy = f"wait for it, or make cancel RUN={shlex.quote(folder.reference)}"
-            raise RunTaken(f"{folder.path.name} is already running or being started on this machine; {remedy}")
-        time.sleep(0.05)
-
-
-def try_to_lock(folder: Folder) -> IO[str] | None:
-    """Lock a run for this process and its ranks; None where another process has it.
-
-    Where a disk knows no locks the file is returned without one.
-    """
-    file = open(folder.path / "config.yaml")  # noqa: SIM115 (the lock ends with it)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    except OSError:
-        pass
-    return file
 
 
 def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:

@@ -31,8 +31,9 @@ from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker
 from common.runs.folder import Folder
+from common.runs.run_lock import lock_run, try_to_lock
 from common.training import host_checks, sweep
-from common.training.attempt import Attempt, is_finished, lock_run, try_to_lock
+from common.training.attempt import Attempt, is_finished
 from common.training.contract import optimizer
 from common.training.optimization import own_files
 from common.training.run import Run

@@ -19,7 +19,7 @@ from pathlib import Path
 from common.checkpoint import extension
 from common.core import config
 from common.core.config import ROOT
-from common.core.errors import UserError
+from common.core.errors import RunTaken, UserError
 from common.core.text import format_count
 from common.data import prepare
 from common.distributed.transport import algorithms
@@ -32,8 +32,8 @@ from configs.elastic import find_elastic
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import check_experiment_name, parse_count, parse_switch, split_arguments
-from slurm.reports import logs, selection, status
-from slurm.scheduling import sbatch
+from slurm.reports import liveness, logs, selection, status
+from slurm.scheduling import sbatch, submission
 from slurm.scheduling.entry_points import find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
@@ -114,14 +114,29 @@ def submit_run(
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     if resumed:
-        schedules.copy_schedule_file(settings, resumed.path / "code")
-        algorithms.copy_algorithm_file(settings.launch, resumed.path / "code")
-        own_files.copy_optimizer_files(settings.optim, resumed.path / "code")
-        text = config.format_known_yaml(settings, resumed.path / "config.yaml")
-        return resumed, submit_folder(resumed, settings, text, profile, scheduler)
+        with submission.hold_submission(resumed):
+            check_is_over(resumed, settings)
+            return resumed, resubmit_run(resumed, settings, profile, scheduler)
     folder = prepare_run_folder(name, settings, scheduler)
     with remove_folder_on_error(folder):
         return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
+
+
+def check_is_over(folder: Folder, settings: Experiment) -> None:
+    """Raise RunTaken where another command has started or submitted a run, or it has finished, since it was chosen."""
+    state, detail = status.read_state(folder)
+    has_finished = state == "FINISHED" and not extension.has_more_steps(folder, settings)
+    if state not in status.OVER or has_finished:
+        raise RunTaken(f"{folder.path.name} is {state} since a moment ago ({detail}); see make status")
+
+
+def resubmit_run(resumed: Folder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
+    """Submit a run that is over once more; returns its job id. Raises UserError."""
+    schedules.copy_schedule_file(settings, resumed.path / "code")
+    algorithms.copy_algorithm_file(settings.launch, resumed.path / "code")
+    own_files.copy_optimizer_files(settings.optim, resumed.path / "code")
+    text = config.format_known_yaml(settings, resumed.path / "config.yaml")
+    return submit_folder(resumed, settings, text, profile, scheduler)
 
 
 def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
@@ -135,8 +150,13 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
         profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points, elastic=elastic
     )
     made = sbatch.make_executor(folder, scheduler, asked, elastic)
-    sbatch.write_settings_and_retire_result(folder, text)
-    job = sbatch.submit_job(made)
+    retired = sbatch.write_settings_and_retire_result(folder, text)
+    try:
+        job = sbatch.submit_job(made)
+    except BaseException:
+        if retired is not None:  # the run is as it was
+            retired.replace(folder.path / "result.json")
+        raise
     provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
 
@@ -226,6 +246,8 @@ def main(given: argparse.Namespace) -> int:
     if resumed and resumed.result.get("state") == "finished" and not extension.has_more_steps(resumed, settings):
         print(extension.describe_finished(resumed, settings))
         return 0
+    if resumed:
+        liveness.wait_for_earlier_attempt(resumed)
     alone = getattr(settings, "sweep", False)
     if alone and given.launch.partition(":")[0] == "slurm":
         raise UserError(
