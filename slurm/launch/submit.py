@@ -20,13 +20,13 @@ from common.checkpoint import extension
 from common.core import config
 from common.core.config import ROOT
 from common.core.errors import RunTaken, UserError
-from common.core.text import format_count
+from common.core.text import format_count, read_or_empty
 from common.data import prepare
 from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account
-from common.runs.folder import Folder
+from common.runs.folder import Folder, write_atomic
 from common.training.optimization import own_files
 from configs.elastic import find_elastic
 from configs.profile import Profile
@@ -150,12 +150,15 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
         profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points, elastic=elastic
     )
     made = sbatch.make_executor(folder, scheduler, asked, elastic)
+    result = read_or_empty(str(folder.path / "result.json"))
     retired = sbatch.write_settings_and_retire_result(folder, text)
     try:
         job = sbatch.submit_job(made)
-    except BaseException:
-        if retired is not None:  # the run is as it was
-            retired.replace(folder.path / "result.json")
+    except BaseException:  # the run is as it was
+        if result:
+            write_atomic(folder.path / "result.json", result)
+        if retired is not None:
+            retired.unlink()
         raise
     provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
