@@ -52,7 +52,8 @@ def test_a_run_is_submitted_by_one_command_at_a_time(folder: Folder, monkeypatch
 
 def test_of_two_commands_that_resume_a_run_on_a_cluster_one_is_accepted(fake: Fake, tmp_path: Path) -> None:
     fake.answer("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
-    run = Made(steps=20, state="preempted").write(tmp_path / "runs")
+    run = Made(steps=20).write(tmp_path / "runs")
+    Result("preempted", 75).write(run)
     provenance.copy_source(run)
     done: list[subprocess.CompletedProcess[str]] = []
 
@@ -72,7 +73,8 @@ def test_of_two_commands_that_resume_a_run_on_a_cluster_one_is_accepted(fake: Fa
 
 def test_a_refused_submission_leaves_the_result(fake: Fake, tmp_path: Path) -> None:
     fake.answer("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
-    run = Made(steps=20, state="preempted").write(tmp_path / "runs")
+    run = Made(steps=20).write(tmp_path / "runs")
+    Result("preempted", 75).write(run)
     provenance.copy_source(run)
     done = call(fake, "slurm", "exp", f"--resume={run.path}", "--nodes=1")
     assert done.returncode == 2 and run.result["state"] == "preempted", done.stderr
