@@ -30,7 +30,14 @@ from tests.harness.processes import command, environment, processes_of, wait_unt
 from tests.harness.site import Site, folder, up
 
 NAME = "mnist_pipeline"
-WORDS = ("width=32", "data.test_limit=500", "log.progress=none", "launch.threads=1", "checkpoint.every_seconds=1")
+WORDS = (
+    "width=32",
+    "epochs=20",
+    "data.test_limit=500",
+    "log.progress=none",
+    "launch.threads=1",
+    "checkpoint.every_seconds=1",
+)
 STEPS = 5000
 ALLOWED_OVERLAP = 2.0  # seconds for which two attempts may train at once
 STOPPING_SECONDS = 20.0  # from `make cancel` until nothing trains any more
