@@ -266,7 +266,8 @@ class AttemptWatch:
 
     def describe_loss(self, step: int) -> str:
         """Describe what is gone, and what to do."""
-        path = self.attempt.attempt if self.attempt.path.is_dir() else self.attempt.path
+        has_run = (self.attempt.path / "config.yaml").exists()
+        path = self.attempt.attempt if has_run else self.attempt.path
         remedy = f"put it back and make exp RESUME={self.attempt.reference}"
         return f"{path} was moved or deleted; stopped after step {step}; {remedy}"
 

@@ -211,6 +211,8 @@ def connect_wandb(folder: Folder, asked: str, reason: str) -> Any:
     """Start the W&B run; after a failing online start, start it offline in a fresh process."""
     mode, why = choose_mode(asked)
     reason = reason or why
+    if not folder.attempt.exists():  # moved or deleted: W&B would create it anew
+        sys.exit(1)
     try:
         run = init_wandb_run(folder, mode)
     except Exception as error:  # whatever W&B says, training is recorded offline

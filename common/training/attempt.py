@@ -98,9 +98,8 @@ class Attempt:
 
         Of a `submitted` run the job writes the result, because it outlives its ranks.
         """
-        if not self.folder.attempt.exists():  # moved or deleted: nothing is created in its old place
-            if self.tracker is not None:
-                self.tracker.kill()
+        if not self.folder.attempt.exists():  # moved or deleted
+            self._leave_old_place()
             return
         try:
             ended = make_ending_result(self.folder, status, reason)
@@ -124,6 +123,15 @@ class Attempt:
             if self.tracker is not None:
                 patience = cfg.wandb.finish_timeout  # ranks that stop wait for each other, and a scheduler for them
                 print(self.tracker.finish(min(patience, 5.0) if status == EXIT_RESUMABLE else patience), flush=True)
+
+    def _leave_old_place(self) -> None:
+        """End the tracking of a run whose folder is gone, and leave nothing where it was."""
+        if self.tracker is None:
+            return
+        self.tracker.kill()
+        path = self.folder.path
+        if path.exists() and [found.name for found in path.iterdir()] == ["wandb"]:  # W&B has just begun
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool:
