@@ -113,6 +113,8 @@ class Case:
     draw: random.Random
     said: list[tuple[str, Done]] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
+    losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """By step, once the run is finished."""
 
     def run(self) -> Folder:
         """Do it all; problems are in `problems`."""
@@ -273,23 +275,39 @@ def list_losses(run: Folder) -> list[tuple[int, float]]:
     return [(row["global_step"], row["loss"]) for row in run.metrics() if "loss" in row]
 
 
-def do_cases(place: LocalPlace | ClusterPlace, draw: random.Random, pairs: list[tuple[str, str, str]]) -> list[Case]:
-    """Do a case for each pair; print a line for each. The first of all is a run that nobody disturbs."""
-    undisturbed = Case(place, "alone", ("start", "start"), draw)
-    undisturbed.call_later("start", 0.0).join()
+def train_undisturbed(place: LocalPlace | ClusterPlace) -> list[tuple[int, float]]:
+    """Train a run that nobody disturbs; return its losses. It is the first of its place."""
+    place.start()
     (path,) = place.runs.glob("*-*")
     wait_until(lambda: Folder(path).result, "the undisturbed run is finished", PATIENCE)
-    right = list_losses(Folder(path))
-    assert len(right) == STEPS, undisturbed.said
+    losses = list_losses(Folder(path))
+    assert len(losses) == STEPS, Folder(path).result
+    return losses
+
+
+def do_case(place: LocalPlace | ClusterPlace, draw: random.Random, pair: tuple[str, str, str]) -> Case:
+    """Do a case; print a line on it. The run must have each step once."""
+    when, *commands = pair
+    case = Case(place, when, (commands[0], commands[1]), random.Random(draw.random()))
+    run = case.run()
+    case.losses = list_losses(run)
+    if [step for step, _ in case.losses] != list(range(1, STEPS + 1)):
+        case.problems.append("its rows have not each step once")
+    print(f"{run.path.name}  {case.describe()}", flush=True)
+    if not case.problems:
+        shutil.rmtree(run.path)
+    return case
+
+
+def do_cases(place: LocalPlace | ClusterPlace, draw: random.Random, pairs: list[tuple[str, str, str]]) -> list[Case]:
+    """Do a case for each pair, and compare its losses with those of an undisturbed run."""
+    right = train_undisturbed(place)
     cases = []
-    for when, *commands in pairs:
-        case = Case(place, when, (commands[0], commands[1]), random.Random(draw.random()))
-        run = case.run()
-        if list_losses(run) != right:
+    for pair in pairs:
+        case = do_case(place, draw, pair)
+        if case.losses != right:
             case.problems.append("its losses are not those of an undisturbed run")
-        print(f"{run.path.name}  {case.describe()}", flush=True)
-        if not case.problems:
-            shutil.rmtree(run.path)
+            print(case.describe(), flush=True)
         cases.append(case)
     return cases
 
