@@ -170,6 +170,8 @@ def refuse_live_attempt(folder: Folder) -> None:
     """Raise RunTaken where the newest attempt, or the newest before `folder.number`, is alive."""
     earlier = [attempt for attempt in folder.attempts() if not folder.number or attempt.number < folder.number]
     claim = Claim.read(earlier[-1]) if earlier else None
+    if claim is None:
+        claim = find_recorded_process(earlier[-1]) if earlier else None
     if claim is None or is_replaced_by_this_process(claim):
         return
     life = claim.judge()
@@ -187,6 +189,15 @@ def refuse_live_attempt(folder: Folder) -> None:
     if age < allowed:
         seen = f"its last sign of life is {format_duration(age)} old, and it counts as ended after {allowed:.0f} s"
         raise RunTaken(f"{folder.path.name} {state} ({claim.describe()}), which cannot be seen from here: {seen}")
+
+
+def find_recorded_process(attempt: Folder) -> Claim | None:
+    """Find what meta.json says of an attempt of older source, where its process is seen to run; else None."""
+    history = provenance.read_metadata(attempt)["history"]
+    entry = history[-1] if history else {}
+    if entry.get("attempt") != attempt.number or not is_process_alive(entry):
+        return None
+    return Claim(attempt, entry, str(entry.get("starter") or ""), restart=0, ended=False)
 
 
 def is_replaced_by_this_process(claim: Claim) -> bool:

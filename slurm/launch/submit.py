@@ -25,7 +25,7 @@ from common.data import prepare
 from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
-from common.runs import provenance, wandb_account
+from common.runs import claims, provenance, wandb_account
 from common.runs.folder import Folder, write_atomic
 from common.training.optimization import own_files
 from configs.elastic import find_elastic
@@ -105,7 +105,10 @@ def find_resumable_run(run: str, name: str) -> Folder:
     if name and name != folder.experiment:
         raise UserError(f"RESUME={run} is a run of {folder.experiment}, not of {name}; leave NAME out")
     if state not in status.OVER:
-        raise UserError(f"{folder.path.name} is {state}; to go on with it elsewhere, first make cancel RUN={run}")
+        claim = claims.find_newest_claim(folder) if state == "RUNNING" else None
+        where = f" ({claim.describe()})" if claim is not None else ""
+        remedy = f"to go on with it elsewhere, first make cancel RUN={run}"
+        raise UserError(f"{folder.path.name} is {state}{where}; {remedy}")
     return folder
 
 

@@ -56,6 +56,17 @@ def test_an_attempt_is_refused_while_another_one_is_alive(folder: Folder, other:
     assert claim is not None and claim.judge() is Life.ALIVE and claim.process["pid"] == os.getpid()
 
 
+def test_a_process_that_only_meta_json_names_is_respected(folder: Folder, other: subprocess.Popen[bytes]) -> None:
+    """Of an attempt of older source."""
+    folder.claim_attempt()
+    entry = identify(other.pid) | {"attempt": 1, "state": "running"}
+    write_json(folder.path / "meta.json", {"history": [entry]})
+    with pytest.raises(RunTaken, match=rf"is already running \(attempt 1, process {other.pid} on this machine\)"):
+        claims.claim_next_attempt(folder)
+    write_json(folder.path / "meta.json", {"history": [entry | {"pid_started": 1}]})
+    assert claims.claim_next_attempt(folder).number == 2
+
+
 def test_of_many_starts_at_once_one_gets_the_run(folder: Folder) -> None:
     gate, ends = threading.Barrier(8), list[int]()
 
