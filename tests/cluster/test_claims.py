@@ -18,6 +18,6 @@ PAIRS = [("stopped", "resume", "resume"), ("running", "resume", "cancel")]
 def test_commands_that_meet_leave_one_attempt_that_trains(
     site: Site, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims_campaign, "STEPS", 1500)
+    monkeypatch.setattr(claims_campaign, "STEPS", 600)
     case = claims_campaign.do_case(ClusterPlace(site), random.Random(draw_seed("claims")), pair)
     assert not case.problems, case.describe()

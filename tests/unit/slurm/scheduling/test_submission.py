@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,23 +30,37 @@ def folder(tmp_path: Path) -> Folder:
 
 
 @pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that may have claimed a run."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def identify(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    return provenance.identify_process() | {
+        "pid": process.pid,
+        "pid_started": Process.identify(process.pid).start,
+    }
+
+
+@pytest.fixture
 def fake(tmp_path: Path) -> Fake:
     return Fake(tmp_path)
 
 
-def test_a_run_is_submitted_by_one_command_at_a_time(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_submitted_by_one_command_at_a_time(folder: Folder, other: subprocess.Popen[bytes]) -> None:
     with submission.hold_submission(folder):
         assert not submission.is_being_submitted(folder), "another command is meant"
         with pytest.raises(RunTaken, match="is being started or submitted by another command on this machine"):
             submission.hold_submission(folder).__enter__()
     assert not submission.locate_submission(folder).exists()
-    with subprocess.Popen(["sleep", "600"]) as other:  # of another host as far as the lock goes
-        facts = provenance.identify_process() | {"pid": other.pid, "pid_started": Process.identify(other.pid).start}
-        write_json(submission.locate_submission(folder), facts)
-        assert status.read_state(folder) == ("PENDING", "it is being submitted")
-        with pytest.raises(RunTaken, match=f"is being submitted by process {other.pid} on "):
-            submission.hold_submission(folder).__enter__()
-        other.kill()
+    write_json(submission.locate_submission(folder), identify(other))  # of another host as far as the lock goes
+    assert status.read_state(folder) == ("PENDING", "it is being submitted")
+    with pytest.raises(RunTaken, match=f"is being submitted by process {other.pid} on "):
+        submission.hold_submission(folder).__enter__()
+    other.kill()
+    other.wait()
     with submission.hold_submission(folder):  # the one before was given up
         assert json.loads(submission.locate_submission(folder).read_text())["pid"] == os.getpid()
     assert [path.name for path in (folder.path / "submit").iterdir()] == []
@@ -104,7 +120,9 @@ def test_a_job_leaves_a_run_alone_that_is_not_its_own(
     assert f"not started again: {'the run belongs to ' if taken != 'note' else ''}{words}" in capfd.readouterr().err
 
 
-def test_a_run_that_finishes_while_it_is_cancelled_is_finished(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_finishes_while_it_is_cancelled_is_finished(
+    folder: Folder, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     read_state = status.read_state
 
     def finish_meanwhile(run: Folder) -> tuple[str, str]:
@@ -112,22 +130,18 @@ def test_a_run_that_finishes_while_it_is_cancelled_is_finished(folder: Folder, m
         Result("finished", 0).write(run)
         return "RUNNING", ""
 
-    with subprocess.Popen(["sleep", "600"]) as sleep:
-        facts = provenance.identify_process() | {"pid": sleep.pid, "pid_started": Process.identify(sleep.pid).start}
-        folder.claim_attempt({"process": facts})
-        monkeypatch.setattr(cancel, "read_state", finish_meanwhile)
-        answer = cancel.cancel_run(folder)
-        assert f"is FINISHED already; not ended yet: attempt 1, process {sleep.pid} on this machine" in answer
-        assert sleep.poll() is None
-        sleep.kill()
+    folder.claim_attempt({"process": identify(other)})
+    monkeypatch.setattr(cancel, "read_state", finish_meanwhile)
+    answer = cancel.cancel_run(folder)
+    assert f"is FINISHED already; not ended yet: attempt 1, process {other.pid} on this machine" in answer
+    assert other.poll() is None
 
 
-def test_cancel_ends_what_only_a_claim_names(folder: Folder) -> None:
+def test_cancel_ends_what_only_a_claim_names(folder: Folder, other: subprocess.Popen[bytes]) -> None:
     """An attempt that has begun, where meta.json still names the one before it."""
-    write_json(folder.path / "meta.json", {"history": [{"pid": 1, "pid_started": 1, "host": "elsewhere"}]})
-    with subprocess.Popen(["sleep", "600"]) as sleep:
-        facts = provenance.identify_process() | {"pid": sleep.pid, "pid_started": Process.identify(sleep.pid).start}
-        folder.claim_attempt({"process": facts})
-        assert status.read_state(folder)[0] == "RUNNING" and len(claims.find_live_claims(folder)) == 1
-        assert cancel.cancel_run(folder) == f"cancelled process {sleep.pid}; it saves and stops"
-        assert sleep.wait(timeout=5) == -signal.SIGTERM and folder.result["state"] == "cancelled"
+    job = {"id": "7", "scheduler": "the local cluster nowhere"}
+    write_json(folder.path / "meta.json", {"history": [{"pid": 1, "host": "elsewhere"}], "job": job})
+    folder.claim_attempt({"process": identify(other)})
+    assert status.read_state(folder)[0] == "RUNNING" and len(claims.find_live_claims(folder)) == 1
+    assert cancel.cancel_run(folder) == f"cancelled process {other.pid}; it saves and stops"
+    assert other.wait(timeout=5) == -signal.SIGTERM and folder.result["state"] == "cancelled"
