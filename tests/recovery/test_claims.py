@@ -27,7 +27,8 @@ def test_pairs_of_resume_and_cancel_leave_one_attempt_that_trains(
 ) -> None:
     monkeypatch.setattr(claims_campaign, "STEPS", 800)
     draw = random.Random(draw_seed("claims"))
-    cases = claims_campaign.do_cases(LocalPlace(tmp_path), draw, PAIRS)
+    place = LocalPlace(tmp_path)
+    cases = [claims_campaign.do_case(place, draw, pair) for pair in PAIRS]
     assert not [case.describe() for case in cases if case.problems]
 
 
