@@ -18,7 +18,7 @@ from common.checkpoint import storage
 from common.checkpoint.rank_file import read_rank_file, write_rank_file
 from common.checkpoint.state_dicts import to_plain
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
-from common.core.errors import NO_VALID_CHECKPOINT, UserError, summarize_error
+from common.core.errors import NO_VALID_CHECKPOINT, RunTaken, UserError, summarize_error
 from common.core.text import format_count
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder, fsync_path, write_atomic
@@ -71,7 +71,16 @@ class Checkpointer:
     `log_message` receives messages for the user, the same on all ranks.
     """
 
-    def __init__(self, folder: Folder, world: World, settings: Checkpoint, log_message: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        world: World,
+        settings: Checkpoint,
+        log_message: Callable[[str], None],
+        find_loss: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`find_loss` says, on rank 0, why the attempt must stop after a failure to write; empty where it may go on."""
+        self.find_loss = find_loss
         self.folder, self.world, self.settings, self.log_message = folder, world, settings, log_message
         self.saved: int | None = None
         """Step of the newest checkpoint of this attempt."""
@@ -162,7 +171,7 @@ class Checkpointer:
             }
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACT)}
             staging.publish(Manifest(staging.target.step, self.folder.number, self.world.size, files, facts))
-        except OSError:
+        except (OSError, RunTaken):
             staging.discard()
             raise
 
@@ -188,14 +197,24 @@ class Checkpointer:
             self.sweeper.join()
 
     def _run_on_main(self, work: Callable[[], None]) -> str | None:
-        """Call `work` on rank 0; return its problem or None on all ranks."""
+        """Call `work` on rank 0; return its problem or None on all ranks.
+
+        Raises RunTaken on all ranks where another attempt has the run, or the attempt's folder is gone.
+        """
         problem: str | None = None
+        loss = ""
         if self.world.is_main:
             try:
                 work()
+            except RunTaken as error:
+                loss = str(error)
             except OSError as error:
                 problem = summarize_error(error)
-        return self.world.broadcast(problem)
+                loss = self.find_loss()
+        problem, loss = self.world.broadcast([problem, loss])
+        if loss:
+            raise RunTaken(loss)
+        return problem
 
     # ---- loading
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ class Decision(NamedTuple):
     stop: bool
     save: bool
     diverged: bool
+    lost: bool = False
+    """True where another attempt has the run, or the attempt's folder is gone."""
 
 
 class SaveOrStopVote:
@@ -55,15 +58,20 @@ class SaveOrStopVote:
     def _is_save_step(self, step: int) -> bool:
         return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
 
-    def vote_on_stop(self) -> bool:
-        """Check whether any rank has a stop request, in work without steps. All ranks call it equally often."""
+    def vote_in_evaluation(self, find_loss: Callable[[], str]) -> Decision:
+        """Decide by a vote whether to stop, in work without steps. All ranks call it equally often.
+
+        `find_loss` says on rank 0 why the attempt must stop; it is called only where the ranks vote.
+        """
         self.calls += 1
         if self.calls < self.next_call:
-            return False
+            return Decision(stop=False, save=False, diverged=False)
         count = self._choose_interval(self.calls, time.perf_counter())
         self.calls = 0
-        stop, self.next_call = self._reduce_max(bool(self.stop_request.number), self.world.is_main * count)
-        return bool(stop)
+        is_lost = self.world.is_main and bool(find_loss())
+        has_request = bool(self.stop_request.number)
+        stop, lost, self.next_call = self._reduce_max(has_request, is_lost, self.world.is_main * count)
+        return Decision(bool(stop), False, False, bool(lost))
 
     def _choose_interval(self, done: int, now: float) -> int:
         """Return the steps or calls until the next vote, at most four times those just done."""
@@ -79,8 +87,8 @@ class SaveOrStopVote:
             dist.all_reduce(table, dist.ReduceOp.MAX)
         return table.tolist()
 
-    def decide(self, step: int, diverged: bool, came: float) -> Decision:
-        """Decide by a vote; all ranks call it after the same step. Rank 0's clock and knowledge of the loss count.
+    def decide(self, step: int, diverged: bool, came: float, *, lost: bool = False) -> Decision:
+        """Decide by a vote; all ranks call it after the same step. Rank 0's clock, loss and view of the folder count.
 
         `came` is when this rank began to wait for the others, by time.perf_counter().
         """
@@ -88,12 +96,12 @@ class SaveOrStopVote:
         following = step + self._choose_interval(max(1, step - self.last_step), now)
         late = 0 < self.settings.every_seconds <= now - self.saved
         main = self.world.is_main
-        votes = bool(self.stop_request.number), main and late, main and diverged, main * following
+        votes = bool(self.stop_request.number), main and late, main and diverged, main and lost, main * following
         *answers, self.next_step, waited = self._reduce_max(*votes, int(1e6 * self.own_wait))
         self.waited, self.own_wait = waited / 1e6, time.perf_counter() - came
-        stop, by_time, diverged = (bool(answer) for answer in answers)
+        stop, by_time, diverged, lost = (bool(answer) for answer in answers)
         self.last_step = step
         save = stop or by_time or self._is_save_step(step)
         if save:
             self.saved = now
-        return Decision(stop, save, diverged)
+        return Decision(stop, save, diverged, lost)

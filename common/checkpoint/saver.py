@@ -13,10 +13,11 @@ from common.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint
 from common.checkpoint.save_or_stop import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
-from common.core.errors import UserError
+from common.core.errors import RunTaken, UserError
 from common.distributed.rendezvous import World
 from common.distributed.silent_ranks import SilenceWatch
 from common.measure.metrics_log import MetricsLog
+from common.runs.claims import AttemptWatch
 from common.runs.folder import Folder, read_json
 from configs.shared import Experiment
 
@@ -33,7 +34,12 @@ class Saver:
         self.cfg, self.folder, self.world, self.log_message = cfg, folder, world, log_message
         self.stop = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
         self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop)
-        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message)
+        self.watch = AttemptWatch(folder)
+        self.step = 0
+        """The newest step that was voted on, or saved."""
+        self.loss = ""
+        """On rank 0, why this attempt must stop: another one has the run, or the folder is gone."""
+        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message, self._find_loss)
         self.silence: SilenceWatch | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
@@ -79,9 +85,13 @@ class Saver:
         assert self.metrics is not None
         came = time.perf_counter()
         self.metrics.flush()  # ranks may wait for each other here already
-        decision = self.vote.decide(step, bool(self.metrics.diverged), came)
+        self.step = step
+        loss = self._find_loss() if self.world.is_main else ""
+        decision = self.vote.decide(step, bool(self.metrics.diverged), came, lost=bool(loss))
         self.metrics.drop_kept_rows()
         self.restart_watchdogs()
+        if decision.lost:
+            self._stop_lost()
         if decision.diverged:
             self.raise_if_diverged()
         saved = decision.save and self.save(step)
@@ -95,7 +105,11 @@ class Saver:
         Raises StopRequested after saving, and UserError if the checkpoint could not be written.
         """
         self.restart_watchdogs()
-        if self.vote.vote_on_stop():
+        self.step = step
+        decision = self.vote.vote_in_evaluation(self._find_loss)
+        if decision.lost:
+            self._stop_lost()
+        if decision.stop:
             self._stop(step, self.save(step))
 
     def raise_if_diverged(self) -> None:
@@ -105,17 +119,35 @@ class Saver:
         if why:
             raise UserError(why)
 
+    def _find_loss(self) -> str:
+        """Find, on rank 0, why this attempt must stop without saving; empty where it may go on."""
+        self.loss = self.watch.find_problem(self.step)
+        return self.loss
+
+    def _stop_lost(self) -> NoReturn:
+        """Raise RunTaken with the same words on all ranks."""
+        raise RunTaken(self.world.broadcast(self.loss))
+
     def _stop(self, step: int, saved: bool) -> NoReturn:
         if not saved:
             raise UserError(f"stop request after step {step}, which could not be saved: {self._describe_refusal()}")
         self.log_message(f"stop request: saved after step {step}, to be continued")
         raise StopRequested
 
+    def raise_if_lost(self, step: int) -> None:
+        """Raise RunTaken where this attempt must stop; rank 0 alone calls it."""
+        self.step = step
+        if self._find_loss():
+            raise RunTaken(self.loss)
+
     def save(self, step: int, *, best: bool = False) -> bool:
         """Write a checkpoint; return False if the disk refuses. Raises UserError if a parameter is NaN or infinite."""
         assert self.state is not None and self.metrics is not None
+        self.step = step
         writer = self.metrics.writer
         if self.world.broadcast(bool(writer.waiting)):  # the next attempt would miss these rows
+            if self.world.broadcast(bool(self._find_loss()) if self.world.is_main else False):
+                self._stop_lost()
             problem = f"{self.folder.metrics_file} is not written, either"
             self.checkpointer.report_refusal(step, problem, is_known=True)
             return False
@@ -167,3 +199,4 @@ class Saver:
         if self.silence is not None:
             self.silence.close()
         self.checkpointer.wait_for_deletions()
+        self.watch.close()

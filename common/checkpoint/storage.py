@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common.runs.claims import check_still_current
 from common.runs.folder import Folder, fsync_path
 
 FORMAT = 1
@@ -216,7 +217,10 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
 
 
 class StagingDir:
-    """Folder in which a checkpoint is written before it is published. One rank calls the methods; all raise OSError."""
+    """Folder in which a checkpoint is written before it is published.
+
+    One rank calls the methods, which raise OSError.
+    """
 
     def __init__(self, attempt: Folder, step: int) -> None:
         self.target = CheckpointPath(attempt, step)
@@ -233,7 +237,10 @@ class StagingDir:
         self.path.mkdir()
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the manifest once all files are on the disk, and publish the checkpoint by one rename."""
+        """Write the manifest once all files are on the disk, and publish the checkpoint by one rename.
+
+        Raises RunTaken where a newer attempt has begun.
+        """
         for name, entry in manifest.files.items():
             if (self.path / name).stat().st_size != entry.bytes:
                 raise OSError(errno.EIO, f"{name} is shorter here than where it was written")
@@ -242,6 +249,7 @@ class StagingDir:
             file.flush()
             os.fsync(file.fileno())
         fsync_path(self.path)
+        check_still_current(self.target.attempt)
         if self.target.path.exists():  # renamed before, but then the disk failed
             shutil.rmtree(rename_to_tombstone(self.target))
         self.path.rename(self.target.path)

@@ -40,6 +40,10 @@ def explain_error(error: BaseException) -> BaseException:
     return error if is_known else MachineError(process_limits.describe_shortage())
 
 
+class RunTaken(UserError):
+    """An attempt that must not train: another one has the run, or its folder is gone. It leaves the result alone."""
+
+
 def summarize_error(error: BaseException) -> str:
     """Return an error in one line: the system's message and the file of an OSError, else the first line of its text."""
     if isinstance(error, OSError) and error.strerror:

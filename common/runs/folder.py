@@ -5,6 +5,7 @@ runs/<name>-<time>-<4 hex>/
   meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
   code/                the source that this run executes, untracked files included, and its checksums in SHA256SUMS
   attempts/0001/       one folder per attempt; ranks write only here
+    claim.json         the process or job that trains here (claims.py)
     attempt.json       the attempt and step that it resumes; parent null for a new run
     changed.json       where it has other settings than config.yaml: then and now
     result.json        state and numbers at its end, once a later attempt has begun
@@ -29,7 +30,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from typing import Any
 from common.core.errors import UserError
 
 BLOCK = 1 << 20  # characters of metrics that are read at once
+CLAIM = "claim.json"
 MODEL, MODEL_FACTS = "model.safetensors", "model.json"  # the trained model of a finished run
 NUMBERS = {int, float, bool, type(None)}  # the types of values in a row of metrics
 
@@ -98,6 +100,25 @@ def fsync_path(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, atomically. Raises UserError."""
     write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_json_once(path: Path, value: Any) -> bool:
+    """Write a value as JSON, atomically, unless the file exists; return whether it was written. Raises UserError."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    write_json(draft, value)
+    try:
+        with disk_errors(path):
+            os.link(draft, path)
+    except FileExistsError:
+        return False
+    except UserError:  # a disk without hard links
+        if path.exists():
+            return False
+        with disk_errors(path):
+            draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -180,20 +201,35 @@ class Folder:
         path = self.path.absolute()
         return path.name if path.parent == Path("runs").absolute() else str(path)
 
-    def claim_attempt(self) -> Folder:
-        """Claim the next attempt by an exclusive mkdir: two that start at once get one each. Raises UserError."""
-        number = max((a.number for a in self.attempts()), default=0) + 1
+    def claim_attempt(self, claim: Mapping[str, Any] | None = None) -> Folder:
+        """Create the folder of the next attempt, with its claim: two that start at once get one each.
+
+        It appears with its content, by one rename. Raises UserError.
+        """
+        attempts = self.path / "attempts"
+        draft = attempts / f".new-{secrets.token_hex(4)}"
         with disk_errors(self.path):
-            (self.path / "attempts").mkdir(exist_ok=True)
-            while True:
-                claimed = Folder(self.path, number)
-                try:
-                    claimed.attempt.mkdir()
-                    break
-                except FileExistsError:
-                    number += 1
-            (claimed.attempt / "logs").mkdir()
-        return claimed
+            attempts.mkdir(exist_ok=True)
+            try:
+                (draft / "logs").mkdir(parents=True)
+                if claim is not None:
+                    write_json(draft / CLAIM, claim)
+                return self._publish_attempt(draft)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def _publish_attempt(self, draft: Path) -> Folder:
+        number = max((a.number for a in self.attempts()), default=0) + 1
+        while True:
+            claimed = Folder(self.path, number)
+            try:
+                if not claimed.attempt.exists():  # an empty one would be replaced
+                    draft.rename(claimed.attempt)
+                    return claimed
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            number += 1
 
     def attempts(self) -> list[Folder]:
         """All attempts, oldest first."""
@@ -313,12 +349,15 @@ class Folder:
     def result(self) -> dict[str, Any]:
         return read_json(self.path / "result.json")
 
-    def retire_result(self) -> None:
-        """Move the result of the attempt before into its own folder, as this one begins. Raises UserError."""
+    def retire_result(self) -> Path | None:
+        """Move the result of the attempt before into its own folder, as this one begins; return where it is then.
+
+        Raises UserError.
+        """
         file = self.path / "result.json"
         earlier = [one.attempt / file.name for one in self.attempts() if not self.number or one.number < self.number]
         with disk_errors(file), contextlib.suppress(FileNotFoundError):
             if earlier and not earlier[-1].exists():
-                file.replace(earlier[-1])
-            else:  # of an attempt that ended before it had a folder
-                file.unlink()
+                return file.replace(earlier[-1])
+            file.unlink()  # of an attempt that ended before it had a folder
+        return None

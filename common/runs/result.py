@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from common.runs.folder import Folder, write_json
+from common.runs.folder import Folder, write_json, write_json_once
 from common.runs.metrics_writer import replace_nonfinite
 
 FORMAT = 2
@@ -133,10 +133,17 @@ class Result:
 
     def write(self, folder: Folder) -> None:
         """Write result.json, with null for NaN and infinite numbers. Raises UserError."""
+        write_json(folder.path / "result.json", self._to_content())
+
+    def write_unless_there(self, folder: Folder) -> bool:
+        """Write result.json where the run has none; return whether it was written. Raises UserError."""
+        return write_json_once(folder.path / "result.json", self._to_content())
+
+    def _to_content(self) -> dict[str, Any]:
         content: dict[str, Any] = {"format": FORMAT}
         for name, value in self.select_filled_fields().items():
             content[name] = replace_nonfinite(value) if isinstance(value, Mapping) else value
-        write_json(folder.path / "result.json", content)
+        return content
 
 
 def to_number(value: Any) -> float | None:

@@ -208,6 +208,8 @@ def track_online(folder: Folder, closed: threading.Event) -> int:
             raise ConnectionError(reason)
         note_offline(folder, reason)
         return NO_HOST
+    if not folder.attempt.exists():  # moved or deleted: W&B would create it again
+        return 1
     try:
         run = init_wandb_run(folder, "online", folder.path)
     except Exception as error:

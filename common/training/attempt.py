@@ -6,7 +6,6 @@ The process that does this is rank 0 under torchrun and srun, and the parent of 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import re
 import shlex
 import shutil
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from common.checkpoint import extension, storage
 from common.core import config
@@ -25,7 +24,7 @@ from common.data import prepare
 from common.data.prepare import Prepared
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
-from common.runs import provenance, wandb_tracker
+from common.runs import claims, provenance, wandb_tracker
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
 from common.training.optimization import own_files
@@ -110,13 +109,14 @@ class Attempt:
 
         Of a `submitted` run the job writes the result, because it outlives its ranks.
         """
-        if not self.folder.path.exists():
+        if not self.folder.attempt.exists():  # moved or deleted
+            self._leave_old_place()
             return
         try:
             ended = make_ending_result(self.folder, status, reason)
             if not self.folder.result and not submitted and not self.folder.is_superseded:
                 with contextlib.suppress(UserError):  # the full disk that ended the run has been reported
-                    ended.write(self.folder)
+                    ended.write_unless_there(self.folder)
                 if ended.last_step:
                     print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 if storage.list_resumable_checkpoints(self.folder):
@@ -134,6 +134,15 @@ class Attempt:
             if self.tracker is not None:
                 patience = cfg.wandb.finish_timeout  # ranks that stop wait for each other, and a scheduler for them
                 print(self.tracker.finish(min(patience, 5.0) if status == EXIT_RESUMABLE else patience), flush=True)
+
+    def _leave_old_place(self) -> None:
+        """End the tracking of a run whose folder is gone, and leave nothing where it was."""
+        if self.tracker is None:
+            return
+        self.tracker.kill()
+        path = self.folder.path
+        if path.exists() and [found.name for found in path.iterdir()] == ["wandb"]:  # W&B has just begun
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool:
@@ -156,7 +165,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     name = config.get_experiment_name(type(cfg))
     folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
-        folder = folder.claim_attempt()
+        folder = claims.claim_next_attempt(folder)
     except UserError:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -168,11 +177,14 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
 
 
 def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
-    """Prepare the data and claim the next attempt of an existing run. Raises UserError where the data has changed."""
+    """Prepare the data and claim the next attempt of an existing run.
+
+    Raises UserError where the data has changed, RunTaken where another attempt is alive.
+    """
     prepared = prepare_known_data(cfg, given)
     warn_of_damaged_metrics(given)
     extended = given.result.get("state") == "finished"
-    folder = given.claim_attempt()
+    folder = claims.claim_next_attempt(given)
     changed = config.find_changes(given.path / "config.yaml", cfg)
     if changed:
         write_json(folder.attempt / config.CHANGED, changed)
@@ -201,21 +213,6 @@ def warn_of_damaged_metrics(given: Folder) -> None:
         if damaged:
             lines = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
             print(f"WARNING: {attempt.metrics_file}: damaged lines are left out: {lines}", file=sys.stderr, flush=True)
-
-
-def lock_run(folder: Folder) -> IO[str]:
-    """Keep other processes of this machine from resuming a run; return the file that holds the lock.
-
-    Raises UserError if another process holds it. Not used on a cluster: an old attempt cut off by the network could
-    hold the lock for ever.
-    """
-    file = open(folder.path / "config.yaml")  # noqa: SIM115 (the lock ends with it)
-    with contextlib.suppress(OSError):  # a network disk may know no locks
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder.path} goes on in another process here; wait for it, or end it") from None
-    return file
 
 
 def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:

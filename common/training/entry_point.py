@@ -39,8 +39,9 @@ from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker
 from common.runs.folder import Folder
+from common.runs.run_lock import lock_run, try_to_lock
 from common.training import host_checks, sweep
-from common.training.attempt import Attempt, is_finished, lock_run
+from common.training.attempt import Attempt, is_finished
 from common.training.contract import optimizer
 from common.training.optimization import own_files
 from common.training.run import Run
@@ -135,9 +136,14 @@ def run_experiment(
                 attempt.conclude(ending.status, cfg, submitted=submitted, reason=ending.reason)
         if ending.together:
             synchronize_exit()
-        elif attempt.folder.result.get("state") == "finished":  # a stop request that came too late changes nothing
+        elif has_finished(attempt.folder):  # a stop request that came too late changes nothing
             return attempt.folder, 0
         return attempt.folder, ending.status
+
+
+def has_finished(attempt: Folder) -> bool:
+    """Check that an attempt has finished the run, and no newer one has begun."""
+    return attempt.result.get("state") == "finished" and not attempt.is_superseded
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,10 @@ class ForkedRanks:
 
     is_main = True
 
+    def __init__(self) -> None:
+        self.lock: IO[str] | None = None
+        """Of a new run: held until this process ends."""
+
     @contextlib.contextmanager
     def acquire_run(self, cfg: Experiment, given: Folder | None) -> Iterator[Folder | None]:
         """Lock the run to resume. Raises UserError where another process holds it."""
@@ -172,7 +182,9 @@ class ForkedRanks:
         check_memory(cfg)
         print_notice_of_shared_cores(cfg, cfg.processes)
         attempt = Attempt.open(cfg, given, fallback=True)
-        if given is not None:
+        if given is None:
+            self.lock = try_to_lock(attempt.folder)
+        else:
             folder = attempt.folder
             saved = bool(storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder))
             word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""

@@ -21,22 +21,26 @@ from common.training.run_context import RunContext
 
 
 def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
-    """Write result and model of a finished run, unless a newer attempt has taken its place, and print the table."""
+    """Write result and model of a finished run, and print the table.
+
+    Raises RunTaken where another attempt has the run, or the folder is gone.
+    """
     reports = [*reports, *report_generations(run.generations)]
-    if not run.folder.is_superseded:
-        assert run.metrics is not None
-        run.metrics.writer.flush()
-        result = Result(
-            state="finished",
-            exit_status=0,
-            data=run.prepared.name if run.cfg.trains else "",
-            scores=run.scores,
-            timings=measure_timings(run),
-            memory=run.memory,
-        )
-        if run.cfg.trains:
-            save_trained_model(run)
-        result.with_reports(report.result() for report in reports).write(run.folder)
+    run.saver.raise_if_lost(run.step)
+    assert run.metrics is not None
+    run.metrics.writer.flush()
+    result = Result(
+        state="finished",
+        exit_status=0,
+        data=run.prepared.name if run.cfg.trains else "",
+        scores=run.scores,
+        timings=measure_timings(run),
+        memory=run.memory,
+    )
+    if run.cfg.trains:
+        save_trained_model(run)
+    run.saver.raise_if_lost(run.step)
+    result.with_reports(report.result() for report in reports).write(run.folder)
     shown = format_run_rows(run)
     for report in reports:
         shown |= report.rows()

@@ -180,8 +180,14 @@ class RunContext:
         self.saver.metrics = self.metrics
 
     def _warn_of_disk(self, text: str) -> None:
-        """Report that metrics cannot be written, unless the disk has already refused a checkpoint."""
-        self.log_message(text, logging.DEBUG if self.saver.checkpointer.problem else logging.WARNING)
+        """Log a warning that metrics cannot be written.
+
+        The saver reports a folder that is gone, and the checkpointer a disk that has already refused a checkpoint.
+        """
+        if not self.saver.watch.is_there():
+            return
+        level = logging.DEBUG if self.saver.checkpointer.problem else logging.WARNING
+        self.log_message(text, level)
 
     def stop_if_requested(self) -> None:
         """Between two batches of an evaluation, write the heartbeat, and stop if any rank has a stop request."""

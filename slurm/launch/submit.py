@@ -19,21 +19,21 @@ from pathlib import Path
 from common.checkpoint import extension
 from common.core import config
 from common.core.config import ROOT
-from common.core.errors import UserError
-from common.core.text import format_count
+from common.core.errors import RunTaken, UserError
+from common.core.text import format_count, read_or_empty
 from common.data import prepare
 from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
-from common.runs import provenance, wandb_account
-from common.runs.folder import Folder
+from common.runs import claims, provenance, wandb_account
+from common.runs.folder import Folder, write_atomic
 from common.training.optimization import own_files
 from configs.elastic import find_elastic
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import check_experiment_name, parse_count, parse_switch, split_arguments
-from slurm.reports import logs, selection, status
-from slurm.scheduling import sbatch
+from slurm.reports import liveness, logs, selection, status
+from slurm.scheduling import sbatch, submission
 from slurm.scheduling.entry_points import find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
@@ -111,7 +111,10 @@ def find_resumable_run(run: str, name: str) -> Folder:
     if name and name != folder.experiment:
         raise UserError(f"RESUME={run} is a run of {folder.experiment}, not of {name}; leave NAME out")
     if state not in status.OVER:
-        raise UserError(f"{folder.path.name} is {state}; to go on with it elsewhere, first make cancel RUN={run}")
+        claim = claims.find_newest_claim(folder) if state == "RUNNING" else None
+        where = f" ({claim.describe()})" if claim is not None else ""
+        remedy = f"to go on with it elsewhere, first make cancel RUN={run}"
+        raise UserError(f"{folder.path.name} is {state}{where}; {remedy}")
     provenance.check_source(folder)
     return folder
 
@@ -121,14 +124,29 @@ def submit_run(
 ) -> tuple[Folder, str]:
     """Submit a run; returns its folder and its job id. Leaves no new folder behind if it is refused."""
     if resumed:
-        schedules.copy_schedule_file(settings, resumed.path / "code")
-        algorithms.copy_algorithm_file(settings.launch, resumed.path / "code")
-        own_files.copy_optimizer_files(settings.optim, resumed.path / "code")
-        text = config.format_known_yaml(settings, resumed.path / "config.yaml")
-        return resumed, submit_folder(resumed, settings, text, profile, scheduler)
+        with submission.hold_submission(resumed):
+            check_is_over(resumed, settings)
+            return resumed, resubmit_run(resumed, settings, profile, scheduler)
     folder = prepare_run_folder(name, settings, scheduler, set())
     with remove_folder_on_error(folder):
         return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
+
+
+def check_is_over(folder: Folder, settings: Experiment) -> None:
+    """Raise RunTaken where another command has started or submitted a run, or it has finished, since it was chosen."""
+    state, detail = status.read_state(folder)
+    has_finished = state == "FINISHED" and not extension.has_more_steps(folder, settings)
+    if state not in status.OVER or has_finished:
+        raise RunTaken(f"{folder.path.name} is {state} since a moment ago ({detail}); see make status")
+
+
+def resubmit_run(resumed: Folder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
+    """Submit a run that is over once more; returns its job id. Raises UserError."""
+    schedules.copy_schedule_file(settings, resumed.path / "code")
+    algorithms.copy_algorithm_file(settings.launch, resumed.path / "code")
+    own_files.copy_optimizer_files(settings.optim, resumed.path / "code")
+    text = config.format_known_yaml(settings, resumed.path / "config.yaml")
+    return submit_folder(resumed, settings, text, profile, scheduler)
 
 
 def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
@@ -142,8 +160,16 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
         profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points, elastic=elastic
     )
     made = sbatch.make_executor(folder, scheduler, asked, elastic)
-    sbatch.write_settings_and_retire_result(folder, text)
-    job = sbatch.submit_job(made)
+    result = read_or_empty(str(folder.path / "result.json"))
+    retired = sbatch.write_settings_and_retire_result(folder, text)
+    try:
+        job = sbatch.submit_job(made)
+    except BaseException:  # the run is as it was
+        if result:
+            write_atomic(folder.path / "result.json", result)
+        if retired is not None:
+            retired.unlink()
+        raise
     provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
 
@@ -233,6 +259,8 @@ def main(given: argparse.Namespace) -> int:
     if resumed and resumed.result.get("state") == "finished" and not extension.has_more_steps(resumed, settings):
         print(extension.describe_finished(resumed, settings))
         return 0
+    if resumed:
+        liveness.wait_for_earlier_attempt(resumed)
     alone = getattr(settings, "sweep", False)
     if alone and given.launch.partition(":")[0] == "slurm":
         raise UserError(

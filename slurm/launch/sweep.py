@@ -31,8 +31,8 @@ from configs.profile import Profile
 from slurm.arguments import parse_switch, split_settings
 from slurm.launch import submit, sweep_file
 from slurm.launch.sweep_file import Grid, Point
-from slurm.reports import selection, status
-from slurm.scheduling import sbatch
+from slurm.reports import liveness, selection, status
+from slurm.scheduling import sbatch, submission
 from slurm.scheduling.entry_points import CURRENT, find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
@@ -192,25 +192,29 @@ def submit_as_array(
 ) -> None:
     """Submit points with equal hosts and ranks as one array of jobs. Leaves no new folder if refused."""
     folders: list[Folder] = []
-    try:
-        for point, given in chosen:
-            folders.append(given or make_point_folder(sweep, point, scheduler))
-            sweep.record_run(point, folders[-1], "pending")
-        sweep.save()
-        made = sbatch.prepare_runs_for_array(
-            sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel
-        )
-        jobs = sbatch.submit_array(made, folders)
-    except BaseException:
-        for (point, given), folder in zip(chosen, folders, strict=False):
-            if given is None:
-                shutil.rmtree(folder.path, ignore_errors=True)
-                sweep.forget_run(point)
-        sweep.save()
-        raise
-    for folder, job in zip(folders, jobs, strict=True):
-        facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(made.folder)}
-        provenance.update_metadata(folder, job=facts)
+    with contextlib.ExitStack() as held:
+        try:
+            for point, given in chosen:
+                if given is not None:
+                    held.enter_context(submission.hold_submission(given))
+                    submit.check_is_over(given, point.settings)
+                folders.append(given or make_point_folder(sweep, point, scheduler))
+                sweep.record_run(point, folders[-1], "pending")
+            sweep.save()
+            made = sbatch.prepare_runs_for_array(
+                sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel
+            )
+            jobs = sbatch.submit_array(made, folders)
+        except BaseException:
+            for (point, given), folder in zip(chosen, folders, strict=False):
+                if given is None:
+                    shutil.rmtree(folder.path, ignore_errors=True)
+                    sweep.forget_run(point)
+            sweep.save()
+            raise
+        for folder, job in zip(folders, jobs, strict=True):
+            facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(made.folder)}
+            provenance.update_metadata(folder, job=facts)
     most = min(sweep.plan.parallel, len(folders))
     size = f"{format_count(nodes, 'node')} and {format_count(nodes * per_node, 'rank')} each"
     job = jobs[0].partition("_")[0]
@@ -314,6 +318,9 @@ def main(given: argparse.Namespace) -> int:
         print(f"  folder   {path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
         if "FAILED" in states.values() and not failed:
             print("  failed ones begin anew with FAILED=1", flush=True)
+        for _, folder in chosen:
+            if folder is not None:
+                liveness.wait_for_earlier_attempt(folder)
         if chosen and scheduler is None:
             return run_points(sweep, chosen)
         if chosen and scheduler is not None:

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 from common.core.errors import UserError
-from common.runs import provenance
+from common.runs import claims, provenance
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
 from slurm.reports.selection import find_run, parse_float, read_settings
-from slurm.reports.status import OVER, find_scheduler, is_process_alive, read_status
+from slurm.reports.status import OVER, find_scheduler, read_status
 from slurm.scheduling.scheduler import QUICK
 
 EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
@@ -72,7 +72,7 @@ def is_still_ending(folder: Folder) -> bool:
     if meta.get("job"):
         scheduler = find_scheduler(meta)
         return scheduler is not None and scheduler.read_job_state(meta["job"]["id"], QUICK)[0] == "RUNNING"
-    return bool(is_process_alive((meta.get("history") or [{}])[-1]))
+    return bool(claims.is_process_alive((meta.get("history") or [{}])[-1]))
 
 
 def find_exit_status(folder: Folder) -> int:

@@ -12,23 +12,22 @@ import dataclasses
 import json
 import os
 import re
-import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.core.errors import UserError
-from common.core.processes import Process
 from common.core.text import format_count, format_duration
 from common.distributed.elastic.generations import describe_generations
-from common.runs import provenance
+from common.runs import claims, provenance
 from common.runs import result as results
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
 from slurm.local_cluster import cluster
 from slurm.reports import heartbeats, selection
+from slurm.scheduling import submission
 from slurm.scheduling.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
@@ -151,20 +150,30 @@ def read_state(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
 
 def find_state_without_result(folder: Folder, patience: float) -> tuple[str, str]:
     """Find the state of a run without a result, and a few words on it."""
+    if submission.is_being_submitted(folder):
+        return "PENDING", "it is being submitted"
     meta = provenance.read_metadata(folder)
+    claim = claims.find_newest_claim(folder)
+    if claim is not None and not claim.job and claim.judge() is claims.Life.ALIVE:
+        return "RUNNING", ""
     if meta.get("job"):
-        scheduler = find_scheduler(meta)
-        if scheduler is None:
-            return "LOST", "the local cluster that it was given to is down"
-        state, word = scheduler.read_job_state(meta["job"]["id"], patience)
-        return state, word + (find_disk_fault(folder) if state == "FAILED" else "")
-    start = (meta.get("history") or [{}])[-1]
+        return find_state_of_job(folder, meta, patience)
+    start = claim.process if claim is not None else (meta.get("history") or [{}])[-1]
     if not start:
         return judge_unstarted(folder, meta.get("prepared_by") or {})
-    runs = is_process_alive(start)
+    runs = claims.is_process_alive(start)
     if runs is None:
         return judge_by_signs_of_life(folder, start)
     return ("RUNNING", "") if runs else ("LOST", "its process is gone and left no result")
+
+
+def find_state_of_job(folder: Folder, meta: dict[str, Any], patience: float) -> tuple[str, str]:
+    """Find the state of a run by its job, and a few words on it."""
+    scheduler = find_scheduler(meta)
+    if scheduler is None:
+        return "LOST", "the local cluster that it was given to is down"
+    state, word = scheduler.read_job_state(meta["job"]["id"], patience)
+    return state, word + (find_disk_fault(folder) if state == "FAILED" else "")
 
 
 def read_ending(result: dict[str, Any]) -> tuple[str, str]:
@@ -176,16 +185,7 @@ def read_ending(result: dict[str, Any]) -> tuple[str, str]:
     return state, unknown or (str(result.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}")
 
 
-def is_process_alive(entry: dict[str, Any]) -> bool | None:
-    """Check for a running process that meta.json names; None where this host cannot tell."""
-    runs = Process(entry.get("pid", 0), entry.get("pid_started", 0)).is_alive()
-    if entry.get("host") == socket.gethostname():
-        return runs
-    # a host that was renamed meanwhile has the same kernel; but so has another container
-    return True if runs and entry.get("boot") == provenance.read_boot_id() else None
-
-
-def judge_by_signs_of_life(folder: Folder, start: dict[str, Any]) -> tuple[str, str]:
+def judge_by_signs_of_life(folder: Folder, start: Mapping[str, Any]) -> tuple[str, str]:
     """Judge a run without a result whose process cannot be seen from here, by its newest sign of life."""
     allowed = 2 * max(SILENT, selection.read_step_timeout(folder))
     paths = [path for attempt in folder.attempts()[-1:] for path in attempt.attempt.rglob("*")]
@@ -198,7 +198,7 @@ def judge_by_signs_of_life(folder: Folder, start: dict[str, Any]) -> tuple[str, 
 
 def judge_unstarted(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
     """Judge a folder without attempt and job: another process may still be preparing it."""
-    is_busy = is_process_alive(by)
+    is_busy = claims.is_process_alive(by)
     if is_busy is None:
         with contextlib.suppress(OSError):
             is_busy = time.time() - (folder.path / "config.yaml").stat().st_mtime < PREPARING

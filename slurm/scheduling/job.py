@@ -7,6 +7,7 @@ later attempts, executes the source as it was submitted.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -19,10 +20,19 @@ from typing import TYPE_CHECKING
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.core.errors import EXIT_RESUMABLE, MachineError, Unreachable, UserError, exit_on_user_error, explain_error
+from common.core.errors import (
+    EXIT_RESUMABLE,
+    MachineError,
+    RunTaken,
+    Unreachable,
+    UserError,
+    exit_on_user_error,
+    explain_error,
+)
 from common.core.processes import exit_at_once
 from common.distributed.rank_info import COORDINATOR, JOINS_AS, ORPHANED, read_rank_info
 from common.runs.folder import Folder
+from slurm.scheduling import submission
 from slurm.scheduling.orphaned_rank import reaches_coordinator
 from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
 
@@ -67,6 +77,8 @@ def train_as_rank(folder: Folder) -> int:
     """Train as the rank that srun started here; return the exit status. Raises UserError."""
     rank: LaunchedRank | None = None
     try:
+        if os.environ.get("SLURM_PROCID") == "0" and JOINS_AS not in os.environ:
+            submission.check_run_is_own(folder)
         from common.core import config
         from common.training import entry_point  # takes seconds
 
@@ -85,7 +97,9 @@ def train_as_rank(folder: Folder) -> int:
             raise
         replace_orphaned_rank(rank, str(error))
         if not (isinstance(error, Unreachable) and may_reach_later(rank)):
-            note_refusal(folder, int(os.environ.get("SLURM_PROCID", "0")), str(error))
+            number = int(os.environ.get("SLURM_PROCID", "0"))
+            with contextlib.suppress(UserError):  # the folder may be gone
+                note_refusal(folder, number, str(error), is_taken=isinstance(error, RunTaken))
             raise
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (it ends the rank, with a status of its own)

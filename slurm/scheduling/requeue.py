@@ -23,6 +23,7 @@ from common.core.signals import NOTICED_STATUSES
 from common.runs import provenance
 from common.runs.folder import Folder, read_json, write_json
 from common.runs.result import Result
+from slurm.scheduling import submission
 from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 
 EXIT_FAILED = EXIT_RESUMABLE + 1
@@ -32,15 +33,34 @@ PATIENCE = 600.0  # seconds for a controller that does not answer: it may be sta
 PAUSE = 5.0
 
 
-def note_refusal(folder: Folder, rank: int, reason: str) -> None:
-    """Note, for this attempt of the job, a reason that only a person can remove."""
-    write_json(folder.path / "submit" / f"refused-{make_attempt_name()}-{rank:05d}.json", {"reason": reason})
+def note_refusal(folder: Folder, rank: int, reason: str, *, is_taken: bool = False) -> None:
+    """Note, for this attempt of the job, a reason that only a person can remove.
+
+    With `is_taken` another attempt has the run, whose result is none of this job's business.
+    """
+    file = folder.path / "submit" / f"refused-{make_attempt_name()}-{rank:05d}.json"
+    write_json(file, {"reason": reason, "is_taken": is_taken})
+
+
+def read_refusals(folder: Folder) -> list[dict[str, object]]:
+    """Read the notes of this attempt's ranks, that of the lowest rank first."""
+    notes = sorted((folder.path / "submit").glob(f"refused-{make_attempt_name()}-*.json"))
+    return [read_json(note) for note in notes]
 
 
 def read_refusal(folder: Folder) -> str:
     """Read the reason noted by the lowest rank; empty without one. Other ranks may only know that one failed."""
-    notes = sorted((folder.path / "submit").glob(f"refused-{make_attempt_name()}-*.json"))
-    return str(read_json(notes[0]).get("reason", "")) if notes else ""
+    notes = read_refusals(folder)
+    return str(notes[0].get("reason", "")) if notes else ""
+
+
+def find_taker(folder: Folder) -> str:
+    """Return why the run is not this job's any more, so that its result stays as it is; empty where it is."""
+    for note in read_refusals(folder):
+        if note.get("is_taken"):
+            return str(note["reason"])
+    owner = submission.find_other_owner(folder)
+    return f"the run belongs to {owner}" if owner else ""
 
 
 def make_attempt_name() -> str:
@@ -124,7 +144,7 @@ def requeue_or_fail(folder: Folder, scheduler: Scheduler, job: str, status: int,
             if not is_latest_restart(scheduler, job):
                 return EXIT_RESUMABLE
             reason = f"it cannot be queued again: {error}"
-    Result("failed", status or 1, reason, folder.find_last_step()).write(folder)
+    Result("failed", status or 1, reason, folder.find_last_step()).write_unless_there(folder)
     provenance.record_attempt_end(folder, "failed")
     print(f"not started again: {reason}", file=sys.stderr)
     return status or 1
@@ -134,6 +154,9 @@ def main(path: str, status: int) -> int:
     """Requeue a job whose tasks have ended, or note why not; returns the exit status of the job."""
     folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
     status = 1 if status == EXIT_FAILED or locate_failure_note(folder).exists() else status
+    if taker := find_taker(folder):
+        print(f"not started again: {taker}", file=sys.stderr)
+        return status or 1
     if folder.result or status == 0:  # with 0 and no result, a newer attempt has overtaken this one
         known = folder.result.get("exit_status")
         return known if isinstance(known, int) else status

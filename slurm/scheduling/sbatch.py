@@ -189,12 +189,15 @@ def prepare_runs_for_array(
     return made
 
 
-def write_settings_and_retire_result(folder: Folder, text: str) -> None:
-    """Write the settings that a job reads, as YAML, and retire the result of an earlier attempt. Raises UserError."""
+def write_settings_and_retire_result(folder: Folder, text: str) -> Path | None:
+    """Write the settings that a job reads, as YAML, and retire the result of an earlier attempt.
+
+    Returns where that is then. Raises UserError.
+    """
     with disk_errors(folder.path):
         (folder.path / "submit").mkdir(exist_ok=True)
     write_atomic(folder.path / "submit" / "config.yaml", text)
-    folder.retire_result()
+    return folder.retire_result()
 
 
 def make_job_reference(folder: Folder) -> Any:

@@ -199,7 +199,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     with open(folder.path / "config.yaml") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as another process that goes on with it
         done = resume(REPLICATED, folder, "steps=50")
-    assert done.returncode == 2 and "goes on in another process here; wait for it" in done.stderr
+    assert done.returncode == 2 and "already running or being started on this machine; wait for it" in done.stderr
     assert len(folder.attempts()) == 1
     done = resume(REPLICATED, folder, "steps=50")
     assert done.returncode == 0, done.stderr

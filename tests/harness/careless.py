@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
 from common.checkpoint.train_state import TrainState
@@ -22,10 +24,10 @@ def drop_settling() -> None:
 
 def drop_attempts() -> None:
     """A new start writes where the one before wrote."""
-    claim = Folder.claim_attempt
+    begin = Folder.claim_attempt
 
-    def claim_once(self: Folder) -> Folder:
-        return self.attempts()[-1] if self.attempts() else claim(self)
+    def claim_once(self: Folder, claim: Mapping[str, Any] | None = None) -> Folder:
+        return self.attempts()[-1] if self.attempts() else begin(self, claim)
 
     Folder.claim_attempt = claim_once  # type: ignore[method-assign]
 
@@ -33,7 +35,7 @@ def drop_attempts() -> None:
 def drop_vote() -> None:
     """Each rank leaves when it is told, without asking the others."""
 
-    def decide_alone(vote: SaveOrStopVote, step: int, diverged: bool, came: float) -> Decision:
+    def decide_alone(vote: SaveOrStopVote, step: int, diverged: bool, came: float, *, lost: bool = False) -> Decision:
         vote.next_step = step + 1
         told = bool(vote.stop_request.number)
         return Decision(told, told, diverged)

@@ -24,7 +24,7 @@ from torch import nn
 from common.checkpoint import checkpointer, rank_file, state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.storage import CheckpointPath
-from common.core.errors import UserError
+from common.core.errors import RunTaken, UserError
 from common.distributed.rendezvous import World
 from common.runs.folder import Folder
 from common.training import optimizers
@@ -237,13 +237,14 @@ def test_the_newest_ones_and_the_best_are_kept(disk: Disk) -> None:
     assert disk.names() == ["best", "latest", "step-00000006", "step-00000007"]
 
 
-def test_a_start_that_was_superseded_removes_nothing(disk: Disk) -> None:
-    old = disk.checkpoints
+def test_a_start_that_was_superseded_saves_and_removes_nothing(disk: Disk) -> None:
+    old, older = disk.checkpoints, Folder(disk.folder.path, 1)
     disk.save(1, 2)
     disk.restart(1, 1)
     for step in (3, 4, 5):
-        assert old.save(step, state_of(step))
-    assert [s.step for s in storage.list_checkpoints(Folder(disk.folder.path, 1))] == [1, 2, 3, 4, 5]
+        with pytest.raises(RunTaken, match=r"attempt 1 of run was superseded by attempt 2; stopping without saving"):
+            old.save(step, state_of(step))
+    assert [s.step for s in storage.list_checkpoints(older)] == [1, 2] and not storage.list_staging_dirs(older)
     assert disk.load() == 1, "what it saved after the new start branched off does not count"
     disk.save(2)
     assert disk.load() == 2

@@ -76,7 +76,7 @@ def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> No
         clock[0] += 0.05
         if call == 40:
             vote.stop_request.number = 12
-        if vote.vote_on_stop():
+        if vote.vote_in_evaluation(lambda: "").stop:
             heard.append(call)
     assert heard and 40 <= heard[0] <= 50
 

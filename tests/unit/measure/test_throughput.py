@@ -116,10 +116,10 @@ def test_what_ranks_wait_for_each_other_between_steps_counts_and_saving_does_not
 ) -> None:
     vote, save, took = SaveOrStopVote.decide, Saver.save, list[str]()
 
-    def decide(self: SaveOrStopVote, step: int, diverged: bool, came: float) -> Decision:
+    def decide(self: SaveOrStopVote, step: int, diverged: bool, came: float, **facts: bool) -> Decision:
         gpu.now += 1
         took.append("vote")
-        return vote(self, step, diverged, came)
+        return vote(self, step, diverged, came, **facts)
 
     def write(self: Saver, step: int, *, best: bool = False) -> bool:
         gpu.now += 100

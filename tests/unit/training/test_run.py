@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 
 from common.checkpoint.train_state import TrainState
 from common.core import config
+from common.core.errors import RunTaken
 from common.data.prepare import Prepared, prepare_digits
 from common.distributed.rendezvous import World
 from common.measure.metrics_log import MetricsLog
@@ -173,3 +174,13 @@ def test_the_learning_rate_is_set_before_a_step(run: Run, state: TrainState) -> 
         if step.number == 2:
             break
     assert rates == [(0.02, 0.02, True), (0.01, 0.01, True)], "it falls in a straight line"
+
+
+def test_a_run_that_is_superseded_at_its_end_publishes_nothing(run: Run, state: TrainState) -> None:
+    for step in run.steps(state, no_scores, loss=0):
+        with step:
+            step.log(loss=torch.tensor(1.0))
+    Folder(run.folder.path).claim_attempt()
+    with pytest.raises(RunTaken, match=r"was superseded by attempt 2; stopping without saving"):
+        run.report()
+    assert not run.folder.result and not list(run.folder.path.glob("model.*"))

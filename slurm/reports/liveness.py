@@ -1,0 +1,52 @@
+"""Whether an attempt of a run is alive, as its claim, /proc and SLURM know it. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+
+from common.core.errors import RunTaken
+from common.runs import claims, provenance
+from common.runs.claims import Claim, Life
+from common.runs.folder import Folder
+from slurm.reports.status import find_scheduler
+from slurm.scheduling.scheduler import QUICK
+
+POLL_SECONDS = 0.5
+
+
+def judge_claim(claim: Claim) -> Life:
+    """Judge an attempt: one of the recorded job by SLURM, any other by what this host sees of its process."""
+    meta = provenance.read_metadata(claim.attempt)
+    job = meta.get("job")
+    if claim.ended or not claim.job or not job:
+        return claim.judge()
+    scheduler = find_scheduler(meta)
+    if scheduler is None:
+        return Life.ENDED  # with the local cluster
+    state, _ = scheduler.read_job_state(claim.job, QUICK)
+    if state == "UNKNOWN":
+        return claim.judge()
+    return Life.ALIVE if state == "RUNNING" else Life.ENDED
+
+
+def wait_for_earlier_attempt(folder: Folder) -> None:
+    """Wait until an attempt that was told to stop has ended, and record that.
+
+    Raises RunTaken where an attempt goes on.
+    """
+    claim = claims.find_newest_claim(folder)
+    deadline = time.monotonic() + claims.STOPPING_SECONDS
+    has_told = False
+    while claim is not None and (life := judge_claim(claim)) is not Life.UNKNOWN:
+        if life is Life.ENDED:
+            if claim.judge() is not Life.ENDED:
+                claims.mark_ended(claim)
+            return
+        words = f"{folder.path.name} is still running ({claim.describe()})"
+        if not folder.result or time.monotonic() > deadline:
+            raise RunTaken(f"{words}; wait for it, or make cancel RUN={folder.reference}")
+        if not has_told:
+            print(f"waiting until it has stopped: {words}", flush=True)
+            has_told = True
+        time.sleep(POLL_SECONDS)
+    claims.wait_for_earlier_attempt(folder)

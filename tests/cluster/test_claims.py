@@ -1,0 +1,24 @@
+"""Commands that meet at a run of a cluster: one attempt trains at a time. Here: tests/recovery/test_claims.py."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.harness import claims_campaign
+from tests.harness.chance import draw_seed
+from tests.harness.claims_campaign import ClusterPlace
+from tests.harness.site import Site
+
+PAIRS = [("stopped", "resume", "resume"), ("running", "resume", "cancel")]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_commands_that_meet_leave_one_attempt_that_trains(
+    site: Site, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_campaign, "STEPS", 600)
+    draw = random.Random(draw_seed("claims"))
+    case = claims_campaign.do_case(ClusterPlace(site), draw, pair, finishes=False)
+    assert not case.problems, case.describe()

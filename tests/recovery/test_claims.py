@@ -1,0 +1,67 @@
+"""One attempt of a run at a time, and a run folder that goes away; at random moments: tests/harness/claims_campaign.py.
+
+On a cluster: tests/cluster/test_claims.py.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint import storage
+from tests.harness import claims_campaign
+from tests.harness.chance import draw_seed
+from tests.harness.claims_campaign import LocalPlace
+from tests.harness.long_runs import ENDLESS, only_folder, train_long
+from tests.harness.processes import PATIENCE, processes_of, wait_until
+from tests.harness.registry import REPLICATED, STAGED
+from tests.harness.resuming import resume
+
+PAIRS = [("running", "resume", "cancel"), ("running", "cancel", "resume"), ("stopped", "resume", "resume")]
+
+
+def test_pairs_of_resume_and_cancel_leave_one_attempt_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_campaign, "STEPS", 800)
+    draw = random.Random(draw_seed("claims"))
+    place = LocalPlace(tmp_path)
+    cases = [claims_campaign.do_case(place, draw, pair) for pair in PAIRS]
+    assert not [case.describe() for case in cases if case.problems]
+
+
+def test_a_run_that_trains_is_not_resumed_and_one_that_is_superseded_stops(
+    tmp_path: Path, quick: tuple[str, ...]
+) -> None:
+    with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
+        folder = only_folder(tmp_path)
+        refused = resume(STAGED, folder)
+        words = f"{folder.path.name} is already running (attempt 1, process {process.pid} on this machine); wait for it"
+        assert refused.returncode == 2 and words in refused.stderr, refused
+        assert len(folder.attempts()) == 1
+        folder.claim_attempt()  # as older source does, or a host that sees neither lock nor process
+        out, err = process.communicate(PATIENCE)
+    assert process.returncode == 2 and "test accuracy" not in out, out
+    assert f"attempt 1 of {folder.path.name} was superseded by attempt 2; stopping without saving" in err
+    assert not folder.result and not storage.list_resumable_checkpoints(folder) and "Traceback" not in err
+
+
+def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    runs, away = tmp_path / "runs", tmp_path / "away"
+    words = (*quick, *REPLICATED.spread(2), *ENDLESS, "checkpoint.every_seconds=1")
+    with train_long(REPLICATED.name, *words, runs=runs, WANDB_MODE="offline") as process:
+        folder = only_folder(runs)
+        wait_until(lambda: storage.list_resumable_checkpoints(folder), "there is a checkpoint")
+        folder.path.rename(away)
+        out, err = process.communicate(PATIENCE)
+    assert process.returncode == 2, out + err
+    (line,) = err.strip().splitlines()
+    assert line.startswith(f"error: {folder.path} was moved or deleted; stopped after step ")
+    assert line.endswith(f"; put it back and make exp RESUME={folder.path}")
+    assert list(runs.iterdir()) == [] and "WARNING" not in out
+    away.rename(folder.path)
+    assert "WARNING" not in folder.attempts()[0].log_file(0).read_text()
+    assert storage.list_resumable_checkpoints(folder)
+    assert not processes_of(str(tmp_path))
