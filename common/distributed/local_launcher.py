@@ -23,6 +23,7 @@ from common.core.errors import EXIT_RESUMABLE, UserError
 from common.core.processes import die_with_parent, exit_at_once
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
+from common.distributed.elastic.coordinator import Broken, Coordinator
 from common.distributed.elastic.supervisor import Supervisor, open_listener
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import disk_errors
@@ -225,10 +226,13 @@ def wait_for_ranks(
             raise StoppedAtOnce(stop.number)  # it had not begun to listen, and others fail without it
         if failed:
             first, memory_is_gone = find_first_failed_rank(failed, private), host_memory.count_oom_kills() > kills
-            status = report_failure(first, len(children), private, why, memory_is_gone)
-            if supervisor is not None and supervisor.coordinator.broken:
-                print("that rank alone had a part of the state: elastic=true cannot go on without it", file=sys.stderr)
-            return status
+            coordinator = supervisor.coordinator if supervisor is not None else None
+            return report_failure(first, len(children), private, why, memory_is_gone, coordinator)
+        if supervisor is not None and supervisor.coordinator.broken is Broken.STATE_LOST:  # no single loss was the end
+            reason = Broken.STATE_LOST.value
+            why(reason)
+            print(f"error: {reason}", file=sys.stderr)
+            return 128 + signal.SIGKILL
         if not ended and supervisor is None:
             time.sleep(0.01)
     if any(child.exit_code == EXIT_RESUMABLE for child in children):
@@ -256,17 +260,27 @@ def reap_child(child: ChildRank) -> bool:
 
 
 def report_failure(
-    child: ChildRank, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool
+    child: ChildRank,
+    size: int,
+    private: Path,
+    why: Callable[[str], None],
+    short_of_memory: bool,
+    coordinator: Coordinator | None = None,
 ) -> int:
-    """Print why a run failed; return its exit status."""
+    """Print why a run failed; return its exit status. `coordinator` is that of an elastic run."""
     assert child.exit_code is not None
     others = f"; the other {f'{size - 1} ranks were' if size > 2 else 'rank was'} stopped" if size > 1 else ""
     if child.exit_code < 0:
         name = signal.Signals(-child.exit_code).name
         if child.exit_code == -signal.SIGKILL and short_of_memory:
             name += ": the kernel ran out of memory"
-        print(f"error: rank {child.rank} (pid {child.pid}) was killed by {name}{others}", file=sys.stderr)
-        why(f"rank {child.rank} was killed by {name}")
+        reason, end = f"was killed by {name}", None
+        if coordinator is not None:
+            reason, end = coordinator.reasons.get(child.rank, reason), coordinator.find_end()
+        print(f"error: rank {child.rank} (pid {child.pid}) {reason}{others}", file=sys.stderr)
+        if end is not None:
+            print(end.value, file=sys.stderr)
+        why(f"rank {child.rank} {reason}" + (f"; {end.value}" if end is not None else ""))
         return 128 - child.exit_code
     try:
         note = json.loads((private / f"error-{child.rank}.json").read_text())

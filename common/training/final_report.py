@@ -13,7 +13,7 @@ from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.core.text import format_count
 from common.data.loader import get_statistics
-from common.distributed.elastic.generations import describe_generation
+from common.distributed.elastic.generations import describe_generation, read_earlier_generations
 from common.measure import tables
 from common.models import model_file
 from common.runs.result import Facts, Report, Result
@@ -22,7 +22,7 @@ from common.training.run_context import RunContext
 
 def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     """Write result and model of a finished run, unless a newer attempt has taken its place, and print the table."""
-    reports = [*reports, *report_generations(run.generations)]
+    reports = [*reports, *report_generations([*read_earlier_generations(run.folder), *run.generations])]
     if not run.folder.is_superseded:
         assert run.metrics is not None
         run.metrics.writer.flush()

@@ -213,8 +213,9 @@ class JobLauncher:
                     self.note_ending(rank, status)
             if self.hosts[0] in step.lost_hosts and not self.leaving:
                 self.leave_first_host()
-        if self.coordinator.broken:  # SLURM may tell of a host that is gone much later
-            self.failed = self.failed or KILLED
+        if self.coordinator.broken and not self.failed:  # SLURM may tell of a host that is gone much later
+            print(self.coordinator.broken.value, flush=True)
+            self.failed = KILLED
 
     def leave_first_host(self) -> None:
         """Let the ranks save and stop where SLURM has taken this host off the job, as when its daemon has died.

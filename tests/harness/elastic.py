@@ -124,6 +124,12 @@ def plant(faults: Faults) -> None:
     before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
     before(checkpointer, "write_rank_file", lambda *_: planted.reach("save", planted.recovery.run.step))  # type: ignore[attr-defined]
     before(group, "form_group", lambda member, *_: planted.reach("forming", member.generation.number))
+    before(
+        group.CoordinatorStore,
+        "set",
+        lambda store, *_: planted.reach("published", store.member.generation.number),
+        after=True,
+    )
     before(Recovery, "_adopt", lambda self, _: planted.reach("copied", self.member.generation.number))
 
 

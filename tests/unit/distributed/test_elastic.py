@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.distributed.elastic.coordinator import Broken
 from common.distributed.elastic.member import Generation, GenerationOver, Member
 from common.distributed.elastic.supervisor import Supervisor
 from common.distributed.rank_info import ORPHANED
@@ -141,6 +142,27 @@ def test_a_rank_joins_with_nothing_and_gets_all(path: Path) -> None:
     found |= run.sign_in(True, r0=6)
     joining.join(30)
     assert found["r0"] == found["r1"] == Generation(3, [0, 1], 0, True, [], [1], False)
+
+
+def test_without_a_rank_that_has_the_state_the_run_is_over(path: Path) -> None:
+    """The rank that joined belongs to a generation, and its copy of the state was never complete."""
+    run = begin(path, 3)
+    run.kill(1)
+    run.kill(2)
+    assert run.sign_in(r0=5)["r0"].members == [0]
+    run.members[1] = run.join(1, joins=True)
+    found: dict[str, Generation] = {}
+    joining = threading.Thread(target=lambda: found.update(run.sign_in(r1=-1)), daemon=True)
+    joining.start()
+    wait_until(lambda: run.members[0].join_waits, "word that one joins")
+    found |= run.sign_in(True, r0=6)
+    joining.join(30)
+    assert found["r1"].members == [0, 1] and found["r1"].source == 0
+    run.kill(0)
+    threading.Thread(target=run.sign_in, kwargs={"r1": -1}, daemon=True).start()
+    wait_until(lambda: run.coordinator.broken, "the loss of the state")
+    assert run.coordinator.broken is Broken.STATE_LOST and run.coordinator.number == found["r1"].number
+    assert not run.coordinator.is_active and not run.coordinator.vacant
 
 
 def test_fewer_than_the_minimum_are_told_to_stop(path: Path) -> None:
