@@ -37,6 +37,20 @@ IMAGE = (28, 28)  # of mnist and digits
 Block = tuple[Tensor | None, Tensor | None, int, int]
 
 
+class DataWorkerError(RuntimeError):
+    """A data worker of this rank was killed, or does not deliver its batches."""
+
+
+def is_worker_failure(error: BaseException) -> bool:
+    """Check whether an error comes from a data worker of this rank, also where torch itself noticed it.
+
+    So does one that was raised while that was handled: torch raises its error wherever the main thread is.
+    """
+    if isinstance(error, DataWorkerError) or "DataLoader worker" in str(error):
+        return True
+    return error.__context__ is not None and is_worker_failure(error.__context__)
+
+
 def get_statistics(prepared: Prepared) -> tuple[Any, Any]:
     """Return mean and standard deviation of the training images: a number each, or one for each colour.
 

@@ -47,12 +47,13 @@ def run_ranks(
     meanwhile: Callable[[], None],
     why: Callable[[str], None] = lambda words: None,
     elastic: Elastic | None = None,
+    setup_timeout: float = 60.0,
 ) -> int:
     """Run `body` in `size` forked ranks; return the exit status of the run.
 
     `meanwhile` runs in this process while they start. The first rank that fails ends all others: its message or
     traceback is printed once, those of the others are only in their logs; `why` receives the reason in one line.
-    With `elastic` the others go on without a rank that is killed.
+    With `elastic` the others go on without a rank that is killed; its new process has `setup_timeout` seconds to come.
     """
     private, lock = create_rendezvous_dir()
     children: list[ChildRank] = []
@@ -62,7 +63,10 @@ def run_ranks(
     try:
         supervisor = None
         if elastic:
-            supervisor = Supervisor(open_listener(address, size), size, elastic, forker.kill, forker.fork_again)
+            supervisor = Supervisor(
+                *(open_listener(address, size), size, elastic, forker.kill, forker.fork_again),
+                start_timeout=setup_timeout,
+            )
         for rank in range(size):
             forker.fork(rank)
         if stop.number:
@@ -184,7 +188,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, p
         text = str(error) if isinstance(error, UserError) else traceback.format_exc()
         note = {"user": isinstance(error, UserError), "text": text}
         with contextlib.suppress(OSError):
-            (private / f"error-{info.rank}.json").write_text(json.dumps(note))
+            (private / f"error-{info.number}.json").write_text(json.dumps(note))
     finally:
         exit_at_once(status)
 
@@ -233,6 +237,10 @@ def wait_for_ranks(
             why(reason)
             print(f"error: {reason}", file=sys.stderr)
             return 128 + signal.SIGKILL
+        alive = [child for child in children if child.exit_code is None]
+        if supervisor is not None and supervisor.newcomers.issuperset(child.rank for child in alive):
+            kill_ranks(alive)  # all others have ended: nobody is left to join
+            break
         if not ended and supervisor is None:
             time.sleep(0.01)
     if any(child.exit_code == EXIT_RESUMABLE for child in children):

@@ -19,9 +19,10 @@ from typing import IO, TypeVar
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_exit
 from common.core import config, host_memory, seeds
-from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout
+from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error, is_timeout, summarize_error
 from common.core.processes import exit_at_once
 from common.core.text import format_count
+from common.data.loader import is_worker_failure
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info, report_refusal_once
 from common.distributed.rendezvous import World
@@ -169,7 +170,9 @@ class ForkedRanks:
         reasons = list[str]()
         with attempt.discard_on(UserError):  # damaged data or a full disk, found by `document`
             ranks, nodes = cfg.processes, cfg.launch.nodes
-            status = local_launcher.run_ranks(train_forked, ranks, nodes, document, reasons.append, elastic)
+            status = local_launcher.run_ranks(
+                train_forked, ranks, nodes, document, reasons.append, elastic, cfg.launch.setup_timeout
+            )
         return Ending(status, "".join(reasons))
 
 
@@ -274,6 +277,10 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
             raise StopRequested(together=False) from error
         silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
         run.log_failure(silent or error)
+        if is_worker_failure(error):
+            # it can come at any point, also in the middle of an update: the state of this rank does not count any more
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises the error again when another worker ends
+            run.leave_if_possible(summarize_error(error))
         if silent:
             raise TimeoutError(silent) from error
         raise

@@ -2,15 +2,17 @@
 
     python -m tests.harness.elastic NAME POINT:RANK:STEP:HOW[,...] key=value ...
 
-HOW is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever) or join (until all
-lost ranks are back, or wait to be). NAME may be followed by one of CHANGES, as in ddp_multinode+own_state. RANK is that
-at the start of the run; a rank that was started again does not fail.
+HOW is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever), join (until all
+lost ranks are back, or wait to be), or worker-kill or worker-stop, for this rank's data workers. NAME may be followed
+by one of CHANGES, as in ddp_multinode+own_state. RANK is that at the start of the run; a rank that was started again
+does not fail.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -64,6 +66,9 @@ class Planted:
                 return
             elif how in SIGNALS:
                 os.kill(os.getpid(), SIGNALS[how])
+            elif how.startswith("worker-"):
+                for worker in multiprocessing.active_children():
+                    os.kill(worker.pid or 0, SIGNALS[how.removeprefix("worker-")])
             elif how == "wait":
                 time.sleep(1)
             elif how == "block":

@@ -141,6 +141,19 @@ def test_a_rank_that_is_lost_while_the_others_connect_takes_none_along(
     assert sorted(list_lost_and_joined(folder)[0]) == sorted([1, rank]), list_changes(folder)
 
 
+def test_a_rank_whose_data_worker_fails_is_lost_alone(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One rank's worker is killed, another one's stands still: the others notice by the time limit of a collective."""
+    words = (f"data.cache={cache}", "processes_per_node=4", "elastic=true", "elastic.timeout=0.5", "elastic.rejoin=0")
+    more = ("data.workers=1", "data.block=1", "launch.step_timeout=2")
+    faults = "begin:1:3:worker-kill,begin:2:12:worker-stop"
+    done = train(faults, *words, *more, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert list_lost_and_joined(done.folder) == ([1, 2], []), list_changes(done.folder)
+
+
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:
     """As where it copies its state; in a broadcast of gloo, the others wait for the time-out, here of 12 s."""
     done = warm.execute([sys.executable, "-m", "tests.harness.half_sent", str(tmp_path)], env=environment(), timeout=60)

@@ -112,6 +112,11 @@ class Coordinator:
         """Ranks that have a connection."""
         return {connection.member for connection in self.connections} - {-1}
 
+    @property
+    def newcomers(self) -> set[int]:
+        """Ranks that were started again and wait to belong to a generation."""
+        return {connection.member for connection in self.connections if connection.joins}
+
     def find_end(self) -> Broken | None:
         """Find out why the run ends where a rank was killed; None where that ends any run."""
         if self.broken or self.finished or not self.number:
@@ -213,6 +218,7 @@ class Coordinator:
             self._serve_store()
         elif "lost" in message:
             self.reasons[connection.member] = str(message["lost"])
+            self._count_as_lost(connection)
         elif "bye" in message:
             connection.left = True
             self._remove_member(connection, failed=False)
@@ -264,6 +270,14 @@ class Coordinator:
                 self.lost.append(connection.member)
                 self._end_generation()
         self._try_to_form()
+
+    def _count_as_lost(self, connection: Connection) -> None:
+        """Count a rank as lost that has left orderly before, on its way out of the failure that ends it."""
+        if connection.left and not self.finished:
+            connection.left = False
+            self.lost.append(connection.member)
+            self._end_generation()
+            self._try_to_form()
 
     def _announce_join(self, connection: Connection) -> None:
         """Tell the members that a rank waits: once all know it they leave together, between two steps."""

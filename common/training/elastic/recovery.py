@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from common.checkpoint import peer_copy
 from common.checkpoint.train_state import TrainState
-from common.core.errors import UserError
+from common.core.errors import UserError, is_timeout
+from common.data.loader import is_worker_failure
 from common.data.rounds import Rounds
 from common.distributed import objects
 from common.distributed.elastic import group
@@ -66,6 +67,7 @@ class Recovery:
             )
         assert isinstance(run.metrics, SharedMetricsLog)
         self.run, self.state, self.metrics = run, state, run.metrics
+        run.leave_if_possible = self.leave_if_possible
         group.update_world(world, launched_as=world.number)
         self.joining = world.joins
         self.writes = world.is_main
@@ -142,8 +144,15 @@ class Recovery:
 
     def is_loss(self, error: object) -> bool:
         """Return whether an error may come from the loss of another rank, or from one that joins."""
+        if not isinstance(error, RuntimeError) or is_worker_failure(error):
+            return False
         known = isinstance(error, GenerationOver) or self.member.over
-        return isinstance(error, RuntimeError) and (known or "gloo" in str(error))
+        return known or "gloo" in str(error).lower() or is_timeout(error)
+
+    def leave_if_possible(self, reason: str) -> None:
+        """End this process as a lost rank, which can be started again, where others can continue without it."""
+        if self.run.world.size > 1 and not self.state.irreplaceable:
+            self.member.leave_as_lost(reason)
 
     def finish(self) -> bool:
         """Return True once all ranks have nothing left to do; False where they go on as another generation."""

@@ -34,7 +34,9 @@ class Rank(Member):
 class Run:
     """A coordinator and its supervisor in a thread, and its members."""
 
-    def __init__(self, path: Path, ranks: int, needed: int = 0, late: int = 0, **settings: float) -> None:
+    def __init__(
+        self, path: Path, ranks: int, needed: int = 0, late: int = 0, start_timeout: float = 60, **settings: float
+    ) -> None:
         """Without the last `late` ranks, which have not come."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
@@ -42,7 +44,9 @@ class Run:
         self.path, self.ended = str(path), threading.Event()
         self.silent, self.started, self.dead = list[int](), list[int](), set[int]()
         elastic = Elastic(on=True, **settings)  # type: ignore[arg-type]
-        self.supervisor = Supervisor(listener, ranks, elastic, self.silent.append, self.started.append, "secret")
+        self.supervisor = Supervisor(
+            *(listener, ranks, elastic, self.silent.append, self.started.append, "secret", start_timeout)
+        )
         self.coordinator = self.supervisor.coordinator
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
@@ -235,6 +239,24 @@ def test_a_rank_that_starts_is_not_started_twice(path: Path) -> None:
     run.members[1] = run.join(1, joins=True)
     wait_until(lambda: 1 in run.coordinator.present, "rank 1 is there")
     assert run.started == [1, 2]
+
+
+def test_a_rank_that_is_started_and_does_not_come_is_ended_and_started_again(path: Path) -> None:
+    """As one that is frozen before its first message; each start counts."""
+    run = begin(path, 2, start_timeout=0.05, rejoin=2)
+    run.kill(1)
+    run.sign_in(r0=1)
+    wait_until(lambda: run.silent == [1, 1], "both new processes are ended")
+    assert run.started == [1, 1] and not run.supervisor.starting and run.coordinator.is_active
+
+
+def test_a_rank_that_ends_itself_says_why(path: Path) -> None:
+    run = begin(path, 2)
+    run.members[1]._announce_loss("a collective does not end")
+    wait_until(lambda: run.coordinator.reasons, "the reason")
+    run.kill(1)
+    assert run.sign_in(r0=1)["r0"].lost == [1]
+    assert run.coordinator.reasons == {1: "ended itself: a collective does not end"}
 
 
 HELLO = '"joins": false, "irreplaceable": false, "pid": 9'
