@@ -37,6 +37,7 @@ from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
 from tests.harness.processes import wait_until
 
+SLOW = 0.02
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 Faults = list[tuple[str, int, int, str]]
 
@@ -161,6 +162,17 @@ def keep_own_shards() -> None:
     Recovery._cut_batches = lambda *_: None  # type: ignore[method-assign]
 
 
+def take_time() -> None:
+    """No mistake: each step takes SLOW seconds longer, so that a rank has time to come back."""
+    leave = loop.Step.__exit__
+
+    def leave_later(step: loop.Step, *error: Any) -> bool:
+        time.sleep(SLOW)
+        return leave(step, *error)
+
+    loop.Step.__exit__ = leave_later  # type: ignore[method-assign]
+
+
 def overflow() -> None:
     """No mistake: a scaler of the loss in float64, and gradients of rank 0 that overflow in steps 5, 6 and 14."""
     script = importlib.import_module("experiments.amp_accum")
@@ -192,7 +204,7 @@ def use_batchnorm() -> None:
 
 
 CHANGES = {"own_state": keep_own_state, "old_mean": keep_old_mean, "own_shards": keep_own_shards}
-CHANGES |= {"overflow": overflow, "batchnorm": use_batchnorm}
+CHANGES |= {"slow": take_time, "overflow": overflow, "batchnorm": use_batchnorm}
 
 if __name__ == "__main__":
     (name, _, change), faults = sys.argv.pop(1).partition("+"), sys.argv.pop(1)
