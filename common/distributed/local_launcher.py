@@ -314,4 +314,4 @@ def kill_ranks(children: list[ChildRank]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
     for child in alive:
-        os.waitpid(child.pid, 0)
+        child.exit_code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])

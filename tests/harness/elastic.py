@@ -5,7 +5,7 @@
 HOW is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever), join (until all
 lost ranks are back, or wait to be), or worker-kill or worker-stop, for this rank's data workers. NAME may be followed
 by one of CHANGES, as in ddp_multinode+own_state. RANK is that at the start of the run; a rank that was started again
-does not fail.
+does not fail, except at the point "arriving", before its first message to the coordinator.
 """
 
 from __future__ import annotations
@@ -119,6 +119,12 @@ def plant(faults: Faults) -> None:
         if name == "end of backward":
             planted.reach("reduced", step.number)
 
+    def arrive(run: RunContext, *_: Any) -> None:
+        for at, rank, _step, how in faults:
+            if run.world.joins and (at, rank) == ("arriving", run.world.number):
+                os.kill(os.getpid(), SIGNALS[how])
+
+    before(RunContext, "resume", arrive)
     before(Recovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     before(loop.Step, "mark", mark)

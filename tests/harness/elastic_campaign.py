@@ -39,14 +39,34 @@ from tests.harness.warm import Command
 
 PATIENCE = 60.0  # seconds for a run that takes about six
 NEWCOMER_SECONDS = 4.0  # to wait for the new process of a rank
-TIMEOUT = 1.0  # elastic.timeout
-LENGTH = ("steps=200", "epochs=20", "checkpoint.every_steps=20", f"elastic.timeout={TIMEOUT}")
 SETUP = "launch.setup_timeout=20"  # also of a new process that does not come
 SETTINGS = {
     "ddp_multinode": (),
     "param_server": ("servers=1", "mode=sync", "plot=false", "optim.name=adam", "optim.lr=0.01"),
 }
 HOWS = ("kill", "stop", "blink")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Length of the runs of a campaign. An epoch has 10 steps, and a step takes 20 ms."""
+
+    steps: int
+    saves: int
+    """Steps between two checkpoints."""
+    timeout: float
+    """elastic.timeout; a process stands still for at most two and a half times as long."""
+    latest: int
+    """Step after which the first strike comes at the latest."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Settings of a run, elastic or not."""
+        return f"steps={self.steps}", f"epochs={self.steps // 10}", f"checkpoint.every_steps={self.saves}"
+
+
+LONG = Pace(steps=200, saves=20, timeout=1.0, latest=60)
+SHORT = Pace(steps=60, saves=10, timeout=0.5, latest=12)
 
 
 @dataclasses.dataclass
@@ -92,11 +112,12 @@ class Case:
         return f"{plan}: {done}: {self.problem or self.outcome} ({self.seconds:.1f} s)"
 
 
-def draw_case(seed: str, number: int) -> Case:
+def draw_case(seed: str, number: int, pace: Pace = LONG) -> Case:
     """Draw the case of a number."""
     chance = random.Random(f"{seed}/{number}")
     name = chance.choice(sorted(SETTINGS))
-    strikes = [Strike(chance.choice(HOWS), False, False, chance.random(), 0.0, chance.uniform(0.1, 2.5))]
+    longest = 2.5 * pace.timeout
+    strikes = [Strike(chance.choice(HOWS), False, False, chance.random(), 0.0, chance.uniform(0.1, longest))]
     for _ in range(chance.choice((1, 2))):
         strikes.append(
             Strike(
@@ -105,10 +126,10 @@ def draw_case(seed: str, number: int) -> Case:
                 waits=chance.random() < 0.8,
                 pick=chance.random(),
                 delay=chance.uniform(0, 0.8),
-                pause=chance.uniform(0.1, 2.5),
+                pause=chance.uniform(0.1, longest),
             )
         )
-    return Case(number, name, chance.choice((2, 3, 4)), chance.randint(5, 60), strikes)
+    return Case(number, name, chance.choice((2, 3, 4)), chance.randint(5, pace.latest), strikes)
 
 
 class Target:
@@ -189,12 +210,13 @@ class Target:
                 os.kill(pid, signal.SIGCONT)
 
 
-def suffer(case: Case, alone: Folder, cache: Path, place: Path) -> None:
+def suffer(case: Case, alone: Folder, cache: Path, place: Path, pace: Pace = LONG) -> None:
     """Run a case and judge it."""
     began = time.monotonic()
-    words = (*SMALL, *LENGTH, *SETTINGS[case.name], f"data.cache={cache}", f"processes_per_node={case.ranks}")
-    line = [sys.executable, "-m", "tests.harness.elastic", f"{case.name}+slow", "", f"runs={place}", *words]
-    process = Command([*line, "elastic=true", SETUP], env=environment(), session=True)
+    words = (*list_settings(case.name, cache, pace), f"processes_per_node={case.ranks}")
+    elastic = ("elastic=true", f"elastic.timeout={pace.timeout}", SETUP)
+    line = [sys.executable, "-m", "tests.harness.elastic", f"{case.name}+slow", "", f"runs={place}", *words, *elastic]
+    process = Command(line, env=environment(), session=True)
     target = Target(process, place)
     try:
         if target.wait_for_step(case.begin):
@@ -246,10 +268,14 @@ def judge(case: Case, target: Target, alone: Folder, err: str) -> str:
     return f"ended early ({', '.join(reasons)}{note}), resumed after step {max(steps, default=0)}, equal"
 
 
+def list_settings(name: str, cache: Path, pace: Pace) -> tuple[str, ...]:
+    """Settings of a run of an experiment, on any number of ranks."""
+    return (*SMALL, *pace.settings, *SETTINGS[name], f"data.cache={cache}")
+
+
 def train_alone(name: str, cache: Path, runs: Path) -> Folder:
     """The run of one process that nothing disturbs."""
-    length = [word for word in LENGTH if not word.startswith("elastic.")]
-    done = run(name, *SMALL, *length, *SETTINGS[name], f"data.cache={cache}", "processes_per_node=1", runs=runs)
+    done = run(name, *list_settings(name, cache, LONG), "processes_per_node=1", runs=runs)
     assert done.status == 0, done.err
     return done.folder
 

@@ -61,6 +61,15 @@ def test_a_frozen_rank_is_lost_and_comes_back(
     assert list_lost_and_joined(folder) == ([ranks - 1], [ranks - 1]), fault
 
 
+def test_a_new_process_that_is_frozen_before_its_first_message_does_not_keep_the_run(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words = (f"data.cache={cache}", "processes_per_node=2", "elastic=true", "elastic.rejoin=1")
+    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(alone, "reduction:1:5:kill,arriving:1:0:stop", *words, runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder) == ([1], [])
+
+
 def test_all_ranks_are_lost_and_come_back_one_after_another(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
