@@ -148,6 +148,9 @@ class JobLauncher:
         finally:
             self.end_steps()
         status = self.failed or (EXIT_RESUMABLE if self.stopped else 0 if self.folder.result else KILLED)
+        end = self.coordinator.find_end()
+        if status == KILLED and end is not None:
+            print(end.value, flush=True)
         if self.tracker is not None:
             patience = self.cfg.wandb.finish_timeout
             print(self.tracker.finish(min(patience, GRACE) if status == EXIT_RESUMABLE else patience), flush=True)
@@ -226,9 +229,8 @@ class JobLauncher:
                     self.note_ending(rank, status)
             if self.hosts[0] in step.lost_hosts and not self.leaving:
                 self.leave_first_host()
-        if self.coordinator.broken and not self.failed:  # SLURM may tell of a host that is gone much later
-            print(self.coordinator.broken.value, flush=True)
-            self.failed = KILLED
+        if self.coordinator.broken:  # SLURM may tell of a host that is gone much later
+            self.failed = self.failed or KILLED
 
     def leave_first_host(self) -> None:
         """Let the ranks save and stop where SLURM has taken this host off the job, as when its daemon has died.

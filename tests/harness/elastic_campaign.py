@@ -1,6 +1,7 @@
 """Elastic runs whose ranks are killed, stopped and continued at random moments around joins.
 
     python -m tests.harness.elastic_campaign --cases=200 [--first=K] [--seed=S]      about ten seconds a case
+    python -m tests.cluster.elastic_campaign --cases=30                              about a minute a case
 
 Each case strikes two or three times: a rank first, then, mostly once its new process has appeared, that process or
 another rank. A run that ends well must have the numbers of one process. A run may end early only where no rank with the
@@ -38,7 +39,6 @@ from tests.harness.resuming import resume
 from tests.harness.warm import Command
 
 PATIENCE = 60.0  # seconds for a run that takes about six
-NEWCOMER_SECONDS = 4.0  # to wait for the new process of a rank
 SETUP = "launch.setup_timeout=20"  # also of a new process that does not come
 SETTINGS = {
     "ddp_multinode": (),
@@ -135,6 +135,8 @@ def draw_case(seed: str, number: int, pace: Pace = LONG) -> Case:
 class Target:
     """The processes of a run that is struck."""
 
+    newcomer_seconds = 4.0  # to wait for the new process of a rank
+
     def __init__(self, process: Command, runs: Path) -> None:
         self.process, self.runs = process, runs
         self.initial = list[int]()
@@ -143,21 +145,29 @@ class Target:
         self.struck_first: set[int] = set()
         """Ranks whose first process was struck."""
 
+    def has_ended(self) -> bool:
+        """Whether the run has ended."""
+        return self.process.poll() is not None
+
+    def note_first_processes(self) -> None:
+        """Note the processes with which the run has begun."""
+        self.initial = self.list_ranks()
+        self.seen = set(self.initial)
+
     def wait_for_step(self, step: int) -> bool:
         """Wait until a step is logged; False where the run ends before."""
-        while self.process.poll() is None:
+        while not self.has_ended():
             for file in self.runs.glob("*/attempts/0001/metrics.jsonl"):
                 if len(file.read_bytes().splitlines()) > step:
-                    self.initial = ranks_of(self.process)
-                    self.seen = set(self.initial)
+                    self.note_first_processes()
                     return True
             time.sleep(0.02)
         return False
 
     def wait_for_newcomer(self) -> None:
         """Wait for the new process of a rank, for a while."""
-        deadline = time.monotonic() + NEWCOMER_SECONDS
-        while time.monotonic() < deadline and self.process.poll() is None and not self.find_new():
+        deadline = time.monotonic() + self.newcomer_seconds
+        while time.monotonic() < deadline and not self.has_ended() and not self.find_new():
             time.sleep(0.005)
 
     def find_new(self) -> bool:
@@ -280,17 +290,23 @@ def train_alone(name: str, cache: Path, runs: Path) -> Folder:
     return done.folder
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=200)
+def parse_arguments(description: str, cases: int) -> tuple[range, str]:
+    """Return the numbers of the cases that the command line asks for, and the seed, which is printed."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=cases)
     parser.add_argument("--first", type=int, default=0, help="number of the first case, to continue a campaign")
     parser.add_argument("--seed", default="")
     given = parser.parse_args()
     seed = given.seed or draw_seed("elastic campaign").partition("/")[0]
+    return range(given.first, given.cases), seed
+
+
+def main() -> int:
+    numbers, seed = parse_arguments(__doc__ or "", 200)
     scratch = Path(tempfile.mkdtemp(prefix="campaign-"))
     alone = {name: train_alone(name, scratch / "cache", scratch / "alone" / name) for name in SETTINGS}
     outcomes, failed = dict[str, int](), 0
-    for number in range(given.first, given.cases):
+    for number in numbers:
         case = draw_case(seed, number)
         place = scratch / str(number)
         suffer(case, alone[case.name], scratch / "cache", place)
@@ -300,7 +316,7 @@ def main() -> int:
         outcomes[kind] = outcomes.get(kind, 0) + 1
         if not case.problem:
             shutil.rmtree(place)
-    print(f"seed {seed}, cases {given.first} to {given.cases - 1}: {outcomes}")
+    print(f"seed {seed}, cases {numbers.start} to {numbers.stop - 1}: {outcomes}")
     if failed:
         print(f"the folders of the failed ones: {scratch}")
     else:
