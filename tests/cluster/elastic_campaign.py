@@ -23,7 +23,7 @@ from tests.harness.elastic_campaign import Case, Pace, Target, draw_case, parse_
 from tests.harness.elastic_runs import differences
 from tests.harness.processes import run
 
-PACE = Pace(steps=1500, saves=100, timeout=3.0, latest=300)
+PACE = Pace(steps=800, saves=50, timeout=3.0, latest=150)
 SETTINGS = {"ddp_multinode": (), "param_server": ("servers=1", "mode=sync", "plot=false")}
 MODEL = ("data.name=vectors", "data.samples=2400", "batch=24", "model=mlp", "dtype=float64", "optim.lr=0.01")
 LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.every_steps={PACE.saves}")

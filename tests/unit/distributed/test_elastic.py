@@ -251,9 +251,13 @@ def test_a_rank_that_is_started_and_does_not_come_is_ended_and_started_again(pat
 
 
 def test_a_rank_that_ends_itself_says_why(path: Path) -> None:
+    """It is lost, also where its failure has made it leave orderly before."""
     run = begin(path, 2)
+    run.members[1].close()
+    wait_until(lambda: run.coordinator.members == [0], "rank 1 leaves")
+    assert not run.members[0].over
     run.members[1]._announce_loss("a collective does not end")
-    wait_until(lambda: run.coordinator.reasons, "the reason")
+    wait_until(lambda: run.members[0].over, "word of the loss")
     run.kill(1)
     assert run.sign_in(r0=1)["r0"].lost == [1]
     assert run.coordinator.reasons == {1: "ended itself: a collective does not end"}
