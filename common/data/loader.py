@@ -7,7 +7,7 @@ moved to the device and normalised in one vectorised step, and then handed out a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.core import seeds
-from common.core.errors import UserError
+from common.core.errors import UserError, summarize_error
 from common.core.processes import die_with_parent
 from common.core.signals import ignore_stop_signals
 from common.data.augment import Augment
@@ -244,7 +244,8 @@ class Loader:
             worker_init_fn=tie_worker_to_rank,
             generator=torch.Generator(),  # else a resumed epoch draws once more from the stream that dropout uses
         )
-        return ((self._move_to_device(x), self._move_to_device(y), count, own) for x, y, count, own in ahead)
+        blocks = receive_blocks(ahead)
+        return ((self._move_to_device(x), self._move_to_device(y), count, own) for x, y, count, own in blocks)
 
     def _iterate_block_indices(self) -> Iterator[np.ndarray]:
         """Yield this rank's samples of each block, int64 [2, batches, own]: index and position in the epoch."""
@@ -271,6 +272,19 @@ class Loader:
 
     def _move_to_device(self, value: Tensor | None) -> Tensor | None:
         return value if value is None else value.to(self.device)
+
+
+def receive_blocks(ahead: Iterable[Block]) -> Iterator[Block]:
+    """Yield what data workers deliver. Raises DataWorkerError where one has ended while its tensors were received."""
+    blocks = iter(ahead)
+    while True:
+        try:
+            block = next(blocks)
+        except StopIteration:
+            return
+        except (OSError, EOFError) as error:  # of the socket through which torch receives shared memory
+            raise DataWorkerError(f"a data worker has ended: {summarize_error(error)}") from error
+        yield block
 
 
 def take_shard(batches: np.ndarray, rank: int, counts: Sequence[int]) -> np.ndarray:

@@ -347,3 +347,19 @@ def test_a_batch_is_cut_in_proportion_to_the_weights(
     batch: int, weights: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:
     assert cut_batch(batch, weights) == counts
+
+
+def test_a_worker_that_ends_while_its_tensors_are_received_is_a_failed_worker() -> None:
+    def deliver() -> Any:
+        yield "a block"
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    blocks = data.receive_blocks(deliver())
+    assert next(blocks) == "a block"
+    with pytest.raises(data.DataWorkerError, match="a data worker has ended: Connection reset by peer") as caught:
+        next(blocks)
+    later = RuntimeError("of gloo")
+    later.__context__ = caught.value
+    assert data.is_worker_failure(caught.value) and data.is_worker_failure(later)
+    assert data.is_worker_failure(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."))
+    assert not data.is_worker_failure(RuntimeError("of gloo"))
