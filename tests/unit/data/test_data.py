@@ -351,11 +351,11 @@ def test_a_batch_is_cut_in_proportion_to_the_weights(
 
 def test_a_worker_that_ends_while_its_tensors_are_received_is_a_failed_worker() -> None:
     def deliver() -> Any:
-        yield "a block"
+        yield None, None, 2, 8
         raise ConnectionResetError(104, "Connection reset by peer")
 
     blocks = data.receive_blocks(deliver())
-    assert next(blocks) == "a block"
+    assert next(blocks) == (None, None, 2, 8)
     with pytest.raises(data.DataWorkerError, match="a data worker has ended: Connection reset by peer") as caught:
         next(blocks)
     later = RuntimeError("of gloo")
