@@ -155,7 +155,7 @@ def test_a_rank_whose_data_worker_fails_is_lost_alone(
 ) -> None:
     """One rank's worker is killed, another one's stands still: the others notice by the time limit of a collective."""
     words = (f"data.cache={cache}", "processes_per_node=4", "elastic=true", "elastic.timeout=0.5", "elastic.rejoin=0")
-    more = ("data.workers=1", "data.block=1", "launch.step_timeout=2")
+    more = ("data.workers=1", "data.block=1", "launch.step_timeout=1")
     faults = "begin:1:3:worker-kill,begin:2:12:worker-stop"
     done = train(faults, *words, *more, runs=tmp_path / "runs")
     assert done.status == 0, done.err

@@ -10,9 +10,10 @@ from tests.harness.elastic_campaign import SHORT, draw_case, list_settings, suff
 from tests.harness.shared import run_once
 
 SEED = "37"
+CASES = (4, 17, 27, 30, 47, 56, 60, 65, 74, 78)  # two or three ranks, and strikes that come soon
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", CASES)
 def test_ranks_are_struck_around_joins(
     number: int, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
