@@ -25,10 +25,17 @@ from tests.harness.processes import run
 
 PACE = Pace(steps=800, saves=50, timeout=3.0, latest=150)
 SETTINGS = {"ddp_multinode": (), "param_server": ("servers=1", "mode=sync", "plot=false")}
-MODEL = ("data.name=vectors", "data.samples=2400", "batch=24", "model=mlp", "dtype=float64", "optim.lr=0.01")
+MODEL = (
+    "data.name=vectors",
+    "data.samples=2400",
+    "batch=24",
+    "model=mlp",
+    "dtype=float64",
+    "optim.lr=0.01",
+    "optim.base_batch=0",
+)
 LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.every_steps={PACE.saves}")
 USUAL = ("launch.device=cpu", "launch.threads=1", "data.workers=0", "data.block=1")
-DDP_ONLY = ("optim.base_batch=0",)
 
 
 class JobTarget(Target):
@@ -50,7 +57,7 @@ class JobTarget(Target):
 
 def list_settings(name: str) -> tuple[str, ...]:
     """Settings of a run of an experiment, on any number of ranks."""
-    return (*MODEL, *LENGTH, *USUAL, *SETTINGS[name], *(DDP_ONLY if name == "ddp_multinode" else ()))
+    return (*MODEL, *LENGTH, *USUAL, *SETTINGS[name])
 
 
 def suffer(lab: Lab, case: Case, alone: Folder) -> None:

@@ -105,8 +105,8 @@ def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Killed, frozen, or in a collective that does not end once a worker is lost."""
-    more = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0")
+    """Killed, frozen, or in a collective that does not end once a worker is lost, or before, on a busy machine."""
+    more = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
     done = train(faults, *words, *more, runs=tmp_path / "runs", name=NAME)
     assert done.status == 137 and f"rank {rank} (pid" in done.err and "cannot go on without it" in done.err, done.err
     assert reason in done.err and reason in done.folder.result["reason"], done.err
