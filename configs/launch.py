@@ -39,7 +39,7 @@ class Launch:
     interface: str = ""
     """Network interface between hosts; empty takes the one that leads to the first rank."""
     setup_timeout: float = between(1, 3600, 60)
-    """Seconds until every rank must have arrived."""
+    """Seconds until every rank must have arrived, also one that an elastic run has started again."""
     step_timeout: float = between(1, 3600, 120)
     """Seconds that one message or collective may take once training runs. A data worker may take half of that for a
     block of batches."""

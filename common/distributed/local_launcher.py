@@ -24,6 +24,7 @@ from common.core.process_limits import explain_last_words
 from common.core.processes import die_with_parent, exit_at_once
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
+from common.distributed.elastic.coordinator import Broken, Coordinator
 from common.distributed.elastic.supervisor import Supervisor, open_listener
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import disk_errors
@@ -48,13 +49,14 @@ def run_ranks(
     why: Callable[[str], None] = lambda words: None,
     elastic: Elastic | None = None,
     read_log: Callable[[int], str] = lambda rank: "",
+    setup_timeout: float = 60.0,
 ) -> int:
     """Run `body` in `size` forked ranks; return the exit status of the run.
 
     `meanwhile` runs in this process while they start. The first rank that fails ends all others: its message or
     traceback is printed once, those of the others are only in their logs; `why` receives the reason in one line.
-    With `elastic` the others go on without a rank that is killed. `read_log` returns the end of a rank's log, in which
-    libraries say why they end a process.
+    With `elastic` the others go on without a rank that is killed; its new process has `setup_timeout` seconds to come.
+    `read_log` returns the end of a rank's log, in which libraries say why they end a process.
     """
     private, lock = create_rendezvous_dir()
     children: list[ChildRank] = []
@@ -64,7 +66,10 @@ def run_ranks(
     try:
         supervisor = None
         if elastic:
-            supervisor = Supervisor(open_listener(address, size), size, elastic, forker.kill, forker.fork_again)
+            supervisor = Supervisor(
+                *(open_listener(address, size), size, elastic, forker.kill, forker.fork_again),
+                start_timeout=setup_timeout,
+            )
         for rank in range(size):
             forker.fork(rank)
         if stop.number:
@@ -188,7 +193,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, p
         text = str(error) if plain else traceback.format_exc()
         note = {"user": isinstance(error, UserError), "plain": plain, "text": text}
         with contextlib.suppress(OSError):
-            (private / f"error-{info.rank}.json").write_text(json.dumps(note))
+            (private / f"error-{info.number}.json").write_text(json.dumps(note))
     finally:
         exit_at_once(status)
 
@@ -232,10 +237,17 @@ def wait_for_ranks(
         if failed:
             first, memory_is_gone = find_first_failed_rank(failed, private), host_memory.count_oom_kills() > kills
             cause = explain_last_words(read_log(first.rank))
-            status = report_failure(first, len(children), private, why, memory_is_gone, cause)
-            if supervisor is not None and supervisor.coordinator.broken:
-                print("that rank alone had a part of the state: elastic=true cannot go on without it", file=sys.stderr)
-            return status
+            coordinator = supervisor.coordinator if supervisor is not None else None
+            return report_failure(first, len(children), private, why, memory_is_gone, cause, coordinator)
+        if supervisor is not None and supervisor.coordinator.broken is Broken.STATE_LOST:  # no single loss was the end
+            reason = Broken.STATE_LOST.value
+            why(reason)
+            print(f"error: {reason}", file=sys.stderr)
+            return 128 + signal.SIGKILL
+        alive = [child for child in children if child.exit_code is None]
+        if supervisor is not None and supervisor.newcomers.issuperset(child.rank for child in alive):
+            kill_ranks(alive)  # all others have ended: nobody is left to join
+            break
         if not ended and supervisor is None:
             time.sleep(0.01)
     if any(child.exit_code == EXIT_RESUMABLE for child in children):
@@ -263,9 +275,18 @@ def reap_child(child: ChildRank) -> bool:
 
 
 def report_failure(
-    child: ChildRank, size: int, private: Path, why: Callable[[str], None], short_of_memory: bool, cause: str
+    child: ChildRank,
+    size: int,
+    private: Path,
+    why: Callable[[str], None],
+    short_of_memory: bool,
+    cause: str,
+    coordinator: Coordinator | None = None,
 ) -> int:
-    """Print why a run failed; return its exit status. `cause` is what a rank's log says where it left no error."""
+    """Print why a run failed; return its exit status.
+
+    `cause` is what a rank's log says where it left no error, `coordinator` that of an elastic run.
+    """
     assert child.exit_code is not None
     others = f"; the other {f'{size - 1} ranks were' if size > 2 else 'rank was'} stopped" if size > 1 else ""
     if child.exit_code < 0:
@@ -274,8 +295,13 @@ def report_failure(
             name += ": the kernel ran out of memory"
         elif child.exit_code != -signal.SIGKILL and cause:
             name += f": {cause}"
-        print(f"error: rank {child.rank} (pid {child.pid}) was killed by {name}{others}", file=sys.stderr)
-        why(f"rank {child.rank} was killed by {name}")
+        reason, end = f"was killed by {name}", None
+        if coordinator is not None:
+            reason, end = coordinator.reasons.get(child.rank, reason), coordinator.find_end()
+        print(f"error: rank {child.rank} (pid {child.pid}) {reason}{others}", file=sys.stderr)
+        if end is not None:
+            print(end.value, file=sys.stderr)
+        why(f"rank {child.rank} {reason}" + (f"; {end.value}" if end is not None else ""))
         return 128 - child.exit_code
     try:
         note = json.loads((private / f"error-{child.rank}.json").read_text())
@@ -306,4 +332,4 @@ def kill_ranks(children: list[ChildRank]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
     for child in alive:
-        os.waitpid(child.pid, 0)
+        child.exit_code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])

@@ -30,6 +30,7 @@ from common.core.errors import (
 )
 from common.core.processes import count_host_cores, exit_at_once
 from common.core.text import format_count, read_tail
+from common.data.loader import DataWorkerError
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info, report_refusal_once
 from common.distributed.rendezvous import World
@@ -220,6 +221,7 @@ class ForkedRanks:
                 reasons.append,
                 elastic,
                 lambda rank: read_tail(folder.log_file(rank)),
+                cfg.launch.setup_timeout,
             )
         return Ending(status, "".join(reasons))
 
@@ -330,6 +332,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
             raise StopRequested(together=False) from error
         silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
         run.log_failure(silent or error)
+        if isinstance(error, DataWorkerError):
+            run.leave_if_possible(str(error))
         if silent:
             raise TimeoutError(silent) from error
         if error is not raised:

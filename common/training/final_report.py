@@ -13,7 +13,7 @@ from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.core.text import format_count
 from common.data.loader import get_statistics
-from common.distributed.elastic.generations import describe_generation
+from common.distributed.elastic.generations import describe_generation, read_earlier_generations
 from common.measure import tables
 from common.models import model_file
 from common.runs.result import Facts, Report, Result
@@ -25,7 +25,7 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
 
     Raises RunTaken where another attempt has the run, or the folder is gone.
     """
-    reports = [*reports, *report_generations(run.generations)]
+    reports = [*reports, *report_generations([*read_earlier_generations(run.folder), *run.generations])]
     run.saver.raise_if_lost(run.step)
     assert run.metrics is not None
     run.metrics.writer.flush()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -72,6 +72,8 @@ class RunContext:
         self.finished = False
         self.generations: list[dict[str, Any]] = []
         """Of an elastic run, each change of its ranks (see training/elastic/recovery)."""
+        self.leave_if_possible: Callable[[str], None] = lambda reason: None
+        """In an elastic run, ends this process as a lost rank where others can continue without it."""
         if world.is_main:
             write_json(folder.attempt / "world.json", describe_world(world))
 

@@ -106,7 +106,11 @@ class JobLauncher:
         orphaned = [sys.executable, "-m", "slurm.scheduling.orphaned_rank", str(folder.path), nodes[0]]
         own = {COORDINATOR: f"{address}:{listener.getsockname()[1]}", KEY: key, ORPHANED: json.dumps(orphaned)}
         self.environ = os.environ | own
-        self.supervisor = Supervisor(listener, cfg.processes, settings, self.note_silence, self.start_again, key)
+        self.supervisor = Supervisor(
+            *(listener, cfg.processes, settings, self.note_silence, self.start_again, key),
+            start_timeout=cfg.launch.setup_timeout,
+            give_up_start=self.end_start,
+        )
         self.coordinator = self.supervisor.coordinator
         self.steps: list[JobStep] = []
         self.killers: list[tuple[float, subprocess.Popen[bytes]]] = []
@@ -144,6 +148,9 @@ class JobLauncher:
         finally:
             self.end_steps()
         status = self.failed or (EXIT_RESUMABLE if self.stopped else 0 if self.folder.result else KILLED)
+        end = self.coordinator.find_end()
+        if status == KILLED and end is not None:
+            print(end.value, flush=True)
         if self.tracker is not None:
             patience = self.cfg.wandb.finish_timeout
             print(self.tracker.finish(min(patience, GRACE) if status == EXIT_RESUMABLE else patience), flush=True)
@@ -156,7 +163,8 @@ class JobLauncher:
         srun counts ranks as ended whose host SLURM takes for lost, as where its daemon alone has died. They may go on.
         """
         alive = [step for step in self.steps if step.process.poll() is None]
-        return bool(self.failed) or (not self.coordinator.present and (bool(self.coordinator.number) or not alive))
+        members = self.coordinator.present - self.coordinator.newcomers  # without any, nobody is left to join
+        return bool(self.failed) or (not members and (bool(self.coordinator.number) or not alive))
 
     def start(self, ranks: list[int], options: list[str], more: list[str], environ: dict[str, str]) -> None:
         """Start ranks in a step of their own."""
@@ -178,6 +186,14 @@ class JobLauncher:
         # unbuffered, srun gives a rank a terminal unless it writes one file a task; and python -u buffers nothing
         options = [word.replace("%t", str(rank)) for word in self.options if word != "--unbuffered"]
         self.start([rank], options, [*ONE_RANK, f"--nodelist={host}"], {JOINS_AS: str(rank)})
+
+    def end_start(self, rank: int) -> None:
+        """End the step of a rank that was started again and has not come; `forget_failed_starts` finds it."""
+        for step in self.steps:
+            if rank in step.ranks:
+                step.process.terminate()
+                self.ended.add(rank)
+                self.silent.add(rank)
 
     def choose_host(self, rank: int) -> str:
         """Return the rank's last host, or, if that may be gone, the one of its first host and the spares least used."""
@@ -229,13 +245,15 @@ class JobLauncher:
     def note_ending(self, rank: int, status: int) -> None:
         """Note that a rank has ended with another status than 0: stopped on request, lost, or failed by itself.
 
-        A rank that any signal has ended is lost.
+        A rank that any signal has ended is lost; one that was started again and has not joined may fail in any way.
         """
         if status == EXIT_RESUMABLE:
             self.stopped = True
         elif rank in self.supervisor.starting:
             pass  # it has not joined, and the others go on
-        elif status != KILLED or not self.coordinator.note_ended_member(rank):
+        elif (status != KILLED and rank not in self.supervisor.newcomers) or not (
+            self.coordinator.note_ended_member(rank)
+        ):
             self.failed = self.failed or status
         else:
             self.ended.add(rank)
@@ -247,8 +265,9 @@ class JobLauncher:
                 continue
             self.note_endings()  # the last it said
             self.steps.remove(step)
-            failed = self.supervisor.starting & set(step.ranks)
-            self.supervisor.starting -= failed
+            failed = self.supervisor.starting.keys() & set(step.ranks)
+            for rank in failed:
+                del self.supervisor.starting[rank]
             self.ended |= failed
             self.silent |= failed
 

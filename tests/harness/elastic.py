@@ -2,15 +2,17 @@
 
     python -m tests.harness.elastic NAME POINT:RANK:STEP:HOW[,...] key=value ...
 
-HOW is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever) or join (until all
-lost ranks are back, or wait to be). NAME may be followed by one of CHANGES, as in ddp_multinode+own_state. RANK is that
-at the start of the run; a rank that was started again does not fail.
+HOW is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever), join (until all
+lost ranks are back, or wait to be), or worker-kill or worker-stop, for this rank's data workers. NAME may be followed
+by one of CHANGES, as in ddp_multinode+own_state. RANK is that at the start of the run; a rank that was started again
+does not fail, except at the point "arriving", before its first message to the coordinator.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -35,6 +37,7 @@ from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
 from tests.harness.processes import wait_until
 
+SLOW = 0.02
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 Faults = list[tuple[str, int, int, str]]
 
@@ -64,6 +67,9 @@ class Planted:
                 return
             elif how in SIGNALS:
                 os.kill(os.getpid(), SIGNALS[how])
+            elif how.startswith("worker-"):
+                for worker in multiprocessing.active_children():
+                    os.kill(worker.pid or 0, SIGNALS[how.removeprefix("worker-")])
             elif how == "wait":
                 time.sleep(1)
             elif how == "block":
@@ -113,6 +119,12 @@ def plant(faults: Faults) -> None:
         if name == "end of backward":
             planted.reach("reduced", step.number)
 
+    def arrive(run: RunContext, *_: Any) -> None:
+        for at, rank, _step, how in faults:
+            if run.world.joins and (at, rank) == ("arriving", run.world.number):
+                os.kill(os.getpid(), SIGNALS[how])
+
+    before(RunContext, "resume", arrive)
     before(Recovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     before(loop.Step, "mark", mark)
@@ -124,6 +136,12 @@ def plant(faults: Faults) -> None:
     before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
     before(checkpointer, "write_rank_file", lambda *_: planted.reach("save", planted.recovery.run.step))  # type: ignore[attr-defined]
     before(group, "form_group", lambda member, *_: planted.reach("forming", member.generation.number))
+    before(
+        group.CoordinatorStore,
+        "set",
+        lambda store, *_: planted.reach("published", store.member.generation.number),
+        after=True,
+    )
     before(Recovery, "_adopt", lambda self, _: planted.reach("copied", self.member.generation.number))
 
 
@@ -148,6 +166,17 @@ def keep_old_mean() -> None:
 def keep_own_shards() -> None:
     """The mistake: each rank goes on with its own samples, and nobody takes those of the lost rank."""
     Recovery._cut_batches = lambda *_: None  # type: ignore[method-assign]
+
+
+def take_time() -> None:
+    """No mistake: each step takes SLOW seconds longer, so that a rank has time to come back."""
+    leave = loop.Step.__exit__
+
+    def leave_later(step: loop.Step, *error: Any) -> bool:
+        time.sleep(SLOW)
+        return leave(step, *error)
+
+    loop.Step.__exit__ = leave_later  # type: ignore[method-assign]
 
 
 def overflow() -> None:
@@ -181,7 +210,7 @@ def use_batchnorm() -> None:
 
 
 CHANGES = {"own_state": keep_own_state, "old_mean": keep_old_mean, "own_shards": keep_own_shards}
-CHANGES |= {"overflow": overflow, "batchnorm": use_batchnorm}
+CHANGES |= {"slow": take_time, "overflow": overflow, "batchnorm": use_batchnorm}
 
 if __name__ == "__main__":
     (name, _, change), faults = sys.argv.pop(1).partition("+"), sys.argv.pop(1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from common.distributed.elastic.coordinator import Broken
 from common.runs.folder import Folder
 from tests.harness import warm
 from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
@@ -59,6 +61,15 @@ def test_a_frozen_rank_is_lost_and_comes_back(
     assert list_lost_and_joined(folder) == ([ranks - 1], [ranks - 1]), fault
 
 
+def test_a_new_process_that_is_frozen_before_its_first_message_does_not_keep_the_run(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words = (f"data.cache={cache}", "processes_per_node=2", "elastic=true", "elastic.rejoin=1")
+    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(alone, "reduction:1:5:kill,arriving:1:0:stop", *words, runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder) == ([1], [])
+
+
 def test_all_ranks_are_lost_and_come_back_one_after_another(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -70,6 +81,21 @@ def test_all_ranks_are_lost_and_come_back_one_after_another(
     assert done.status == 0 and not differences(done.folder, train_alone(tmp_path_factory, *words)), done.err
     assert list_lost_and_joined(done.folder) == ([1, 0], [1, 0])
     assert [done.out.count(f"epoch {epoch} ") for epoch in ("1", "2", "2.5")] == [1, 1, 1], done.out
+
+
+def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The only rank with the state is killed while a new one connects to copy it."""
+    words = (f"data.cache={cache}", "processes_per_node=2", "elastic=true")
+    done = train("reduction:1:4:kill,begin:0:14:join,forming:0:3:kill", *words, runs=tmp_path / "runs")
+    assert done.status == 137 and Broken.STATE_LOST.value in done.err and "RESUME=" in done.err, done.err
+    assert Broken.STATE_LOST.value in done.folder.result["reason"], done.folder.result
+    again = resume(BY_NAME["ddp_multinode"], done.folder)
+    assert again.returncode == 0 and re.search(r"goes on after step (4|8|12)\b", again.stdout), again.stderr
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    (change,) = done.folder.result["measured"]["generations"]
+    assert (change["attempt"], change["lost"], change["joined"]) == (1, [1], []), "what the first attempt went through"
 
 
 def train_both(name: str, faults: str, words: tuple[str, ...], path: Path) -> tuple[Folder, Folder]:
@@ -111,6 +137,30 @@ def test_several_are_lost(faults: str, cache: Path, tmp_path: Path, tmp_path_fac
     alone = train_alone(tmp_path_factory, f"data.cache={cache}")
     folder = train_like(alone, faults, f"data.cache={cache}", *words, runs=tmp_path / "runs")
     assert sorted(list_lost_and_joined(folder)[0]) == sorted(int(fault.split(":")[1]) for fault in faults.split(","))
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "kill"), (3, "stop")])
+def test_a_rank_that_is_lost_while_the_others_connect_takes_none_along(
+    rank: int, how: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It has published its address, and nothing wakes those that wait for its connection."""
+    words = (f"data.cache={cache}", "processes_per_node=4", "elastic=true", "elastic.timeout=0.5", "elastic.rejoin=0")
+    fault = f"reduction:1:5:kill,published:{rank}:2:{how}"
+    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), fault, *words, runs=tmp_path / "runs")
+    assert sorted(list_lost_and_joined(folder)[0]) == sorted([1, rank]), list_changes(folder)
+
+
+def test_a_rank_whose_data_worker_fails_is_lost_alone(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One rank's worker is killed, another one's stands still: the others notice by the time limit of a collective."""
+    words = (f"data.cache={cache}", "processes_per_node=4", "elastic=true", "elastic.timeout=0.5", "elastic.rejoin=0")
+    more = ("data.workers=1", "data.block=1", "launch.step_timeout=1")
+    faults = "begin:1:3:worker-kill,begin:2:12:worker-stop"
+    done = train(faults, *words, *more, runs=tmp_path / "runs")
+    assert done.status == 0, done.err
+    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert list_lost_and_joined(done.folder) == ([1, 2], []), list_changes(done.folder)
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:

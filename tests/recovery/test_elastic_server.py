@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from common.distributed.elastic.member import STUCK
 from common.runs.folder import Folder
 from tests.harness import warm
 from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
@@ -89,15 +90,26 @@ def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
 
 
 @pytest.mark.parametrize(
-    ("rank", "faults"), [(0, "push:0:11:kill"), (1, "push:1:11:stop"), (1, "push:2:11:kill,push:1:11:block")]
+    ("rank", "faults", "reason"),
+    [
+        (0, "push:0:11:kill", "was killed by SIGKILL"),
+        (1, "push:1:11:stop", "was given up: no heartbeat for 0.5 s"),
+        (1, "push:2:11:kill,push:1:11:block", f"ended itself: {STUCK}"),
+    ],
 )
 def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
-    rank: int, faults: str, words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    rank: int,
+    faults: str,
+    reason: str,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Killed, frozen, or in a collective that does not end once a worker is lost."""
-    more = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0")
+    """Killed, frozen, or in a collective that does not end once a worker is lost, or before, on a busy machine."""
+    more = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
     done = train(faults, *words, *more, runs=tmp_path / "runs", name=NAME)
     assert done.status == 137 and f"rank {rank} (pid" in done.err and "cannot go on without it" in done.err, done.err
+    assert reason in done.err and reason in done.folder.result["reason"], done.err
     assert [row["global_step"] for row in done.folder.metrics() if "loss" in row][-1] >= 8
     again = resume(BY_NAME[NAME], done.folder)
     assert again.returncode == 0 and "goes on after step 8" in again.stdout, again.stderr

@@ -8,6 +8,7 @@ Messages are JSON objects, one a line.
 from __future__ import annotations
 
 import contextlib
+import enum
 import hmac
 import json
 import selectors
@@ -26,6 +27,15 @@ STRANGERS = 16  # connections beside two for each rank
 OVER = {"leave": "the run is over"}
 
 
+class Broken(enum.Enum):
+    """Reason why the ranks that are left cannot continue the run."""
+
+    SHARD_LOST = "that rank alone had a part of the state: elastic=true cannot go on without it"
+    STATE_LOST = (
+        "no rank is left that has the state of the run: all that had it were lost before a new rank had a complete copy"
+    )
+
+
 @dataclass(eq=False)
 class Connection:
     """The connection of a member."""
@@ -42,7 +52,7 @@ class Connection:
     received: bytes = b""
     signed: dict[str, Any] | None = None
     """Its request for a new generation: `progress`; `done` where it has nothing left to do; `together` where all
-    leave this one after the same step."""
+    leave this one after the same step. `progress` begins with the steps done, -1 for a rank without the state."""
     wanted: list[str] = field(default_factory=list)
     """Keys of the store that it waits for."""
     left: bool = False
@@ -74,12 +84,14 @@ class Coordinator:
         self.over = False
         """True from the first failure in a generation until the next one is formed."""
         self.finished = False
-        self.broken = False
-        """True once an irreplaceable rank is lost: the launcher ends the run."""
+        self.broken: Broken | None = None
+        """Why the ranks that are left cannot continue: the launcher ends the run."""
         self.stops = False
         """True once too few members are left."""
         self.lost: list[int] = []
         """Members lost since the newest generation was formed."""
+        self.reasons: dict[int, str] = {}
+        """Of a rank whose newest process has ended itself, or was given up: that it has, and the cause."""
         self.store: dict[str, str] = {}
         self.polled = time.monotonic()
         self.on_silence: Callable[[int], None] = lambda member: None
@@ -99,6 +111,17 @@ class Coordinator:
     def present(self) -> set[int]:
         """Ranks that have a connection."""
         return {connection.member for connection in self.connections} - {-1}
+
+    @property
+    def newcomers(self) -> set[int]:
+        """Ranks that were started again and wait to belong to a generation."""
+        return {connection.member for connection in self.connections if connection.joins}
+
+    def find_end(self) -> Broken | None:
+        """Find out why the run ends where a rank was killed; None where that ends any run."""
+        if self.broken or self.finished or not self.number:
+            return self.broken
+        return None if self.members else Broken.STATE_LOST
 
     def find_pid(self, member: int) -> int:
         """Return the process id of a member, as its host counts; 0 for one that is not there."""
@@ -123,6 +146,7 @@ class Coordinator:
                 connection.heard = now
             elif now - connection.heard > self.settings.timeout:
                 if connection.member >= 0 and not connection.left:
+                    self.reasons[connection.member] = f"was given up: no heartbeat for {self.settings.timeout:g} s"
                     self.on_silence(connection.member)
                 self._drop(connection)
         return bool(ready)
@@ -192,6 +216,9 @@ class Coordinator:
         elif "get" in message:
             connection.wanted = message["get"]
             self._serve_store()
+        elif "lost" in message:
+            self.reasons[connection.member] = str(message["lost"])
+            self._count_as_lost(connection)
         elif "bye" in message:
             connection.left = True
             self._remove_member(connection, failed=False)
@@ -206,6 +233,7 @@ class Coordinator:
         connection.member, connection.joins, connection.pid = member, bool(message["joins"]), pid
         connection.irreplaceable = bool(message["irreplaceable"])
         connection.heard = time.monotonic()
+        self.reasons.pop(member, None)
         if connection.joins and self.finished:
             connection.send(OVER)
         self.came.add(connection.member)
@@ -234,13 +262,22 @@ class Coordinator:
         self._remove_member(connection, failed=not connection.left)
 
     def _remove_member(self, connection: Connection, *, failed: bool) -> None:
-        self.broken |= failed and connection.irreplaceable and not self.finished
+        if failed and connection.irreplaceable and not self.finished:
+            self.broken = Broken.SHARD_LOST
         if connection.member in self.members and not connection.joins and not self.finished:
             self.members.remove(connection.member)
             if failed:
                 self.lost.append(connection.member)
                 self._end_generation()
         self._try_to_form()
+
+    def _count_as_lost(self, connection: Connection) -> None:
+        """Count a rank as lost that has left orderly before, on its way out of the failure that ends it."""
+        if connection.left and not self.finished:
+            connection.left = False
+            self.lost.append(connection.member)
+            self._end_generation()
+            self._try_to_form()
 
     def _announce_join(self, connection: Connection) -> None:
         """Tell the members that a rank waits: once all know it they leave together, between two steps."""
@@ -262,7 +299,10 @@ class Coordinator:
                 connection.send({"over": self.number})
 
     def _try_to_form(self) -> None:
-        """Form the next generation if all members that live have signed in; let them end if all are done."""
+        """Form the next generation if all members that live have signed in; let them end if all are done.
+
+        Without a member that has the state there is none: the others would begin at step 0.
+        """
         connections = [
             connection for connection in self.connections if connection.member in self.members and not connection.joins
         ]
@@ -277,6 +317,9 @@ class Coordinator:
         connections = sorted([*connections, *joined], key=lambda connection: connection.member)
         progress = [connection.signed["progress"] for connection in connections if connection.signed]
         newest = max(progress)
+        if newest[0] < 0:
+            self.broken = Broken.STATE_LOST
+            return
         self.number, self.members, self.over = self.number + 1, [connection.member for connection in connections], False
         self.stops |= len(connections) < self.settings.min
         generation = {

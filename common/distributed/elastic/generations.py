@@ -18,7 +18,8 @@ def describe_generation(change: Mapping[str, Any]) -> str:
     """Describe a change of ranks in a line."""
     words = [f"{word} rank {', '.join(map(str, change[word]))}" for word in ("lost", "joined") if change[word]]
     left = f"ranks {', '.join(map(str, change['ranks']))} go on after {change['seconds']:.3f} s"
-    return f"after step {change['step']}: {'; '.join(words) or 'connections failed'}; {left}"
+    place = f"attempt {change['attempt']}, step" if "attempt" in change else "step"
+    return f"after {place} {change['step']}: {'; '.join(words) or 'connections failed'}; {left}"
 
 
 def read_generations(attempt: Folder) -> list[dict[str, Any]]:
@@ -27,6 +28,23 @@ def read_generations(attempt: Folder) -> list[dict[str, Any]]:
         return list(json.loads((attempt.attempt / FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return []
+
+
+def read_earlier_generations(attempt: Folder) -> list[dict[str, Any]]:
+    """Read the changes of ranks in the attempts before this one, each with its attempt; none of a damaged file."""
+    found = []
+    for earlier in attempt.attempts():
+        if earlier.number >= attempt.number:
+            break
+        try:
+            changes = [{"attempt": earlier.number} | change for change in read_generations(earlier)]
+            for change in changes:
+                describe_generation(change)
+                float(change["discarded"])
+        except (TypeError, ValueError, LookupError):
+            continue
+        found += changes
+    return found
 
 
 def describe_generations(attempt: Folder) -> list[str]:

@@ -18,6 +18,8 @@ from common.distributed.elastic.member import Member
 from common.distributed.rendezvous import World
 
 Connections = list[tuple[int, int]]  # file descriptor and inode of each
+CONNECT_FACTOR = 5  # gloo waits so many times the time-out of a group for its ranks to connect
+set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # an older torch has the second
 LEFT: list[Any] = []
 """Process groups that this rank has left and not freed yet."""
 
@@ -43,15 +45,23 @@ class CoordinatorStore(dist.Store):
 
 
 def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None:
-    """Leave the process group, if there is one, and form that of the member's generation. Raises RuntimeError."""
+    """Leave the process group, if there is one, and form that of the member's generation.
+
+    `timeout` is that of its collectives. Nothing wakes a rank that waits for another one to connect, so connecting has
+    a short time limit: a little more than the time after which the coordinator gives up a rank that does not answer.
+    Raises RuntimeError.
+    """
     if dist.is_initialized():
         leave_group()
     members = member.generation.members
     # torch counts groups, also those that failed to form, and the count names the keys of their store
     dist.distributed_c10d._world.group_count = 0
-    dist.init_process_group(
-        "gloo", store=CoordinatorStore(member), rank=members.index(number), world_size=len(members), timeout=timeout
-    )
+    limit = datetime.timedelta(seconds=member.patience / CONNECT_FACTOR)
+    with member.in_bounded_wait():
+        dist.init_process_group(
+            "gloo", store=CoordinatorStore(member), rank=members.index(number), world_size=len(members), timeout=limit
+        )
+    set_timeout(timeout)
 
 
 def leave_group() -> None:

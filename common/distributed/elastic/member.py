@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ BEATS = 5  # heartbeats in the time after which a rank is lost
 GRACE = 2.0  # seconds more that a rank may sleep after its generation is over
 SLEEPING = "S"  # as proc(5) has it; not D, which is a wait for a disk
 STUCK = "a collective of gloo does not end"
+SEND_SECONDS = 1.0  # for the last message of a rank that leaves
 
 
 class GenerationOver(RuntimeError):
@@ -74,6 +75,9 @@ class Member:
         self.join_waits = False
         """True where a rank waits to belong to the next generation."""
         self.patience = timeout + GRACE
+        """Seconds that the main thread may sleep once the generation is over."""
+        self.wait_ends = False
+        """True while the main thread is in a wait with a time limit of its own."""
         self.busy, self.used = 0.0, -1
         """When the main thread was last seen busy since the generation is over, and its processor time then."""
         hello = {"hello": number, "key": key, "joins": joins, "irreplaceable": irreplaceable, "pid": os.getpid()}
@@ -90,6 +94,16 @@ class Member:
         while "generation" not in self.answers.get():
             pass  # of the generation before
         return self.generation
+
+    @contextlib.contextmanager
+    def in_bounded_wait(self) -> Iterator[None]:
+        """Mark a wait of the main thread that has a time limit: during it, this rank is not stuck."""
+        self.wait_ends = True
+        try:
+            yield
+        finally:
+            self.busy = time.monotonic()
+            self.wait_ends = False
 
     def set(self, key: str, value: str) -> None:
         """Set a value for all members of this generation."""
@@ -160,10 +174,24 @@ class Member:
         either, and another collective that waits for it cannot be woken. As a lost rank this one can come back.
         """
         state, used = read_main_thread()
-        if state != SLEEPING or used != self.used:
+        if self.wait_ends or state != SLEEPING or used != self.used:
             self.busy, self.used = now, used
         elif now - self.busy > self.patience:
-            self._leave(f"{STUCK}; it counts as lost", lost=True)
+            self.leave_as_lost(STUCK)
+
+    def leave_as_lost(self, why: str) -> None:
+        """End this process as a lost rank, which can be started again; the launcher reports the reason."""
+        self._leave(f"{why}; it counts as lost", lost=True)
+
+    def _announce_loss(self, why: str) -> None:
+        """Send the coordinator the reason why this process ends itself, unless another thread blocks the connection."""
+        if not self.sending.acquire(timeout=SEND_SECONDS):
+            return
+        try:
+            with contextlib.suppress(OSError):
+                self.socket.sendall(json.dumps({"lost": f"ended itself: {why}"}).encode() + b"\n")
+        finally:
+            self.sending.release()
 
     def _leave(self, why: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
         """End this process at once, or execute a command in its place: it must not write any more."""
@@ -172,6 +200,7 @@ class Member:
             if command:
                 os.execvp(command[0], [*command])
             if lost:
+                self._announce_loss(why)
                 faulthandler.dump_traceback(sys.stderr)
                 os.kill(os.getpid(), signal.SIGKILL)
         finally:

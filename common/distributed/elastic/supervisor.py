@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import socket
+import time
 from collections.abc import Callable, Container
 
 from common.distributed.elastic.coordinator import Coordinator
@@ -32,18 +33,37 @@ class Supervisor:
         kill: Callable[[int], None],
         start: Callable[[int], None],
         key: str = "",
+        start_timeout: float = 60.0,
+        give_up_start: Callable[[int], None] | None = None,
     ) -> None:
-        """`listener` is the coordinator's socket, `key` what a rank has to know where others can reach it."""
-        self.settings, self.start = settings, start
+        """`listener` is the coordinator's socket, `key` what a rank has to know where others can reach it.
+
+        A rank that was started again has `start_timeout` seconds to reach the coordinator; then `give_up_start`, by
+        default `kill`, ends its process.
+        """
+        self.settings, self.start, self.start_timeout = settings, start, start_timeout
+        self.give_up_start = give_up_start or kill
         self.coordinator = Coordinator(listener, size, settings, key)
         self.coordinator.on_silence = kill
         self.starts: collections.Counter[int] = collections.Counter()
-        self.starting: set[int] = set()
+        self.starting: dict[int, float] = {}
+        """Ranks that were started again and have not reached the coordinator, and when each was."""
 
     def accept_loss(self, rank: int, exit_code: int) -> bool:
-        """Return whether the run goes on without a rank whose process has ended: only one that was killed is lost."""
-        self.starting.discard(rank)
-        return exit_code < 0 and self.coordinator.note_ended_member(rank)
+        """Return whether the run goes on without a rank whose process has ended.
+
+        Only one that was killed is lost; one that was started again and has not joined may fail in any way.
+        """
+        is_new = rank in self.newcomers
+        self.starting.pop(rank, None)
+        if is_new and exit_code > 0:
+            print(f"rank {rank}, started again, failed with status {exit_code}; see its log", flush=True)
+        return (exit_code < 0 or is_new) and self.coordinator.note_ended_member(rank)
+
+    @property
+    def newcomers(self) -> set[int]:
+        """Ranks that were started again and belong to no generation yet."""
+        return self.coordinator.newcomers | self.starting.keys()
 
     def poll_and_restart_ranks(self, ended: Container[int]) -> None:
         """Answer the ranks, and start those again that are missing once the others go on.
@@ -51,11 +71,17 @@ class Supervisor:
         `ended` has those that are known to have ended, as lost ones: another may have failed by itself.
         """
         self.coordinator.poll_members(POLL_SECONDS)
-        self.starting -= self.coordinator.present
+        now = time.monotonic()
+        for rank in self.coordinator.present & self.starting.keys():
+            del self.starting[rank]
+        for rank in [rank for rank, began in self.starting.items() if now - began > self.start_timeout]:
+            print(f"rank {rank}, started again, has not come for {self.start_timeout:g} s and is ended", flush=True)
+            del self.starting[rank]
+            self.give_up_start(rank)
         for rank in self.coordinator.vacant:
             if rank not in ended:
                 continue
             if rank not in self.starting and self.starts[rank] < self.settings.rejoin and not self.coordinator.stops:
                 self.starts[rank] += 1
-                self.starting.add(rank)
+                self.starting[rank] = now
                 self.start(rank)

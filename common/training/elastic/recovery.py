@@ -9,6 +9,7 @@ the losses.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -22,7 +23,8 @@ import torch.distributed as dist
 
 from common.checkpoint import peer_copy
 from common.checkpoint.train_state import TrainState
-from common.core.errors import UserError
+from common.core.errors import UserError, is_timeout
+from common.data.loader import DataWorkerError
 from common.data.rounds import Rounds
 from common.distributed import objects
 from common.distributed.elastic import group
@@ -40,6 +42,16 @@ from configs.elastic import Elastic
 IN_VAIN = 3  # generations in a row without a loss and without a step
 
 
+@dataclasses.dataclass
+class Change:
+    """Change of the ranks since the last generation that was recorded."""
+
+    lost: list[int] = dataclasses.field(default_factory=list)
+    joined: list[int] = dataclasses.field(default_factory=list)
+    discarded: float = 0.0
+    """Seconds of the step that failed; 0 where the rank whose state counts has completed it."""
+
+
 class Recovery:
     """This rank's part in an elastic run, from its first step to the end of the last evaluation."""
 
@@ -55,8 +67,11 @@ class Recovery:
             )
         assert isinstance(run.metrics, SharedMetricsLog)
         self.run, self.state, self.metrics = run, state, run.metrics
+        run.leave_if_possible = self.leave_if_possible
         group.update_world(world, launched_as=world.number)
         self.joining = world.joins
+        self.writes = world.is_main
+        """True where this rank writes the metrics: on rank 0 of the newest generation that was formed completely."""
         self.join_agreed = False
         """True where all ranks know that another one waits for them to leave their generation."""
         self.leaving = False
@@ -129,8 +144,15 @@ class Recovery:
 
     def is_loss(self, error: object) -> bool:
         """Return whether an error may come from the loss of another rank, or from one that joins."""
+        if not isinstance(error, RuntimeError) or isinstance(error, DataWorkerError):
+            return False
         known = isinstance(error, GenerationOver) or self.member.over
-        return isinstance(error, RuntimeError) and (known or "gloo" in str(error))
+        return known or "gloo" in str(error).lower() or is_timeout(error)
+
+    def leave_if_possible(self, reason: str) -> None:
+        """End this process as a lost rank, which can be started again, where others can continue without it."""
+        if self.run.world.size > 1 and not self.state.irreplaceable:
+            self.member.leave_as_lost(reason)
 
     def finish(self) -> bool:
         """Return True once all ranks have nothing left to do; False where they go on as another generation."""
@@ -152,19 +174,20 @@ class Recovery:
 
         Raises RuntimeError where ranks fail again and again though none is lost.
         """
-        failed, lost, joined = time.perf_counter(), list[int](), list[int]()
+        failed = time.perf_counter()
+        change = Change()
         while True:
             self._give_up_step()
             generation = generation or self.member.sign_in(self._measure_progress(), together=self.leaving)
             self.join_agreed = self.leaving = False
-            lost += generation.lost
-            joined += generation.joined
+            change.lost += generation.lost
+            change.joined += generation.joined
             self.in_vain = 0 if generation.lost or generation.joined else self.in_vain + 1
             if self.in_vain > IN_VAIN:
                 raise RuntimeError("the ranks fail to communicate, and none is lost; see their logs")
             try:
-                self._form(generation)
-                self._record(generation, time.perf_counter() - failed, lost, joined)
+                change = self._form(generation, change)
+                self._record(generation, time.perf_counter() - failed, change)
                 return
             except RuntimeError as error:
                 if not self.is_loss(error):
@@ -194,9 +217,12 @@ class Recovery:
         if self.member.over:
             group.cut_connections(connections)
 
-    def _form(self, generation: Generation) -> None:
-        """Form the process group of a generation, and make its ranks equal. Raises RuntimeError."""
-        run, world, was_main = self.run, self.run.world, self.run.world.is_main
+    def _form(self, generation: Generation, change: Change) -> Change:
+        """Form the process group of a generation, and make its ranks equal; return the change that its source knows.
+
+        `change` is what this rank knows of it. Raises RuntimeError.
+        """
+        run, world = self.run, self.run.world
         self.connections = []
         group.form_group(self.member, world.timeout, world.number)
         self._watch_connections()
@@ -206,21 +232,23 @@ class Recovery:
         here = hosts[rank]
         group.update_world(world, hosts=tuple(hosts), local_rank=hosts[:rank].count(here), local_size=hosts.count(here))
         facts = objects.broadcast_json(
-            self._collect_facts() if rank == generation.source else None, generation.source, world.device
+            self._collect_facts(change) if rank == generation.source else None, generation.source, world.device
         )
         if generation.copies:
             loads = self._measure_progress() != facts["progress"]
             peer_copy.copy_state(self.state, generation.source, world, facts["step"], loads=loads)
+        self._adopt(facts)  # at once: the state is that of this step, also if the group fails from here on
+        self.joining = False
         self.state.enter_group(facts["step"])
         group.free_left_groups()
-        self._adopt(facts)
-        self.joining = False
         self._cut_batches(rank, members)
-        if world.is_main != was_main:
-            run.screen = Screen(run.cfg.log, silent=was_main)
-        if world.is_main and not was_main:
+        if world.is_main != self.writes:
+            run.screen = Screen(run.cfg.log, silent=not world.is_main)
+        if world.is_main and not self.writes:
             self.metrics.take_over_file()
+        self.writes = world.is_main
         self.metrics.write_rows(self.metrics.kept)
+        return Change(**facts["change"])
 
     def _cut_batches(self, rank: int, members: Sequence[int]) -> None:
         """Divide the batches among the members, in proportion to what `shards` gives them, or equally."""
@@ -230,8 +258,8 @@ class Recovery:
         size = plan.batch // plan.microbatches
         loader.set_shards(rank, cut_batch(size, weights if any(weights) else [1] * len(members)))
 
-    def _collect_facts(self) -> dict[str, Any]:
-        """Return what the others need to know of this rank, whose state counts."""
+    def _collect_facts(self, change: Change) -> dict[str, Any]:
+        """Return what the others need to know of this rank, whose state counts, and of a change of ranks."""
         run, saver = self.run, self.run.saver
         return {
             "progress": self._measure_progress(),
@@ -243,6 +271,7 @@ class Recovery:
             "saved": [saver.checkpointer.saved, saver.checkpointer.best],
             "rows": self.metrics.collect(),
             "generations": run.generations,
+            "change": dataclasses.asdict(dataclasses.replace(change, discarded=self.discarded)),
         }
 
     def _adopt(self, facts: dict[str, Any]) -> None:
@@ -256,17 +285,17 @@ class Recovery:
         saver.vote.restart_after(run.step)
         metrics.rows, metrics.kept, metrics.next_flush = [], facts["rows"], run.step + 1
 
-    def _record(self, generation: Generation, seconds: float, lost: list[int], joined: list[int]) -> None:
+    def _record(self, generation: Generation, seconds: float, change: Change) -> None:
         """Note a change of ranks, in the run folder, too; it took so many seconds."""
         run = self.run
         changed = {
             "number": generation.number,
             "step": run.step,
             "ranks": list(generation.members),
-            "lost": lost,
-            "joined": joined,
+            "lost": change.lost,
+            "joined": change.joined,
             "seconds": round(seconds, 6),
-            "discarded": round(self.discarded, 6),
+            "discarded": round(change.discarded, 6),
         }
         self.discarded = 0.0
         run.generations = [*run.generations, changed]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.distributed.elastic.coordinator import Broken
 from common.distributed.elastic.member import Generation, GenerationOver, Member
 from common.distributed.elastic.supervisor import Supervisor
 from common.distributed.rank_info import ORPHANED
@@ -33,7 +34,9 @@ class Rank(Member):
 class Run:
     """A coordinator and its supervisor in a thread, and its members."""
 
-    def __init__(self, path: Path, ranks: int, needed: int = 0, late: int = 0, **settings: float) -> None:
+    def __init__(
+        self, path: Path, ranks: int, needed: int = 0, late: int = 0, start_timeout: float = 60, **settings: float
+    ) -> None:
         """Without the last `late` ranks, which have not come."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
@@ -41,7 +44,9 @@ class Run:
         self.path, self.ended = str(path), threading.Event()
         self.silent, self.started, self.dead = list[int](), list[int](), set[int]()
         elastic = Elastic(on=True, **settings)  # type: ignore[arg-type]
-        self.supervisor = Supervisor(listener, ranks, elastic, self.silent.append, self.started.append, "secret")
+        self.supervisor = Supervisor(
+            *(listener, ranks, elastic, self.silent.append, self.started.append, "secret", start_timeout)
+        )
         self.coordinator = self.supervisor.coordinator
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
@@ -143,6 +148,27 @@ def test_a_rank_joins_with_nothing_and_gets_all(path: Path) -> None:
     assert found["r0"] == found["r1"] == Generation(3, [0, 1], 0, True, [], [1], False)
 
 
+def test_without_a_rank_that_has_the_state_the_run_is_over(path: Path) -> None:
+    """The rank that joined belongs to a generation, and its copy of the state was never complete."""
+    run = begin(path, 3)
+    run.kill(1)
+    run.kill(2)
+    assert run.sign_in(r0=5)["r0"].members == [0]
+    run.members[1] = run.join(1, joins=True)
+    found: dict[str, Generation] = {}
+    joining = threading.Thread(target=lambda: found.update(run.sign_in(r1=-1)), daemon=True)
+    joining.start()
+    wait_until(lambda: run.members[0].join_waits, "word that one joins")
+    found |= run.sign_in(True, r0=6)
+    joining.join(30)
+    assert found["r1"].members == [0, 1] and found["r1"].source == 0
+    run.kill(0)
+    threading.Thread(target=run.sign_in, kwargs={"r1": -1}, daemon=True).start()
+    wait_until(lambda: run.coordinator.broken, "the loss of the state")
+    assert run.coordinator.broken is Broken.STATE_LOST and run.coordinator.number == found["r1"].number
+    assert not run.coordinator.is_active and not run.coordinator.vacant
+
+
 def test_fewer_than_the_minimum_are_told_to_stop(path: Path) -> None:
     run = begin(path, 3, min=2)
     run.kill(0)
@@ -213,6 +239,28 @@ def test_a_rank_that_starts_is_not_started_twice(path: Path) -> None:
     run.members[1] = run.join(1, joins=True)
     wait_until(lambda: 1 in run.coordinator.present, "rank 1 is there")
     assert run.started == [1, 2]
+
+
+def test_a_rank_that_is_started_and_does_not_come_is_ended_and_started_again(path: Path) -> None:
+    """As one that is frozen before its first message; each start counts."""
+    run = begin(path, 2, start_timeout=0.05, rejoin=2)
+    run.kill(1)
+    run.sign_in(r0=1)
+    wait_until(lambda: run.silent == [1, 1], "both new processes are ended")
+    assert run.started == [1, 1] and not run.supervisor.starting and run.coordinator.is_active
+
+
+def test_a_rank_that_ends_itself_says_why(path: Path) -> None:
+    """It is lost, also where its failure has made it leave orderly before."""
+    run = begin(path, 2)
+    run.members[1].close()
+    wait_until(lambda: run.coordinator.members == [0], "rank 1 leaves")
+    assert not run.members[0].over
+    run.members[1]._announce_loss("a collective does not end")
+    wait_until(lambda: run.members[0].over, "word of the loss")
+    run.kill(1)
+    assert run.sign_in(r0=1)["r0"].lost == [1]
+    assert run.coordinator.reasons == {1: "ended itself: a collective does not end"}
 
 
 HELLO = '"joins": false, "irreplaceable": false, "pid": 9'

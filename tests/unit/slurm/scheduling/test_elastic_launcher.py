@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.core import config, network
+from common.distributed.elastic.coordinator import Broken
 from common.distributed.rank_info import COORDINATOR, KEY
 from common.runs.folder import Folder
 from configs.elastic import Elastic
@@ -44,10 +45,10 @@ def test_the_loss_of_an_irreplaceable_rank_ends_the_job_though_slurm_says_nothin
     """As where its host is cut off: SLURM takes minutes to notice."""
     launcher = JobLauncher.__new__(JobLauncher)
     launcher.steps, launcher.failed = [], 0
-    launcher.coordinator = SimpleNamespace(broken=False)  # type: ignore[assignment]
+    launcher.coordinator = SimpleNamespace(broken=None)  # type: ignore[assignment]
     launcher.note_endings()
     assert not launcher.failed
-    launcher.coordinator.broken = True
+    launcher.coordinator.broken = Broken.SHARD_LOST
     launcher.note_endings()
     assert launcher.failed == KILLED
 

@@ -1,0 +1,123 @@
+"""The campaign of tests/harness/elastic_campaign.py on a local cluster of three hosts.
+
+    python -m tests.cluster.elastic_campaign --cases=30 [--first=K] [--seed=S]      about a minute a case
+
+A job may need several attempts only where no rank with the state is left or a rank that serves a shard is lost: its log
+says so. It ends with the numbers of one process in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common.distributed.elastic.coordinator import Broken
+from common.runs.folder import Folder
+from tests.cluster.lab import Lab, Running, laboratory
+from tests.harness.elastic_campaign import Case, Pace, Target, draw_case, parse_arguments
+from tests.harness.elastic_runs import differences
+from tests.harness.processes import run
+
+PACE = Pace(steps=800, saves=50, timeout=3.0, latest=150)
+SETTINGS = {"ddp_multinode": (), "param_server": ("servers=1", "mode=sync", "plot=false")}
+MODEL = (
+    "data.name=vectors",
+    "data.samples=2400",
+    "batch=24",
+    "model=mlp",
+    "dtype=float64",
+    "optim.lr=0.01",
+    "optim.base_batch=0",
+)
+LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.every_steps={PACE.saves}")
+USUAL = ("launch.device=cpu", "launch.threads=1", "data.workers=0", "data.block=1")
+
+
+class JobTarget(Target):
+    """The processes of a job."""
+
+    newcomer_seconds = 30.0
+
+    def __init__(self, running: Running) -> None:
+        self.running = running
+        self.initial, self.seen = list[int](), set[int]()
+        self.newest, self.struck_first = 0, set[int]()
+
+    def has_ended(self) -> bool:
+        return bool(self.running.folder.result)
+
+    def list_ranks(self) -> list[int]:
+        return self.running.ranks()
+
+
+def list_settings(name: str) -> tuple[str, ...]:
+    """Settings of a run of an experiment, on any number of ranks."""
+    return (*MODEL, *LENGTH, *USUAL, *SETTINGS[name])
+
+
+def suffer(lab: Lab, case: Case, alone: Folder) -> None:
+    """Run a case and judge it."""
+    began = time.monotonic()
+    nodes = 3 if case.ranks == 3 else 2
+    words = ("elastic=true", f"elastic.timeout={PACE.timeout}", f"processes_per_node={case.ranks // nodes}")
+    lab.up()
+    running = lab.submit_on(nodes, case.name, *list_settings(case.name), *words)
+    target = JobTarget(running)
+    try:
+        running.wait_for_step(case.begin)
+        target.note_first_processes()
+        for strike in case.strikes:
+            case.struck.append(target.strike(strike))
+        running.finish(400)
+        case.outcome = judge(running, alone)
+    except (AssertionError, TimeoutError) as error:
+        case.problem = f"FAILED: {error}; {running.folder.path}"
+        for pid in running.ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        lab.down()
+    case.seconds = time.monotonic() - began
+
+
+def judge(running: Running, alone: Folder) -> str:
+    """Say how many attempts a job has needed, and why. Raises AssertionError."""
+    folder, attempts = running.folder, len(running.folder.attempts())
+    assert folder.result.get("state") == "finished", folder.result
+    wrong = differences(folder, alone)
+    assert not wrong, wrong
+    if attempts == 1:
+        return "equal"
+    logs = [file.read_text(errors="replace") for file in (folder.path / "submit").glob("*.out")]
+    logs += [file.read_text(errors="replace") for file in (folder.path / "submit").glob("*.err")]
+    reasons = sorted({reason.name for reason in Broken for log in logs if reason.value in log})
+    assert reasons, f"{attempts} attempts, and no reason that allows it"
+    return f"ended early ({', '.join(reasons)}), equal after {attempts} attempts"
+
+
+def main() -> int:
+    numbers, seed = parse_arguments(__doc__ or "", 30)
+    outcomes = dict[str, int]()
+    with tempfile.TemporaryDirectory() as scratch, laboratory() as lab:
+        alone = {}
+        for name in SETTINGS:
+            words = (*list_settings(name), f"data.cache={scratch}/cache", "processes_per_node=1")
+            alone[name] = run(name, *words, runs=Path(scratch) / name).folder
+        for number in numbers:
+            case = draw_case(seed, number, PACE)
+            suffer(lab, case, alone[case.name])
+            print(case.line(), flush=True)
+            kind = "failed" if case.problem else case.outcome.partition(",")[0]
+            outcomes[kind] = outcomes.get(kind, 0) + 1
+        print(f"seed {seed}, cases {numbers.start} to {numbers.stop - 1} on a cluster: {outcomes}")
+        if outcomes.get("failed"):
+            raise SystemExit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

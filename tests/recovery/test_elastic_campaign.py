@@ -1,0 +1,25 @@
+"""Ten cases of the campaign of tests/harness/elastic_campaign.py, in short runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.elastic_campaign import SHORT, draw_case, list_settings, suffer
+from tests.harness.shared import run_once
+
+SEED = "37"
+CASES = (4, 17, 27, 30, 47, 56, 60, 65, 74, 78)  # two or three ranks, and strikes that come soon
+
+
+@pytest.mark.parametrize("number", CASES)
+def test_ranks_are_struck_around_joins(
+    number: int, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = draw_case(SEED, number, SHORT)
+    settings = list_settings(case.name, cache, SHORT)
+    alone = run_once(tmp_path_factory, f"campaign-{case.name}", case.name, *settings, "processes_per_node=1")
+    suffer(case, alone.folder, cache, tmp_path / "runs", SHORT)
+    print(case.line())
+    assert not case.problem
