@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import os
-import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -30,6 +29,8 @@ SILENT_SECONDS = 60.0
 """Without a sign of life for so long, an attempt whose process cannot be seen from here counts as ended."""
 SILENT_STOPPING_SECONDS = 15.0
 """The same for an attempt that was told to stop: it only saves."""
+WITHDRAWAL_SECONDS = 1.0
+"""Time after which a newer attempt counts: one that finds this one alive withdraws a moment after it appeared."""
 POLL_SECONDS = 0.2
 
 
@@ -144,7 +145,7 @@ def claim_next_attempt(folder: Folder) -> Folder:
         # A process of another host may have claimed the attempt before this one a moment ago.
         refuse_live_attempt(claimed)
     except RunTaken:
-        shutil.rmtree(claimed.attempt, ignore_errors=True)
+        claimed.withdraw_attempt()
         raise
     return claimed
 
@@ -168,10 +169,7 @@ def wait_for_earlier_attempt(folder: Folder) -> None:
 
 def refuse_live_attempt(folder: Folder) -> None:
     """Raise RunTaken where the newest attempt, or the newest before `folder.number`, is alive."""
-    earlier = [attempt for attempt in folder.attempts() if not folder.number or attempt.number < folder.number]
-    claim = Claim.read(earlier[-1]) if earlier else None
-    if claim is None:
-        claim = find_recorded_process(earlier[-1]) if earlier else None
+    claim = find_earlier_claim(folder)
     if claim is None or is_replaced_by_this_process(claim):
         return
     life = claim.judge()
@@ -189,6 +187,18 @@ def refuse_live_attempt(folder: Folder) -> None:
     if age < allowed:
         seen = f"its last sign of life is {format_duration(age)} old, and it counts as ended after {allowed:.0f} s"
         raise RunTaken(f"{folder.path.name} {state} ({claim.describe()}), which cannot be seen from here: {seen}")
+
+
+def find_earlier_claim(folder: Folder) -> Claim | None:
+    """Find the claim of the newest attempt, or of the newest before `folder.number`; None where it has none."""
+    for attempt in reversed(folder.attempts()):
+        if folder.number and attempt.number >= folder.number:
+            continue
+        claim = Claim.read(attempt) or find_recorded_process(attempt)
+        if claim is not None or attempt.attempt.exists():
+            return claim
+        # it was withdrawn since it was listed, because one before it is alive
+    return None
 
 
 def find_recorded_process(attempt: Folder) -> Claim | None:
@@ -232,6 +242,9 @@ def measure_silence(attempt: Folder) -> float:
 
 def check_still_current(attempt: Folder) -> None:
     """Raise RunTaken where a newer attempt has taken the place of this one."""
+    if not attempt.is_superseded:
+        return
+    time.sleep(WITHDRAWAL_SECONDS)
     newer = [other for other in attempt.attempts() if other.number > attempt.number]
     if not newer:
         return

@@ -231,6 +231,13 @@ class Folder:
                     raise
             number += 1
 
+    def withdraw_attempt(self) -> None:
+        """Delete the folder of this attempt, which disappears with its claim, by one rename."""
+        withdrawn = self.attempt.with_name(f".withdrawn-{secrets.token_hex(4)}")
+        with contextlib.suppress(OSError):
+            self.attempt.rename(withdrawn)
+        shutil.rmtree(withdrawn, ignore_errors=True)
+
     def attempts(self) -> list[Folder]:
         """All attempts, oldest first."""
         names = [path.name for path in self.path.glob("attempts/[0-9]*")]
