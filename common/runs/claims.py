@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import enum
 import os
+import shlex
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.core.errors import RunTaken
+from common.core import config
+from common.core.errors import RunTaken, UserError
 from common.core.processes import Process
 from common.core.text import format_duration
 from common.runs import provenance
@@ -32,6 +34,8 @@ SILENT_STOPPING_SECONDS = 15.0
 WITHDRAWAL_SECONDS = 1.0
 """Time after which a newer attempt counts: one that finds this one alive withdraws a moment after it appeared."""
 POLL_SECONDS = 0.2
+UNNAMED_LAUNCH = "none"
+"""torchrun's name of a launch to which the user gave none."""
 
 
 class Life(enum.Enum):
@@ -78,9 +82,10 @@ class Claim:
         if self.ended:
             return Life.ENDED
         is_alive = is_process_alive(self.process)
-        if is_alive is None:
-            return Life.UNKNOWN
-        return Life.ALIVE if is_alive else Life.ENDED
+        if is_alive:
+            return Life.ALIVE
+        # An elastic job continues without the process that claimed the attempt; only SLURM knows whether the job runs.
+        return Life.UNKNOWN if is_alive is None or self.job else Life.ENDED
 
     def describe(self) -> str:
         """Describe the attempt and its process in a few words."""
@@ -92,6 +97,8 @@ class Claim:
 
 def is_process_alive(entry: Mapping[str, Any]) -> bool | None:
     """Check for a running process as identify_process names it; None where this host cannot tell."""
+    if entry.get("pid_namespace") not in (None, "", provenance.read_pid_namespace()):
+        return None  # a container of this host, or another one, has other pids
     is_alive = Process(entry.get("pid", 0), entry.get("pid_started", 0)).is_alive()
     if entry.get("host") == socket.gethostname():
         return is_alive
@@ -119,10 +126,11 @@ def find_live_claims(folder: Folder) -> list[Claim]:
     return [claim for claim in claims if claim is not None and claim.judge() is Life.ALIVE]
 
 
-def mark_ended(claim: Claim) -> None:
+def mark_ended(attempt: Folder) -> None:
     """Record that an attempt has ended, for hosts that cannot see its process. Raises UserError."""
-    path = claim.attempt.attempt / CLAIM
-    write_json(path, read_json(path) | {"ended": True})
+    path = attempt.attempt / CLAIM
+    if path.exists():
+        write_json(path, read_json(path) | {"ended": True})
 
 
 # ---- claiming
@@ -153,18 +161,29 @@ def claim_next_attempt(folder: Folder) -> Folder:
 def wait_for_earlier_attempt(folder: Folder) -> None:
     """Wait until an attempt that was told to stop has ended. Raises RunTaken where an attempt goes on."""
     deadline = time.monotonic() + STOPPING_SECONDS
-    has_told = False
+    is_announced = False
     while True:
         try:
             refuse_live_attempt(folder)
             return
-        except RunTaken as error:
+        except RunTaken:
             if not folder.result or time.monotonic() > deadline:
                 raise
-            if not has_told:
-                print(f"waiting until it has stopped: {error}", flush=True)
-                has_told = True
+        claim = find_earlier_claim(folder)
+        if claim is not None and not is_announced:
+            announce_wait(claim)
+            is_announced = True
         time.sleep(POLL_SECONDS)
+
+
+def announce_wait(claim: Claim) -> None:
+    """Print that a command waits for an attempt that was told to stop."""
+    print(f"waiting for the previous attempt to stop ({claim.describe()})", flush=True)
+
+
+def format_remedy(folder: Folder) -> str:
+    """Return what to do about an attempt that is alive."""
+    return f"wait for it, or make cancel RUN={shlex.quote(folder.reference)}"
 
 
 def refuse_live_attempt(folder: Folder) -> None:
@@ -175,15 +194,13 @@ def refuse_live_attempt(folder: Folder) -> None:
     life = claim.judge()
     if life is Life.ENDED:
         return
-    run = folder.reference
     state = "is stopping" if folder.result else "is already running"
-    remedy = f"wait for it, or make cancel RUN={run}"
     if life is Life.ALIVE:
-        raise RunTaken(f"{folder.path.name} {state} ({claim.describe()}); {remedy}")
+        raise RunTaken(f"{folder.path.name} {state} ({claim.describe()}); {format_remedy(folder)}")
     if is_known_to_have_ended(folder):
         return
     age = measure_silence(claim.attempt)
-    allowed = SILENT_STOPPING_SECONDS if folder.result else SILENT_SECONDS
+    allowed = SILENT_STOPPING_SECONDS if folder.result else max(SILENT_SECONDS, read_step_timeout(folder))
     if age < allowed:
         seen = f"its last sign of life is {format_duration(age)} old, and it counts as ended after {allowed:.0f} s"
         raise RunTaken(f"{folder.path.name} {state} ({claim.describe()}), which cannot be seen from here: {seen}")
@@ -210,14 +227,27 @@ def find_recorded_process(attempt: Folder) -> Claim | None:
     return Claim(attempt, entry, str(entry.get("starter") or ""), restart=0, ended=False)
 
 
+def read_step_timeout(folder: Folder) -> float:
+    """Return the seconds that a step of a run may take, during which nothing is written; 0 if they are not known."""
+    try:
+        settings = config.read_config_file(folder.path / "config.yaml")
+        return float(settings.get("launch.step_timeout", 0.0))
+    except (UserError, TypeError, ValueError):
+        return 0.0
+
+
 def is_replaced_by_this_process(claim: Claim) -> bool:
     """Check that SLURM or torchrun has started this process in the place of the one that has the claim."""
     starter = provenance.identify_launcher()
     if starter is None or read_restart_count() <= claim.restart:
         return False
-    # torchrun's agent may be another one on another host; the name of the launch stays
-    words = 3 if starter.startswith("slurm ") else 2
-    return starter.split(" ")[:words] == claim.starter.split(" ")[:words]
+    if starter == claim.starter:
+        return True
+    kind, name, *_ = starter.split(" ")
+    # An agent of torchrun may take over on another host. It goes by the name of the launch, if the user gave it one.
+    has_name = kind == "torchrun" and name != UNNAMED_LAUNCH
+    is_elsewhere = claim.process.get("host") != socket.gethostname()
+    return has_name and is_elsewhere and claim.starter.split(" ")[:2] == [kind, name]
 
 
 def is_known_to_have_ended(folder: Folder) -> bool:
@@ -292,7 +322,7 @@ class AttemptWatch:
         """Describe what is gone, and what to do."""
         has_run = (self.attempt.path / "config.yaml").exists()
         path = self.attempt.attempt if has_run else self.attempt.path
-        remedy = f"put it back and make exp RESUME={self.attempt.reference}"
+        remedy = f"move it back, then resume with: make exp RESUME={shlex.quote(self.attempt.reference)}"
         return f"{path} was moved or deleted; stopped after step {step}; {remedy}"
 
     def close(self) -> None:

@@ -201,10 +201,11 @@ def record_attempt_start(folder: Folder) -> None:
 
 
 def identify_process() -> dict[str, Any]:
-    """Return what identifies this process, also after it has ended: host, boot, pid and start time."""
+    """Return what identifies this process, also after it has ended: host, boot, namespace, pid and start time."""
     return {
         "host": socket.gethostname(),
         "boot": read_boot_id(),
+        "pid_namespace": read_pid_namespace(),
         "pid": os.getpid(),
         "pid_started": Process.identify(os.getpid()).start,
     }
@@ -213,6 +214,14 @@ def identify_process() -> dict[str, Any]:
 def read_boot_id() -> str:
     """Return the id of this boot, which stays when the host is renamed; empty where it is not known."""
     return read_or_empty("/proc/sys/kernel/random/boot_id").strip()
+
+
+def read_pid_namespace() -> str:
+    """Return the namespace in which this process's pid counts, such as that of a container; empty if not known."""
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (its target is no path)
+    except OSError:
+        return ""
 
 
 def identify_launcher() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import shlex
 import time
 from typing import IO
 
@@ -27,8 +26,8 @@ def lock_run(folder: Folder) -> IO[str]:
         if file is not None:
             return file
         if time.monotonic() > deadline:
-            remedy = f"wait for it, or make cancel RUN={shlex.quote(folder.reference)}"
-            raise RunTaken(f"{folder.path.name} is already running or being started on this machine; {remedy}")
+            problem = f"{folder.path.name} is already running or being started on this machine"
+            raise RunTaken(f"{problem}; {claims.format_remedy(folder)}")
         time.sleep(0.05)
 
 

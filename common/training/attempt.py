@@ -98,10 +98,10 @@ class Attempt:
         return self.folder.parent_record is not None
 
     def discard(self) -> None:
-        """Delete the folder of a new run; an earlier run stays as it is."""
+        """Delete the folder of a new run, unless another attempt has taken it; an earlier run stays as it is."""
         if self.tracker is not None:
             self.tracker.kill()
-        if self.is_new:
+        if self.is_new and not self.folder.is_superseded:
             shutil.rmtree(self.folder.path, ignore_errors=True)
 
     def conclude(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
@@ -123,7 +123,7 @@ class Attempt:
                     print(f"go on with: {format_resume_command(self.folder, cfg, reason)}", file=sys.stderr)
                 elif status:
                     again = format_resume_command(self.folder, cfg, reason)
-                    print(f"no checkpoint is saved; to begin this run anew: {again}", file=sys.stderr)
+                    print(f"no checkpoint found; to restart from step 0: {again}", file=sys.stderr)
             state = self.folder.result.get("state", ended.state)
             world = read_json(self.folder.attempt / "world.json") or None
             if not self.folder.is_superseded:  # else the newest entry of the history is another attempt's
@@ -134,6 +134,8 @@ class Attempt:
             if self.tracker is not None:
                 patience = cfg.wandb.finish_timeout  # ranks that stop wait for each other, and a scheduler for them
                 print(self.tracker.finish(min(patience, 5.0) if status == EXIT_RESUMABLE else patience), flush=True)
+            with contextlib.suppress(UserError):
+                claims.mark_ended(self.folder)  # for hosts that cannot see this process, and for a process that goes on
 
     def _leave_old_place(self) -> None:
         """End the tracking of a run whose folder is gone, and leave nothing where it was."""

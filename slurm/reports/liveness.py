@@ -36,17 +36,17 @@ def wait_for_earlier_attempt(folder: Folder) -> None:
     """
     claim = claims.find_newest_claim(folder)
     deadline = time.monotonic() + claims.STOPPING_SECONDS
-    has_told = False
+    is_announced = False
     while claim is not None and (life := judge_claim(claim)) is not Life.UNKNOWN:
         if life is Life.ENDED:
-            if claim.judge() is not Life.ENDED:
-                claims.mark_ended(claim)
+            if not claim.ended:  # the host on which the next attempt starts may not see the process
+                claims.mark_ended(claim.attempt)
             return
-        words = f"{folder.path.name} is still running ({claim.describe()})"
         if not folder.result or time.monotonic() > deadline:
-            raise RunTaken(f"{words}; wait for it, or make cancel RUN={folder.reference}")
-        if not has_told:
-            print(f"waiting until it has stopped: {words}", flush=True)
-            has_told = True
+            problem = f"{folder.path.name} is still running ({claim.describe()})"
+            raise RunTaken(f"{problem}; {claims.format_remedy(folder)}")
+        if not is_announced:
+            claims.announce_wait(claim)
+            is_announced = True
         time.sleep(POLL_SECONDS)
     claims.wait_for_earlier_attempt(folder)

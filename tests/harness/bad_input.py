@@ -146,7 +146,7 @@ DISKS = [
             parts=("metrics.jsonl", "disk is full"),
             shell=(MOUNT.format(size="16M"), *BEGUN, FILL, "wait $started; status=$?; cat said"),
         ),
-        remedy="to begin this run anew: make exp RESUME=",
+        remedy="to restart from step 0: make exp RESUME=",
     ),
     dataclasses.replace(
         disk(
@@ -173,7 +173,7 @@ DISKS = [
             parts=("could not be saved: rank 0 on ", "File too large", "raise ulimit -f"),
             shell=("ulimit -f 100", "run; rm -r runs"),
         ),
-        remedy="to begin this run anew: make exp RESUME=",
+        remedy="to restart from step 0: make exp RESUME=",
     ),
     disk(
         "disk: full while preparing",

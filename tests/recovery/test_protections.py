@@ -15,7 +15,6 @@ import pytest
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
 from common.runs import claims
-from common.runs.claims import Claim
 from common.runs.folder import Folder, write_atomic
 from tests.harness.long_runs import only_folder, ranks_of
 from tests.harness.processes import PATIENCE, environment, processes_of, run, wait_until
@@ -48,9 +47,7 @@ def losses(folder: Folder) -> list[tuple[int, float]]:
 
 def hide_process(folder: Folder) -> None:
     """Let the first attempt look as if it were on a host that is taken for dead: without its claim and its lock."""
-    claim = Claim.read(folder.attempts()[0])
-    assert claim is not None
-    claims.mark_ended(claim)
+    claims.mark_ended(folder.attempts()[0])
     config = folder.path / "config.yaml"
     write_atomic(config, config.read_text())
 

@@ -193,7 +193,7 @@ def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(t
     assert "Traceback" not in ranks[0].err + ranks[1].err
     (path,) = (tmp_path / "runs").iterdir()
     assert read_json(path / "result.json")["reason"] == "stopped on request, before the first step"
-    assert f"no checkpoint is saved; to begin this run anew: make exp RESUME={path}\n" in ranks[0].err
+    assert f"no checkpoint found; to restart from step 0: make exp RESUME={path}\n" in ranks[0].err
 
 
 def test_rank_that_does_not_arrive_is_named(tmp_path: Path) -> None:

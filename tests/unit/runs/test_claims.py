@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -111,7 +112,7 @@ def test_a_process_of_another_host_is_judged_by_its_signs_of_life(
     attempt = folder.claim_attempt({"process": elsewhere})
     with pytest.raises(RunTaken, match=r"cannot be seen from here: its last sign of life is 0 s old.* after 60 s"):
         claims.claim_next_attempt(folder)
-    claims.mark_ended(Claim.read(attempt))  # type: ignore[arg-type]
+    claims.mark_ended(attempt)
     second = claims.claim_next_attempt(folder)
     write_json(second.attempt / "claim.json", {"process": elsewhere})
     before = time.time() - 61
@@ -133,6 +134,39 @@ def test_a_restart_of_the_same_job_takes_its_run(folder: Folder, monkeypatch: py
         claims.claim_next_attempt(folder)
 
 
+def test_another_torchrun_without_a_name_does_not_take_the_run(
+    folder: Folder, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    agent = f"torchrun none {socket.gethostname()} {other.pid} {Process.identify(other.pid).start}"
+    folder.claim_attempt({"process": identify(other.pid), "starter": agent})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(RunTaken, match="is already running"):
+        claims.claim_next_attempt(folder)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    named = f"torchrun mine elsewhere {other.pid} 1"
+    write_json(folder.path / "attempts/0001/claim.json", {"process": identify(1, host="elsewhere"), "starter": named})
+    assert claims.claim_next_attempt(folder).number == 2, "an agent on another host takes over a launch with a name"
+
+
+def test_a_process_that_cannot_be_judged_by_its_pid_counts_by_its_signs_of_life(
+    folder: Folder, other: subprocess.Popen[bytes]
+) -> None:
+    process = identify(other.pid)
+    other.kill()
+    other.wait()
+    folder.claim_attempt({"process": process, "starter": "slurm cluster 17"})
+    with pytest.raises(RunTaken, match="cannot be seen from here"):
+        claims.claim_next_attempt(folder)  # an elastic job continues without the rank that claimed the attempt
+    (folder.path / "attempts/0001/claim.json").unlink()
+    write_json(folder.path / "attempts/0001/claim.json", {"process": process | {"pid_namespace": "pid:[1]"}})
+    (folder.path / "config.yaml").write_text("launch:\n  step_timeout: 300\n")
+    with pytest.raises(RunTaken, match="it counts as ended after 300 s"):
+        claims.claim_next_attempt(folder)
+    claims.mark_ended(folder.attempts()[0])
+    assert claims.claim_next_attempt(folder).number == 2
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"process": 3}', '{"process": {"pid": "1"}}'])
 def test_a_damaged_claim_counts_as_none(folder: Folder, text: str) -> None:
     attempt = folder.claim_attempt()
@@ -149,7 +183,8 @@ def test_an_attempt_notices_that_its_folder_is_gone_or_a_newer_one_is_there(
     assert watch.find_problem(7) == ""
     away = folder.path.with_name("away")
     folder.path.rename(away)
-    words = f"{folder.path} was moved or deleted; stopped after step 7; put it back and make exp RESUME={folder.path}"
+    remedy = f"move it back, then resume with: make exp RESUME={folder.path}"
+    words = f"{folder.path} was moved or deleted; stopped after step 7; {remedy}"
     assert watch.find_problem(7) == words
     threading.Timer(0.2, away.rename, [folder.path]).start()
     assert watch.find_problem(7) == "", "it came back"
