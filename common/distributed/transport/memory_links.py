@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from common.core.processes import count_host_cores
-from common.distributed.transport.socket_stream import HEADER, PIECE, Rest, SocketStream
+from common.distributed.transport.socket_stream import HEADER, NOTHING, PIECE, Rest, SocketStream, copy_if_small
 
 SLOTS = 8  # in each direction, of PIECE bytes
 INLINE = 1 << 13  # bytes up to which a message goes through the socket itself
@@ -54,6 +54,8 @@ class MemoryStream(SocketStream):
         self._has_no_memory = False
         self._in_slots = False  # the message that is being read
         self._poll = select.poll()
+        self._source = NOTHING
+        """What is left of the message that is being written."""
 
     # ---- writing
 
@@ -66,7 +68,8 @@ class MemoryStream(SocketStream):
     def begin_message(self, tag: int, data: memoryview) -> Rest | None:
         if len(data) <= INLINE or self._has_no_memory:
             return super().begin_message(tag, data)
-        steps = self._write_steps(tag, data)
+        self._source = data
+        steps = self._write_steps(tag, len(data))
         if not self._slots:
             try:
                 descriptor = allocate_memory(SLOTS * PIECE)
@@ -75,7 +78,10 @@ class MemoryStream(SocketStream):
                 return super().begin_message(tag, data)
             steps = itertools.chain(self._share_in_steps(RING, SLOTS * PIECE, descriptor), steps)
         event = next(steps, None)
-        return None if event is None else functools.partial(self._finish_steps, steps, event)
+        if event is None:
+            return None
+        self._source = copy_if_small(data)
+        return functools.partial(self._finish_steps, steps, event)
 
     # These write without blocking; wherever the socket is not ready they yield the event to wait for.
 
@@ -97,19 +103,21 @@ class MemoryStream(SocketStream):
         except BlockingIOError:
             return 0
 
-    def _write_steps(self, tag: int, data: memoryview) -> Iterator[int]:
-        header = memoryview(HEADER.pack(tag, len(data) | IN_SLOTS))
+    def _write_steps(self, tag: int, length: int) -> Iterator[int]:
+        """Write a message of `length` bytes from `_source`, which `begin_message` may replace by a copy meanwhile."""
+        header = memoryview(HEADER.pack(tag, length | IN_SLOTS))
         while not self._write_now(header):
             yield select.POLLOUT
-        for begin in range(0, len(data), PIECE):
+        for begin in range(0, length, PIECE):
             while not self._count_free_slots():
                 yield select.POLLIN
-            piece = data[begin : begin + PIECE]
+            piece = self._source[begin : begin + PIECE]
             self._slots[self._next][: len(piece)] = piece
             self._next = (self._next + 1) % SLOTS
             self._free -= 1
             while not self._write_now(memoryview(b"\0")):
                 yield select.POLLOUT
+        self._source = NOTHING
 
     def _count_free_slots(self) -> int:
         """Return how many slots are free."""

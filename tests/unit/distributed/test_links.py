@@ -58,6 +58,23 @@ def test_all_may_send_before_anybody_receives(pair: list[Links]) -> None:
         assert list(pool.map(play, (0, 1))) == [True, True]
 
 
+def test_a_small_message_that_has_to_wait_is_sent_as_it_was(pair: list[Links]) -> None:
+    """One that goes through memory waits where all slots are taken; over a socket, where the kernel's memory is."""
+    sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
+    message = bytearray(SMALL)
+    tickets = []
+    for number in range(200):
+        message[:] = bytes([number]) * SMALL
+        tickets.append(sender.send(number, message))
+    with pytest.raises(LinkTimeout):  # the last ones wait
+        sender.wait(tickets[-1], 0.01)
+    for number in range(200):
+        got = bytearray(SMALL)
+        reader.receive(number, got)
+        assert got == bytes([number]) * SMALL, number
+    sender.wait(tickets[-1])
+
+
 def test_messages_wait_for_those_who_want_them(pair: list[Links]) -> None:
     sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
     for tag in (1, 2, 3, 2):
