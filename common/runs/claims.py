@@ -257,14 +257,8 @@ def is_known_to_have_ended(folder: Folder) -> bool:
 
 
 def measure_silence(attempt: Folder) -> float:
-    """Return the seconds since anything was written in an attempt's folder."""
-    newest = 0.0
-    for path in [attempt.attempt, *attempt.attempt.rglob("*")]:
-        try:
-            newest = max(newest, path.stat().st_mtime)
-        except OSError:  # deleted meanwhile
-            continue
-    return max(0.0, time.time() - newest)
+    """Return the seconds since a rank of an attempt wrote a file."""
+    return max(0.0, time.time() - attempt.find_last_write())
 
 
 # ---- an attempt that trains

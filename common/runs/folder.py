@@ -40,6 +40,18 @@ from common.core.errors import UserError
 BLOCK = 1 << 20  # characters of metrics that are read at once
 CLAIM = "claim.json"
 MODEL, MODEL_FACTS = "model.safetensors", "model.json"  # the trained model of a finished run
+FILES_OF_RANKS = (
+    CLAIM,
+    "attempt.json",
+    "world.json",
+    "generations.json",
+    "heartbeat-*.json",
+    "metrics.jsonl",
+    "media.jsonl",
+    "logs/rank-*.log",
+    "checkpoints/**/*",
+)
+"""What an attempt's own processes write in its folder; tracking and reports write there as well."""
 NUMBERS = {int, float, bool, type(None)}  # the types of values in a row of metrics
 
 
@@ -304,6 +316,15 @@ class Folder:
         """Write a rank's newest step, the time since 1970, and what is measured of its steps. Raises UserError."""
         beat = {"step": step, "time": time} | {name: value for name, value in measured.items() if value}
         write_json(self.attempt / f"heartbeat-{rank}.json", beat)
+
+    def find_last_write(self) -> float:
+        """Return the time since 1970 at which a rank last wrote a file of this attempt; 0 where none has."""
+        newest = 0.0
+        for pattern in FILES_OF_RANKS:
+            for path in self.attempt.glob(pattern):
+                with contextlib.suppress(OSError):  # deleted meanwhile
+                    newest = max(newest, path.stat().st_mtime)
+        return newest
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return all complete rows of the run, oldest first, over all attempts that count; each step once.

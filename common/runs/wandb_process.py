@@ -1,8 +1,9 @@
 """The tracking process: it gives W&B the rows of a run folder that it misses, and ends.
 
-    python -m common.runs.wandb_process RUN_FOLDER ATTEMPT online     follows a run until stdin closes
-    python -m common.runs.wandb_process RUN_FOLDER ATTEMPT offline    converts a run that has ended
+    python -m common.runs.wandb_process RUN_FOLDER ATTEMPT online SECONDS     follows a run until stdin closes
+    python -m common.runs.wandb_process RUN_FOLDER ATTEMPT offline SECONDS    converts a run that has ended
 
+It ends itself SECONDS after stdin has closed, or after the start of a conversion, also where its owner is gone.
 `online` ends at once with status NO_HOST where W&B cannot be reached; the run is then converted after its end, as with
 `offline`. A conversion counts when its folder is moved to its place, so one that was cut off leaves no rows behind.
 Account and host are checked before wandb.init, since a failing online init takes a minute and a half. Imports no torch.
@@ -43,7 +44,7 @@ from common.runs.wandb_rows import (
     read_notes,
     write_note,
 )
-from common.runs.wandb_run import MediaReader, init_wandb_run, load_run_config, log_model_artifact
+from common.runs.wandb_run import MediaReader, init_wandb_run, log_model_artifact
 
 POLL_SECONDS = 0.3  # between two reads of the metrics file
 TAIL_BYTES = 65_536  # of the metrics file, among which a row ends
@@ -284,7 +285,7 @@ class Deadline:
         os._exit(status)
 
 
-def main(path: str, number: str, mode: str, restarts: str = "0", at: str = "0") -> None:
+def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", at: str = "0") -> None:
     """Pass on what W&B misses; start again where W&B's client was killed."""
     for signal_number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job
         signal.signal(signal_number, signal.SIG_IGN)
@@ -293,8 +294,8 @@ def main(path: str, number: str, mode: str, restarts: str = "0", at: str = "0") 
     folder = Folder(Path(path), int(number))
     (folder.path / "wandb").mkdir(exist_ok=True)
     deadline = Deadline(folder, float(at))
-    seconds = load_run_config(folder).wandb.finish_timeout
-    watch = threading.Thread(target=deadline.watch, args=(seconds,), kwargs={"follow": mode == "online"}, daemon=True)
+    follow = {"follow": mode == "online"}
+    watch = threading.Thread(target=deadline.watch, args=(float(seconds),), kwargs=follow, daemon=True)
     watch.start()
     with wandb_scratch.locked_tracking(folder):
         deadline.has_lock = True
@@ -305,7 +306,8 @@ def main(path: str, number: str, mode: str, restarts: str = "0", at: str = "0") 
         except Exception as error:  # noqa: BLE001 (W&B may raise anything; the traceback goes to the log)
             if int(restarts) < RESTARTS and is_connection_lost(error):
                 print(f"W&B's client has ended ({summarize_error(error)}): it is started again", file=sys.stderr)
-                start_again([path, number, mode, str(int(restarts) + 1), str(deadline.at)], folder, temporary)
+                arguments = [path, number, mode, seconds, str(int(restarts) + 1), str(deadline.at)]
+                start_again(arguments, folder, temporary)
             traceback.print_exc()
             status = 1
         deadline.leave(status)
@@ -331,7 +333,7 @@ def start_again(arguments: list[str], folder: Folder, temporary: Path) -> NoRetu
     sys.stderr.flush()
     kill_children()
     wandb_scratch.remove_scratch(folder)
-    time.sleep(POLL_SECONDS * 2 ** int(arguments[3]))
+    time.sleep(POLL_SECONDS * 2 ** int(arguments[4]))
     os.environ.pop(SERVICE, None)
     os.environ["TMPDIR"] = str(temporary.parent)
     os.execv(sys.executable, [sys.executable, "-m", "common.runs.wandb_process", *arguments])

@@ -102,8 +102,12 @@ def write_note(attempt: Folder, note: Note) -> None:
 
 
 def read_notes(folder: Folder) -> dict[int, Note]:
-    """Read the notes of all attempts up to the newest that is tracked; earlier ones without a note get an empty one."""
-    notes = {attempt.number: read_note(attempt) for attempt in folder.attempts()}
+    """Read the notes of all attempts up to the newest that is tracked; earlier ones without a note get an empty one.
+
+    Where `folder` names an attempt, later ones are left out: they track themselves.
+    """
+    attempts = [attempt for attempt in folder.attempts() if not folder.number or attempt.number <= folder.number]
+    notes = {attempt.number: read_note(attempt) for attempt in attempts}
     newest = max((number for number, note in notes.items() if note is not None), default=0)
     return {number: note or Note(complete=True) for number, note in notes.items() if number <= newest}
 
@@ -114,7 +118,7 @@ def count_lines(path: Path) -> int:
 
 
 def find_incomplete(folder: Folder) -> list[Note]:
-    """Return the notes of the attempts of which W&B does not have everything."""
+    """Return the notes of the attempts, up to the one that `folder` names, of which W&B does not have everything."""
     return [note for note in read_notes(folder).values() if not note.complete]
 
 

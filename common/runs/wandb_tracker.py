@@ -17,13 +17,15 @@ import time
 
 from common.core.errors import UserError
 from common.runs import wandb_scratch
-from common.runs.folder import Folder, disk_errors, read_json, write_json
+from common.runs.folder import Folder, disk_errors, read_json
 from common.runs.wandb_account import find_missing_account, read_requested_mode
-from common.runs.wandb_process import NO_HOST, SERVICE, TIMED_OUT
-from common.runs.wandb_rows import Note, read_note, read_notes, write_note
+from common.runs.wandb_process import NO_HOST, SERVICE, TIMED_OUT, note_offline
+from common.runs.wandb_rows import Note, find_incomplete, read_note, read_notes, write_note
 from configs.shared import Experiment
 
 MODULE = "common.runs.wandb_process"
+SYNC_SECONDS = 3600.0
+"""Limit of `make sync` for one run; a conversion that is cut off would begin again with the next call."""
 
 
 class Tracker:
@@ -46,9 +48,8 @@ class Tracker:
             if read_note(folder) is None:
                 write_note(folder, Note())
             if mode != "offline" and not reason:
-                return cls(folder, start_process(folder, "online", subprocess.PIPE))
-            earlier = read_json(folder.path / "wandb" / "status.json")
-            write_json(folder.path / "wandb" / "status.json", earlier | {"mode": "offline", "reason": reason})
+                return cls(folder, start_process(folder, "online", subprocess.PIPE, cfg.wandb.finish_timeout))
+            note_offline(folder, reason)
         except (OSError, UserError) as error:
             print(f"W&B: nothing is tracked: {error}", flush=True)
             return None
@@ -65,7 +66,7 @@ class Tracker:
                 self.process.stdin.close()
                 status = wait_for_process(self.process, deadline)
             if status == NO_HOST:
-                self.process = start_process(self.folder, "offline", subprocess.DEVNULL)
+                self.process = start_process(self.folder, "offline", subprocess.DEVNULL, deadline - time.monotonic())
                 status = wait_for_process(self.process, deadline)
             problem = describe_process_end(status, timeout)
         except KeyboardInterrupt:
@@ -96,13 +97,16 @@ class Tracker:
         return f"W&B: offline{reason}; send it with: {sync}{missing}"
 
 
-def start_process(folder: Folder, mode: str, stdin: int) -> subprocess.Popen[bytes]:
-    """Start the tracking process of an attempt. Raises OSError."""
+def start_process(folder: Folder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
+    """Start the tracking process of an attempt, which ends itself `seconds` after `stdin` has closed or, offline, now.
+
+    Raises OSError.
+    """
     # observability is W&B's own telemetry: ten seconds at the end where the host does not answer
     environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
     for name in ("WANDB_MODE", SERVICE):
         environ.pop(name, None)
-    command = [sys.executable, "-m", MODULE, str(folder.path), str(folder.number), mode]
+    command = [sys.executable, "-m", MODULE, str(folder.path), str(folder.number), mode, str(max(0.0, seconds))]
     with open(folder.attempt / "logs" / "tracker.log", "ab") as log:
         return subprocess.Popen(
             command,
@@ -154,18 +158,26 @@ def is_tracked_now(folder: Folder) -> bool:
     return False  # another user's run
 
 
-def pass_on_missing(folder: Folder, mode: str) -> str:
-    """Pass on what W&B misses of a run that is over, `online` or `offline`; return why it failed, or nothing.
+def misses_online_rows(folder: Folder) -> bool:
+    """Check whether a run was online and W&B's host does not have all of it."""
+    return any(note.online for note in find_incomplete(folder))
 
-    Raises UserError where the run folder cannot be written.
+
+def pass_on_missing(folder: Folder) -> None:
+    """Give W&B what it misses of a run that is over: its host if the run was online, else an offline folder.
+
+    Raises UserError where W&B does not get all of it, or the run folder cannot be written.
     """
+    mode = "online" if misses_online_rows(folder) else "offline"
     newest = Folder(folder.path, max(read_notes(folder)))
     with disk_errors(newest.attempt):
-        process = start_process(newest, mode, subprocess.DEVNULL)
+        process = start_process(newest, mode, subprocess.DEVNULL, SYNC_SECONDS)
     try:
         status = process.wait()
     finally:
         end_process(process)
         remove_leftovers(folder)
-    log = newest.attempt / "logs" / "tracker.log"
-    return f"the tracking process ended with status {status}; see {log}" if status else ""
+    problem = describe_process_end(status, SYNC_SECONDS)
+    if problem:
+        log = newest.attempt / "logs" / "tracker.log"
+        raise UserError(f"W&B did not get all of {folder.path.name}: {problem}; see {log}")

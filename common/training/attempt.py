@@ -18,7 +18,7 @@ from typing import Any
 
 from common.checkpoint import extension, storage
 from common.core import config
-from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, SOURCE_ERROR, UserError
+from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, SOURCE_ERROR, RunTaken, UserError
 from common.core.text import format_count
 from common.data import prepare
 from common.data.prepare import Prepared
@@ -105,16 +105,20 @@ class Attempt:
             shutil.rmtree(self.folder.path, ignore_errors=True)
 
     def conclude(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
-        """Write how the attempt ended and how to resume it, and let W&B finish.
+        """Write how the attempt ended and how to resume it, and let W&B finish; nothing where it is superseded.
 
         Of a `submitted` run the job writes the result, because it outlives its ranks.
         """
         if not self.folder.attempt.exists():  # moved or deleted
             self._leave_old_place()
             return
+        if not self._is_current():
+            if self.tracker is not None:  # the newer attempt passes on what W&B misses of this one
+                self.tracker.kill()
+            return
         try:
             ended = make_ending_result(self.folder, status, reason)
-            if not self.folder.result and not submitted and not self.folder.is_superseded:
+            if not self.folder.result and not submitted:
                 with contextlib.suppress(UserError):  # the full disk that ended the run has been reported
                     ended.write_unless_there(self.folder)
                 if ended.last_step:
@@ -126,16 +130,22 @@ class Attempt:
                     print(f"no checkpoint found; to restart from step 0: {again}", file=sys.stderr)
             state = self.folder.result.get("state", ended.state)
             world = read_json(self.folder.attempt / "world.json") or None
-            if not self.folder.is_superseded:  # else the newest entry of the history is another attempt's
-                with contextlib.suppress(UserError):
-                    provenance.update_metadata(self.folder, world=world)
-                    provenance.record_attempt_end(self.folder, state)
+            with contextlib.suppress(UserError):
+                provenance.update_metadata(self.folder, world=world)
+                provenance.record_attempt_end(self.folder, state)
         finally:
             if self.tracker is not None:
                 patience = cfg.wandb.finish_timeout  # ranks that stop wait for each other, and a scheduler for them
                 print(self.tracker.finish(min(patience, 5.0) if status == EXIT_RESUMABLE else patience), flush=True)
             with contextlib.suppress(UserError):
                 claims.mark_ended(self.folder)  # for hosts that cannot see this process, and for a process that goes on
+
+    def _is_current(self) -> bool:
+        try:
+            claims.check_still_current(self.folder)
+        except RunTaken:
+            return False
+        return True
 
     def _leave_old_place(self) -> None:
         """End the tracking of a run whose folder is gone, and leave nothing where it was."""

@@ -188,8 +188,8 @@ def read_ending(result: dict[str, Any]) -> tuple[str, str]:
 def judge_by_signs_of_life(folder: Folder, start: Mapping[str, Any]) -> tuple[str, str]:
     """Judge a run without a result whose process cannot be seen from here, by its newest sign of life."""
     allowed = 2 * max(SILENT, selection.read_step_timeout(folder))
-    paths = [path for attempt in folder.attempts()[-1:] for path in attempt.attempt.rglob("*")]
-    age = time.time() - max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
+    last_write = max((attempt.find_last_write() for attempt in folder.attempts()[-1:]), default=0.0)
+    age = time.time() - last_write
     if age < allowed:
         return "RUNNING", ""
     unseen = f"its process on {start.get('host')} cannot be seen from here"

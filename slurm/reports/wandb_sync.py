@@ -49,16 +49,6 @@ def describe_activity(folder: Folder) -> str:
     return "its W&B process still runs" if wandb_tracker.is_tracked_now(folder) else ""
 
 
-def pass_on_missing(folder: Folder, *, only_offline: bool = False) -> None:
-    """Give W&B what it misses of a run: its host if the run was online, else an offline folder. Raises UserError."""
-    was_online = any(note.online for note in wandb_rows.find_incomplete(folder))
-    if was_online and only_offline:
-        return
-    problem = wandb_tracker.pass_on_missing(folder, "online" if was_online else "offline")
-    if problem:
-        raise UserError(f"W&B did not get all of {folder.path.name}: {problem}")
-
-
 def send_runs(folders: list[Folder], dry: bool) -> int:
     """Send what was not sent yet; returns the exit status. Raises UserError."""
     incomplete: list[Folder] = []
@@ -81,7 +71,7 @@ def send_runs(folders: list[Folder], dry: bool) -> int:
         return 0
     wandb_account.require_account()
     for folder in incomplete:
-        pass_on_missing(folder)
+        wandb_tracker.pass_on_missing(folder)
     waiting = [path for folder in chosen for path in list_unsent_folders(folder)]
     if not waiting:
         print("sent what was missing of runs that were online")
@@ -117,8 +107,9 @@ def link_tracked_attempts(folders: list[Folder], merged: Path) -> int:
 def open_viewer(folders: list[Folder]) -> int:
     """Open W&B's terminal viewer on the runs; returns its exit status. Raises UserError."""
     for folder in folders:
-        if wandb_rows.find_incomplete(folder) and not describe_activity(folder):
-            pass_on_missing(folder, only_offline=True)
+        needs_host = wandb_tracker.misses_online_rows(folder)
+        if wandb_rows.find_incomplete(folder) and not needs_host and not describe_activity(folder):
+            wandb_tracker.pass_on_missing(folder)
     with tempfile.TemporaryDirectory() as merged:
         if not link_tracked_attempts(folders, Path(merged)):
             raise UserError(

@@ -151,7 +151,9 @@ class JobLauncher:
         end = self.coordinator.find_end()
         if status == KILLED and end is not None:
             print(end.value, flush=True)
-        if self.tracker is not None:
+        if self.tracker is not None and self.tracker.folder.is_superseded:
+            self.tracker.kill()  # the newer attempt passes on what W&B misses of this one
+        elif self.tracker is not None:
             patience = self.cfg.wandb.finish_timeout
             print(self.tracker.finish(min(patience, GRACE) if status == EXIT_RESUMABLE else patience), flush=True)
         return status

@@ -19,11 +19,12 @@ import torch
 import yaml
 
 from common.core import config
+from common.core.errors import UserError
 from common.core.processes import Process
 from common.measure import media
 from common.runs import wandb_rows
 from common.runs.folder import Folder, read_json, write_json
-from common.runs.wandb_tracker import Tracker
+from common.runs.wandb_tracker import Tracker, pass_on_missing
 from configs.mnist_pipeline import Config
 from tests.harness import warm
 from tests.harness.made_runs import Made
@@ -302,14 +303,13 @@ def test_a_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, di
 
 def start_offline(place: Path, steps: int = 10) -> tuple[Tracker, Folder]:
     """The tracking of a finished run, offline."""
-    made = Made("mnist_pipeline", steps=steps, step_seconds=0.2, settings={"wandb.mode": "offline"}).write(
-        place / "runs"
-    )
+    settings = {"wandb.mode": "offline", "wandb.finish_timeout": "1"}
+    made = Made("mnist_pipeline", steps=steps, step_seconds=0.2, settings=settings).write(place / "runs")
     folder = made.attempts()[0]
     (folder.attempt / "logs").mkdir(exist_ok=True)
-    settings = Config()
-    settings.wandb.mode = "offline"
-    tracker = Tracker.start(settings, folder)
+    cfg = Config()
+    cfg.wandb.mode = "offline"
+    tracker = Tracker.start(cfg, folder)
     assert tracker is not None and tracker.process is None
     return tracker, folder
 
@@ -325,6 +325,9 @@ def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.
     assert said.startswith("W&B: offline; send it with: make sync")
     assert "not complete: the tracking process failed with exit status 1, see " in said
     assert "No space left" in (folder.attempt / "logs" / "tracker.log").read_text()
+    fake.write_text("import time\ntime.sleep(1.2)\nraise OSError(28, 'No space left on device')\n")
+    with pytest.raises(UserError, match=r"did not get all of .* the tracking process failed with exit status 1; see "):
+        pass_on_missing(folder)  # wandb.finish_timeout, here 1 s, is not for make sync
 
 
 def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from common.runs.folder import Folder
+from common.runs.wandb_run import load_run_config
 from tests.harness import wandb_host, warm
 from tests.harness.long_runs import only_folder, train_long
 from tests.harness.made_runs import Made
@@ -337,7 +338,9 @@ class Live:
         (folder.attempt / "logs").mkdir(exist_ok=True)
         env = host.environment | {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}
         del env["WANDB_MODE"]
-        argv = [sys.executable, "-m", "common.runs.wandb_process", str(folder.path), str(folder.number), "online"]
+        seconds = str(load_run_config(folder).wandb.finish_timeout)
+        argv = [sys.executable, "-m", "common.runs.wandb_process", str(folder.path), str(folder.number)]
+        argv += ["online", seconds]
         log = open(folder.attempt / "logs" / "tracker.log", "ab")  # noqa: SIM115 (it ends with the test)
         self.process = subprocess.Popen(
             argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True

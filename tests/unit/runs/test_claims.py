@@ -20,6 +20,7 @@ from common.runs.claims import AttemptWatch, Claim, Life
 from common.runs.folder import Folder, write_json
 from common.runs.result import Result
 from common.runs.run_lock import lock_run, try_to_lock
+from common.runs.wandb_rows import Note, write_note
 
 
 @pytest.fixture
@@ -118,6 +119,10 @@ def test_a_process_of_another_host_is_judged_by_its_signs_of_life(
     before = time.time() - 61
     for path in [second.attempt, *second.attempt.rglob("*")]:
         os.utime(path, (before, before))
+    # `make sync` and reports write there, too.
+    write_note(second, Note())
+    (second.attempt / "logs" / "tracker.log").touch()
+    assert claims.measure_silence(second) >= 61
     assert claims.claim_next_attempt(folder).number == 3
 
 

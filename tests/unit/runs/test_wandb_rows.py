@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from common.core.config import ROOT
 from common.runs import wandb_account
 from common.runs.folder import Folder
-from common.runs.wandb_rows import Journal, Mark, Note, Thinning, choose_rows, read_note
+from common.runs.wandb_process import Forwarder
+from common.runs.wandb_rows import Journal, Mark, Note, Thinning, choose_rows, find_incomplete, read_note, write_note
+from tests.harness.made_runs import Made
 
 
 def make_row(step: int, time: float, **values: float | None) -> dict[str, float | int | None]:
@@ -87,6 +90,21 @@ def test_the_journal_tells_of_several_attempts(folder: Folder) -> None:
     notes = {1: Note(20, 0, online=True, complete=True), 2: Note(7, 0, online=True, complete=True)}
     journal.correct_notes(notes, 12)
     assert (notes[1].rows, notes[2].rows) == (20, 7), "complete attempts are not looked at"
+
+
+def test_the_conversion_of_an_attempt_leaves_newer_ones_alone(tmp_path: Path) -> None:
+    """Of one that is superseded, or resumed while `make sync` works on it: the newer one has only begun."""
+    first, second = Made(steps=40, step_seconds=0.2, attempts=2, state="lost").write(tmp_path).attempts()
+    for attempt in (first, second):
+        write_note(attempt, Note())
+    run = mock.Mock()
+    forwarder = Forwarder(first, run, None)
+    forwarder.forward_ended_attempts()
+    forwarder.finish()
+    forwarder.write_notes()
+    assert [call.args[0]["global_step"] for call in run.log.call_args_list] == [1, 2, 3, 4, 5]
+    assert read_note(first) == Note(5, complete=True) and read_note(second) == Note()
+    assert find_incomplete(Folder(first.path)) == [Note()], "make sync and the newer attempt see what is missing"
 
 
 def test_a_note_of_an_older_version_counts_as_complete(folder: Folder) -> None:

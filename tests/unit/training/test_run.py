@@ -16,13 +16,15 @@ from torch.distributed import HashStore
 
 from common.checkpoint.train_state import TrainState
 from common.core import config
-from common.core.errors import RunTaken
+from common.core.errors import EXIT_REFUSED, RunTaken
 from common.data.prepare import Prepared, prepare_digits
 from common.distributed.rendezvous import World
 from common.measure.metrics_log import MetricsLog
 from common.models import networks
 from common.runs.folder import Folder
 from common.runs.metrics_writer import MetricsWriter
+from common.runs.wandb_tracker import Tracker
+from common.training.attempt import Attempt
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from tests.harness import warm
@@ -184,3 +186,19 @@ def test_a_run_that_is_superseded_at_its_end_publishes_nothing(run: Run, state: 
     with pytest.raises(RunTaken, match=r"was superseded by attempt 2; stopping without saving"):
         run.report()
     assert not run.folder.result and not list(run.folder.path.glob("model.*"))
+
+
+def test_an_attempt_that_is_superseded_at_its_end_only_ends_its_tracking(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It leaves the conversion to the newer attempt, and result and history alone."""
+    run.cfg.wandb.mode = "offline"
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("common.runs.claims.WITHDRAWAL_SECONDS", 0.1)
+    tracker = Tracker.start(run.cfg, run.folder)
+    attempt = Attempt(run.folder, run.prepared, is_new=False, tracker=tracker)
+    run.folder.claim_attempt()
+    capfd.readouterr()
+    attempt.conclude(EXIT_REFUSED, run.cfg, submitted=False, reason="")
+    assert capfd.readouterr() == ("", "") and not run.folder.result
+    assert not (run.folder.attempt / "logs" / "tracker.log").exists(), "nothing was converted"

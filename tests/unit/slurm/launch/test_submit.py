@@ -22,6 +22,7 @@ from common.data import prepare
 from common.pipeline import schedules
 from common.runs import provenance
 from common.runs.folder import Folder, write_json
+from common.runs.wandb_rows import Note, write_note
 from common.training.optimization import own_files
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
@@ -488,6 +489,7 @@ def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) ->
             os.utime(path, (old, old))
         assert status.read_state(folder) == ("RUNNING", ""), "its process is seen, under another name of the host"
         sleep.kill()
+    write_note(folder.attempts()[0], Note())  # as `make sync` does
     state, detail = status.read_state(folder)
     assert state == "LOST" and "no sign of life for 28 h" in detail and "on before cannot be seen" in detail
     folder.attempts()[0].write_heartbeat(0, 10, time.time())
