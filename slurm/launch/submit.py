@@ -155,10 +155,17 @@ def check_is_over(folder: Folder, settings: Experiment) -> None:
     if state not in status.OVER or has_finished:
         if state == "FINISHED":
             raise RunTaken(f"{folder.path.name} has just finished; see make status")
-        claim = claims.find_newest_claim(folder) if state == "RUNNING" else None
-        job = provenance.read_metadata(folder).get("job")
-        taker = f"job {job['id']}" if job else claim.describe() if claim is not None else detail or state.lower()
+        taker = describe_taker(folder, detail or state.lower())
         raise RunTaken(f"{folder.path.name}: another command has just started it ({taker}); see make status")
+
+
+def describe_taker(folder: Folder, fallback: str) -> str:
+    """Describe the process or job that has a run; `fallback` where neither is known."""
+    claim = claims.find_newest_claim(folder)
+    if claim is not None and not claim.job and claim.judge() is claims.Life.ALIVE:
+        return claim.describe()  # meta.json may still have an earlier job
+    job = provenance.read_metadata(folder).get("job")
+    return f"job {job['id']}" if job else fallback
 
 
 def resubmit_run(resumed: Folder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
