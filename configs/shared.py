@@ -57,8 +57,9 @@ class Data:
     unreadable: Literal["refuse", "skip"] = "refuse"
     """What to do with files of imagefolder that are no images or cut off: name and refuse them, or go on without."""
     workers: int = between(0, 64, 0)
-    """Processes beside each rank that gather and normalise batches ahead; 0 does it in the rank. A run ends where one
-    is killed, or makes no block of batches within half of launch.step_timeout."""
+    """Processes beside each rank that gather and normalise batches ahead; 0 does it in the rank. One has failed
+    if it is killed, or makes no block of batches within half of launch.step_timeout. A failed data worker ends the run;
+    with `elastic=true` only its rank is lost."""
     train_limit: int = at_least(0, 0)
     """Number of training samples to use, the first ones; 0 uses all."""
     test_limit: int = at_least(0, 0)

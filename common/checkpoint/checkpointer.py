@@ -269,13 +269,13 @@ class Checkpointer:
         lost = storage.list_lost_checkpoints(self.folder) if self.world.is_main and not rejected else []
         missing = self.world.broadcast([str(checkpoint) for checkpoint in lost])
         for name in missing:
-            self.log_message(f"{name} is not used: it was saved, and its folder is not there any more")
+            self.log_message(f"{name} is missing: its folder was deleted")
         names = [str(checkpoint) for checkpoint in rejected] + missing
         if names:
             named = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
             raise UserError(
-                f"none of the {len(names)} checkpoints of {self.folder.path} {NO_VALID_CHECKPOINT} ({named}); repair "
-                f"one or bring it back, or remove {self.folder.path}/attempts/*/checkpoints to train from the beginning"
+                f"{NO_VALID_CHECKPOINT} ({named}); repair one or bring it back, or "
+                f"remove {self.folder.path}/attempts/*/checkpoints to train from the beginning"
             )
         left = self.world.broadcast(len(storage.list_staging_dirs(self.folder)) if self.world.is_main else 0)
         if left:

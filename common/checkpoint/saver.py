@@ -148,7 +148,7 @@ class Saver:
         if self.world.broadcast(bool(writer.waiting)):  # the next attempt would miss these rows
             if self.world.broadcast(bool(self._find_loss()) if self.world.is_main else False):
                 self._stop_lost()
-            problem = f"{self.folder.metrics_file} is not written, either"
+            problem = f"cannot write {self.folder.metrics_file}; free disk space"
             self.checkpointer.report_refusal(step, problem, is_known=True)
             return False
         state = self.state.collect_state()

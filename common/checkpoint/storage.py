@@ -123,14 +123,16 @@ def list_resumable_checkpoints(folder: Folder) -> list[CheckpointPath]:
 
 
 def list_lost_checkpoints(folder: Folder) -> list[CheckpointPath]:
-    """Return the newest checkpoint of each attempt that counts, as far as it was written and is not there any more."""
-    found: list[CheckpointPath] = []
+    """Return the newest checkpoint of the run in a list, if its folder is missing.
+
+    Older ones do not count: a newer checkpoint may have replaced them (checkpoint.keep).
+    """
     for attempt, _ in folder.trace_attempts():
         name = read_pointer(attempt, "latest") or ""
         if STEP_NAME.fullmatch(name):
             newest = CheckpointPath(attempt, int(name[5:]))
-            found += [] if newest.path.exists() else [newest]
-    return found
+            return [] if newest.path.exists() else [newest]
+    return []
 
 
 def list_staging_dirs(folder: Folder) -> list[Path]:

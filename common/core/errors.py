@@ -12,7 +12,7 @@ from common import exit_on_interrupt
 from common.core import process_limits
 
 DIVERGENCE = "the loss of step|no finite number"  # pattern in the error of a run whose training diverged
-NO_VALID_CHECKPOINT = "can be used, as told above"  # in the error of a run none of whose checkpoints is valid
+NO_VALID_CHECKPOINT = "no valid checkpoint left"  # in the error of a run none of whose checkpoints is valid
 SOURCE_ERROR = (  # in the reason of a run that failed through its source, not a device or the network
     r"failed(?: first)?: (?:after step \d+: )?"
     r"(?:(?:Assertion|Attribute|Index|Key|Name|NotImplemented|Recursion|Type|UnboundLocal|Value|ZeroDivision)Error\b"

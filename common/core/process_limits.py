@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,17 @@ from common.core.text import read_or_empty
 
 SHORTAGE = re.compile(
     "can't start new thread|unable to start .*thread|thread creation failed|pthread_create failed"
-    "|resource temporarily unavailable",
+    r"|\bfork\b.*resource temporarily unavailable",
     re.IGNORECASE,
 )  # in the words of Python, the system, libgomp and OpenBLAS
-LAST_WORDS = re.compile(f"{SHORTAGE.pattern}|terminate called without an active exception", re.IGNORECASE)
-"""In the log of a process that was aborted: the last ones are of gloo where it can start some of its threads only."""
+LAST_WORDS = re.compile(
+    f"{SHORTAGE.pattern}|terminate called without an active exception"
+    r"|std::system_error'\s+what\(\):\s+resource temporarily unavailable",
+    re.IGNORECASE,
+)
+"""In the log of an aborted process. The last two are of std::thread, which gloo uses."""
+FORKS = {"fork", "fork_exec", "_fork_exec"}
+"""Names of the functions that fork, in os and subprocess."""
 
 
 def describe_shortage() -> str:
@@ -29,12 +36,30 @@ def describe_shortage() -> str:
 
 def is_shortage(error: BaseException) -> bool:
     """Check for an error that says that no thread or process could be started."""
+    if isinstance(error, BlockingIOError) and is_failed_fork(error):
+        return True
     return isinstance(error, RuntimeError | OSError) and bool(SHORTAGE.search(str(error)))
 
 
-def explain_last_words(log: str) -> str:
-    """Return why a process ended whose log this is, where it tells of a shortage; else an empty text."""
-    return describe_shortage() if LAST_WORDS.search(log) else ""
+def is_failed_fork(error: BlockingIOError) -> bool:
+    """Check whether an error was raised by a function that forks: sockets and locks raise the same one."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return not FORKS.isdisjoint(trace.tb_frame.f_code.co_names)
+
+
+def explain_last_words(log: str, exit_code: int) -> str:
+    """Return why a process ended, where its log reports a shortage; else an empty text.
+
+    `exit_code` is negative for a signal. Libraries that cannot start a thread abort the process or let it exit; after
+    any other signal the log does not say why the process ended.
+    """
+    if exit_code == -signal.SIGABRT:
+        return describe_shortage() if LAST_WORDS.search(log) else ""
+    return describe_shortage() if exit_code > 0 and SHORTAGE.search(log) else ""
 
 
 def describe_limit() -> str:

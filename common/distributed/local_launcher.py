@@ -236,7 +236,7 @@ def wait_for_ranks(
             raise StoppedAtOnce(stop.number)  # it had not begun to listen, and others fail without it
         if failed:
             first, memory_is_gone = find_first_failed_rank(failed, private), host_memory.count_oom_kills() > kills
-            cause = explain_last_words(read_log(first.rank))
+            cause = explain_last_words(read_log(first.rank), first.exit_code or 0)
             coordinator = supervisor.coordinator if supervisor is not None else None
             return report_failure(first, len(children), private, why, memory_is_gone, cause, coordinator)
         if supervisor is not None and supervisor.coordinator.broken is Broken.STATE_LOST:  # no single loss was the end
@@ -293,7 +293,7 @@ def report_failure(
         name = signal.Signals(-child.exit_code).name
         if child.exit_code == -signal.SIGKILL and short_of_memory:
             name += ": the kernel ran out of memory"
-        elif child.exit_code != -signal.SIGKILL and cause:
+        elif cause:
             name += f": {cause}"
         reason, end = f"was killed by {name}", None
         if coordinator is not None:

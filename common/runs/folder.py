@@ -30,6 +30,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from common.core.errors import UserError
 
 BLOCK = 1 << 20  # characters of metrics that are read at once
 CLAIM = "claim.json"
+STALE_DRAFT_SECONDS = 60.0
 MODEL, MODEL_FACTS = "model.safetensors", "model.json"  # the trained model of a finished run
 FILES_OF_RANKS = (
     CLAIM,
@@ -169,6 +171,14 @@ def is_row(value: Any) -> bool:
     )
 
 
+def remove_stale_drafts(attempts: Path) -> None:
+    """Delete drafts and withdrawn attempts that a killed process left, once they are older than a minute."""
+    for path in [*attempts.glob(".new-*"), *attempts.glob(".withdrawn-*")]:
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_ctime > STALE_DRAFT_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 @dataclass(frozen=True)
 class Part:
     """What counts of an attempt."""
@@ -219,6 +229,7 @@ class Folder:
         It appears with its content, by one rename. Raises UserError.
         """
         attempts = self.path / "attempts"
+        remove_stale_drafts(attempts)
         draft = attempts / f".new-{secrets.token_hex(4)}"
         with disk_errors(self.path):
             attempts.mkdir(exist_ok=True)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
@@ -188,7 +187,8 @@ class ForkedRanks:
         else:
             folder = attempt.folder
             saved = bool(storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder))
-            word = "goes on in " if saved else "has no checkpoint, and begins anew in " if folder.number > 1 else ""
+            restart = "no checkpoint found; restarting from step 0 in " if folder.number > 1 else ""
+            word = "goes on in " if saved else restart
             ranks = format_count(cfg.processes, "rank")
             print(f"{given.experiment}: {ranks}, {word}run folder {given.path}", flush=True)
         return attempt
@@ -321,9 +321,6 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() returned without run.report(...): call it on all ranks when training is over")
-    except StopRequested:
-        run.write_heartbeat(math.inf)  # of the step that was saved
-        raise
     except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # the last one by a fork
         error = explain_error(raised)
         # A rank that has nothing to lose stops at once, and another may have done its first step by then. SIGTERM does

@@ -59,6 +59,22 @@ def remove_folder_on_error(folder: Folder) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def restore_result_on_error(folder: Folder) -> Iterator[None]:
+    """Give a run back the result that the block has retired if the block fails."""
+    result = read_or_empty(str(folder.path / "result.json"))
+    places = [attempt.attempt / "result.json" for attempt in folder.attempts()]
+    missing = [place for place in places if not place.exists()]
+    try:
+        yield
+    except BaseException:
+        if result:
+            write_atomic(folder.path / "result.json", result)
+        for place in missing:
+            place.unlink(missing_ok=True)
+        raise
+
+
 def print_simulated_hosts(settings: Experiment) -> None:
     """Print a line where hosts are simulated as processes of this machine."""
     if settings.launch.nodes > 1:
@@ -109,11 +125,11 @@ def find_resumable_run(run: str, name: str) -> Folder:
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
-        raise UserError(f"RESUME={run} is a run of {folder.experiment}, not of {name}; leave NAME out")
+        raise UserError(f"RESUME={shlex.quote(run)} is a run of {folder.experiment}, not of {name}; leave NAME out")
     if state not in status.OVER:
         claim = claims.find_newest_claim(folder) if state == "RUNNING" else None
         where = f" ({claim.describe()})" if claim is not None else ""
-        remedy = f"to go on with it elsewhere, first make cancel RUN={run}"
+        remedy = f"to go on with it elsewhere, first make cancel RUN={shlex.quote(run)}"
         raise UserError(f"{folder.path.name} is {state}{where}; {remedy}")
     provenance.check_source(folder)
     return folder
@@ -137,7 +153,19 @@ def check_is_over(folder: Folder, settings: Experiment) -> None:
     state, detail = status.read_state(folder)
     has_finished = state == "FINISHED" and not extension.has_more_steps(folder, settings)
     if state not in status.OVER or has_finished:
-        raise RunTaken(f"{folder.path.name} is {state} since a moment ago ({detail}); see make status")
+        if state == "FINISHED":
+            raise RunTaken(f"{folder.path.name} has just finished; see make status")
+        taker = describe_taker(folder, detail or state.lower())
+        raise RunTaken(f"{folder.path.name}: another command has just started it ({taker}); see make status")
+
+
+def describe_taker(folder: Folder, fallback: str) -> str:
+    """Describe the process or job that has a run; `fallback` where neither is known."""
+    claim = claims.find_newest_claim(folder)
+    if claim is not None and not claim.job and claim.judge() is claims.Life.ALIVE:
+        return claim.describe()  # meta.json may still have an earlier job
+    job = provenance.read_metadata(folder).get("job")
+    return f"job {job['id']}" if job else fallback
 
 
 def resubmit_run(resumed: Folder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
@@ -160,16 +188,9 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
         profile, folder.experiment, nodes, per_node, folder.path, entry_points=entry_points, elastic=elastic
     )
     made = sbatch.make_executor(folder, scheduler, asked, elastic)
-    result = read_or_empty(str(folder.path / "result.json"))
-    retired = sbatch.write_settings_and_retire_result(folder, text)
-    try:
+    with restore_result_on_error(folder):
+        sbatch.write_settings_and_retire_result(folder, text)
         job = sbatch.submit_job(made)
-    except BaseException:  # the run is as it was
-        if result:
-            write_atomic(folder.path / "result.json", result)
-        if retired is not None:
-            retired.unlink()
-        raise
     provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
 

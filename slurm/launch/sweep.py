@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import UserError
+from common.core.errors import RunTaken, UserError
 from common.core.text import format_count
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, write_json
@@ -146,6 +146,20 @@ def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tu
     return found
 
 
+def leave_out_running_points(chosen: list[tuple[Point, Folder | None]]) -> list[tuple[Point, Folder | None]]:
+    """Wait for attempts that are stopping; leave out, with a line, the points whose attempt does not stop in time."""
+    ready: list[tuple[Point, Folder | None]] = []
+    for point, folder in chosen:
+        try:
+            if folder is not None:
+                liveness.wait_for_earlier_attempt(folder)
+        except RunTaken as error:
+            print(f"  skipped    {point.words}: {error}", flush=True)
+        else:
+            ready.append((point, folder))
+    return ready
+
+
 def make_point_folder(sweep: Sweep, point: Point, scheduler: Scheduler | None) -> Folder:
     """Make the run folder of a point; a notice that several points have is printed once."""
     return submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler, sweep.shown_notices)
@@ -194,17 +208,19 @@ def submit_as_array(
     folders: list[Folder] = []
     with contextlib.ExitStack() as held:
         try:
-            for point, given in chosen:
-                if given is not None:
-                    held.enter_context(submission.hold_submission(given))
-                    submit.check_is_over(given, point.settings)
-                folders.append(given or make_point_folder(sweep, point, scheduler))
-                sweep.record_run(point, folders[-1], "pending")
-            sweep.save()
-            made = sbatch.prepare_runs_for_array(
-                sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel
-            )
-            jobs = sbatch.submit_array(made, folders)
+            with contextlib.ExitStack() as undo:
+                for point, given in chosen:
+                    if given is not None:
+                        held.enter_context(submission.hold_submission(given))
+                        submit.check_is_over(given, point.settings)
+                        undo.enter_context(submit.restore_result_on_error(given))
+                    folders.append(given or make_point_folder(sweep, point, scheduler))
+                    sweep.record_run(point, folders[-1], "pending")
+                sweep.save()
+                made = sbatch.prepare_runs_for_array(
+                    sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel
+                )
+                jobs = sbatch.submit_array(made, folders)
         except BaseException:
             for (point, given), folder in zip(chosen, folders, strict=False):
                 if given is None:
@@ -318,9 +334,7 @@ def main(given: argparse.Namespace) -> int:
         print(f"  folder   {path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
         if "FAILED" in states.values() and not failed:
             print("  failed ones begin anew with FAILED=1", flush=True)
-        for _, folder in chosen:
-            if folder is not None:
-                liveness.wait_for_earlier_attempt(folder)
+        chosen = leave_out_running_points(chosen)
         if chosen and scheduler is None:
             return run_points(sweep, chosen)
         if chosen and scheduler is not None:

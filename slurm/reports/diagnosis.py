@@ -255,7 +255,7 @@ def find_next_command(folder: Folder, cause: str) -> str:
         more = f'{again} ARGS="cluster.memory_gb=..."' if job else f"{again} on a machine with more memory"
         return f"{more}, or a new run with a smaller batch or model: it would end in the same way here"
     was_saved = storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder)
-    return again if was_saved else f"{again}, which begins anew: it has no checkpoint"
+    return again if was_saved else f"{again}; no checkpoint found, it restarts from step 0"
 
 
 def print_diagnosis(folder: Folder, as_json: bool) -> int:

@@ -167,7 +167,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
         ("the loss of step 3 is nan", 'RESUME={} ARGS="optim.lr=0.05"'),
         ("rank 1 was killed by SIGKILL: the kernel ran out of memory", "RESUME={} where there is more memory, or"),
         (
-            "none of the 2 checkpoints of x can be used, as told above; repair one",
+            "no valid checkpoint left (attempt 1 step 2); repair one",
             "RESUME={} after removing {}/attempts/*/checkpoints",
         ),
         ("rank 1 was killed by SIGKILL", "make exp RESUME={}"),
@@ -180,7 +180,7 @@ def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_p
     cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
     assert advice.replace("{}", str(folder.path)) in attempt.format_resume_command(folder, cfg, why)
     told = doctor(f"--run={folder.path}")
-    assert ("after removing" in told) == ("can be used" in why), told
+    assert ("after removing" in told) == ("no valid checkpoint" in why), told
 
 
 def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: st
     folder.attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
     (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "go on  " in line)
     new = 'make exp NAME=ddp_multinode ARGS="...", a new run, once the error is mended: RESUME would run '
-    resumed = f"make exp RESUME={folder.path}, which begins anew: it has no checkpoint"
+    resumed = f"make exp RESUME={folder.path}; no checkpoint found, it restarts from step 0"
     assert advice.strip().removeprefix("go on  ").startswith(f"{new}{folder.path}/code" if mended else resumed)
 
 
@@ -223,7 +223,7 @@ def test_a_run_that_was_cancelled_needs_no_cause(tmp_path: Path) -> None:
     folder = Made(state="failed", result={"state": "cancelled", "reason": "stopped by Ctrl-C"}).write(tmp_path)
     found = doctor(f"--run={folder.path}")
     assert "is CANCELLED: stopped by Ctrl-C\n" in found and "likely cause" not in found
-    assert f"go on  make exp RESUME={folder.path}, which begins anew" in found
+    assert f"go on  make exp RESUME={folder.path}; no checkpoint found, it restarts" in found
 
 
 LOST = "RuntimeError: Connection closed by peer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 import yaml
 
 from common.core.errors import UserError
-from common.runs.folder import read_json
+from common.core.processes import Process
+from common.runs import claims, provenance
+from common.runs.folder import Folder, read_json
+from common.runs.result import Result
 from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
 from tests.harness import inside
@@ -215,3 +219,36 @@ def test_repeats_of_a_python_grid_have_seeds_of_their_own_where_accuracy_counts(
         (None, 1),
         ("taylor", 1),
     ]
+
+
+def test_a_refused_array_leaves_the_results_of_its_runs(tmp_path: Path, cache: Path) -> None:
+    points = [{"batch": "32"}]
+    file, fake = write(tmp_path, cache, points=points), Fake(tmp_path)
+    (run,) = begin(tmp_path, points, "cancelled")
+    folder = Folder(tmp_path / "runs" / run)
+    Result("cancelled", 130).write(folder)
+    before = folder.result
+    fake.answer("sbatch", "echo refused >&2; exit 1")
+    done = inside.run_verb("sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.environment())
+    assert done.returncode == 2 and "refused" in done.stderr, done.stdout + done.stderr
+    assert before and folder.result == before
+    assert not list(folder.path.glob("attempts/*/result.json"))
+
+
+def test_a_point_that_is_still_stopping_is_skipped(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "STOPPING_SECONDS", 0.0)
+    points = [{"batch": "32"}]
+    file = write(tmp_path, cache, points=points)
+    (run,) = begin(tmp_path, points, "cancelled")
+    with subprocess.Popen(["sleep", "600"]) as other:
+        identity = {"pid": other.pid, "pid_started": Process.identify(other.pid).start}
+        claim = {"process": provenance.identify_process() | identity}
+        folder = Folder(tmp_path / "runs" / run)
+        folder.claim_attempt(claim)
+        Result("cancelled", 130).write(folder)
+        done = inside.run_verb("sweep", "--launch=local", "--", str(file))
+        other.kill()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped    batch=32: " in done.stdout and "is still running" in done.stdout

@@ -81,7 +81,7 @@ def test_without_a_checkpoint_it_says_that_it_begins_anew(tmp_path: Path, digits
     shutil.rmtree(begun.folder.attempts()[0].attempt / "checkpoints")
     done = resume(STAGED, begun.folder)
     assert done.returncode == 0, done.stderr
-    assert "has no checkpoint, and begins anew in run folder" in done.stdout
+    assert "no checkpoint found; restarting from step 0 in run folder" in done.stdout
     assert len(begun.losses) == 3
 
 

@@ -75,7 +75,7 @@ class Supervisor:
         for rank in self.coordinator.present & self.starting.keys():
             del self.starting[rank]
         for rank in [rank for rank, began in self.starting.items() if now - began > self.start_timeout]:
-            print(f"rank {rank}, started again, has not come for {self.start_timeout:g} s and is ended", flush=True)
+            print(f"restarted rank {rank} did not connect within {self.start_timeout:g} s; killing it", flush=True)
             del self.starting[rank]
             self.give_up_start(rank)
         for rank in self.coordinator.vacant:

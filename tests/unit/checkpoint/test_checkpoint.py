@@ -403,7 +403,7 @@ def test_a_damaged_one_is_named_and_the_older_one_used(
     work, reason = DAMAGES[damage]
     work(disk)
     if damage in ("steps swapped", "files of another step"):
-        with pytest.raises(UserError, match="none of the 2 checkpoints"):
+        with pytest.raises(UserError, match=r"no valid checkpoint left \(step-\d+ of .*, step-\d+ of "):
             disk.load()
     else:
         assert disk.load() == 1
@@ -470,7 +470,7 @@ def test_all_damaged_is_refused_with_the_remedy(disk: Disk) -> None:
         flip(disk.at(step, "rank-0.pt"), 700)
     with pytest.raises(UserError) as error:
         disk.load()
-    assert "none of the 2 checkpoints" in str(error.value) and "attempts/*/checkpoints" in str(error.value)
+    assert "no valid checkpoint left (step-" in str(error.value) and "attempts/*/checkpoints" in str(error.value)
     assert len(disk.said) == 2
 
 
@@ -478,10 +478,23 @@ def test_all_lost_is_refused_as_all_damaged_is(disk: Disk) -> None:
     disk.save(1, 2)
     for step in (1, 2):
         rmtree(disk.at(step))
-    with pytest.raises(UserError, match=r"none of the 1 checkpoints .*step-00000002 of attempt 1.*remove .*attempts/"):
+    with pytest.raises(
+        UserError, match=r"^no valid checkpoint left \(step-00000002 of attempt 1\); .*remove .*attempts/"
+    ):
         disk.load()
+    assert disk.said == ["step-00000002 of attempt 1 is missing: its folder was deleted"]
     rmtree(disk.at(2).parent)
     assert disk.load() is None, "what the message says to do"
+
+
+def test_a_replaced_checkpoint_is_not_named_as_missing(disk: Disk) -> None:
+    disk.save(1, 2)
+    disk.restart(1, 2)
+    disk.save(3, 4)
+    disk.checkpoints.wait_for_deletions()
+    for step in (3, 4):
+        rmtree(disk.at(step))
+    assert [str(one) for one in storage.list_lost_checkpoints(disk.folder)] == ["step-00000004 of attempt 2"]
 
 
 def test_a_half_written_one_is_never_read(disk: Disk) -> None:

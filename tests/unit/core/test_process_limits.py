@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,5 +88,32 @@ def test_numpy_that_can_start_no_threads_is_no_ctrl_c(narrow_group: Path) -> Non
 def test_other_errors_stay_as_they_are() -> None:
     for error in (RuntimeError("a bug"), FileNotFoundError(2, "No such file"), ValueError("temporarily")):
         assert explain_error(error) is error
-    assert explain_last_words("terminate called without an active exception\n").startswith("no more threads")
-    assert not explain_last_words("Fatal Python error: Aborted")
+
+
+def test_a_socket_or_lock_that_would_wait_is_no_shortage() -> None:
+    end, other_end = socket.socketpair()
+    with end, other_end:
+        end.setblocking(False)
+        with pytest.raises(BlockingIOError) as error:
+            end.recv(1)
+    for other in (error.value, BlockingIOError(11, "Resource temporarily unavailable"), OSError(11, "mlock")):
+        assert explain_error(other) is other
+    store = RuntimeError("TCPStore: recv failed: Resource temporarily unavailable")
+    assert explain_error(store) is store
+
+
+@pytest.mark.parametrize(
+    ("log", "exit_code", "is_shortage"),
+    [
+        ("terminate called without an active exception\n", -signal.SIGABRT, True),
+        ("terminate called without an active exception\n", -signal.SIGSEGV, False),
+        ("what():  Resource temporarily unavailable", -signal.SIGABRT, False),
+        ("of 'std::system_error'\n  what():  Resource temporarily unavailable", -signal.SIGABRT, True),
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", 1, True),
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", -signal.SIGSEGV, False),
+        ("NCCL WARN socket: Resource temporarily unavailable", 1, False),
+        ("Fatal Python error: Aborted", -signal.SIGABRT, False),
+    ],
+)
+def test_only_the_last_words_of_an_aborted_process_count(log: str, exit_code: int, is_shortage: bool) -> None:
+    assert bool(explain_last_words(log, exit_code)) == is_shortage

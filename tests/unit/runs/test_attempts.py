@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.runs import folder as folder_module
 from common.runs.folder import Folder
 
 
@@ -52,6 +53,17 @@ def test_two_starts_at_once_get_an_attempt_each(folder: Folder) -> None:
     for thread in threads:
         thread.join()
     assert sorted(claimed) == list(range(1, 81))
+
+
+def test_what_a_killed_start_left_is_removed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [folder.path / "attempts" / name for name in (".new-1234", ".withdrawn-1234")]
+    for path in left:
+        path.mkdir(parents=True)
+    folder.claim_attempt()
+    assert all(path.exists() for path in left), "another start may be at work there"
+    monkeypatch.setattr(folder_module, "STALE_DRAFT_SECONDS", -1.0)
+    folder.claim_attempt()
+    assert not any(path.exists() for path in left)
 
 
 def test_metrics_follow_the_chain_without_gap_or_repeat(folder: Folder) -> None:

@@ -18,6 +18,8 @@ from common.core.processes import Process
 from common.runs import claims, provenance
 from common.runs.folder import Folder, write_json
 from common.runs.result import Result
+from configs.mnist_pipeline import Config
+from slurm.launch import submit
 from slurm.reports import cancel, status
 from slurm.scheduling import requeue, submission
 from tests.harness.fake_slurm import Fake, call
@@ -64,6 +66,15 @@ def test_a_run_is_submitted_by_one_command_at_a_time(folder: Folder, other: subp
     with submission.hold_submission(folder):  # the one before was given up
         assert json.loads(submission.locate_submission(folder).read_text())["pid"] == os.getpid()
     assert [path.name for path in (folder.path / "submit").iterdir()] == []
+
+
+def test_a_run_that_another_command_has_started_is_refused_with_its_process(
+    folder: Folder, other: subprocess.Popen[bytes]
+) -> None:
+    folder.claim_attempt({"process": identify(other)})
+    words = rf"another command has just started it \(attempt 1, process {other.pid} on this machine\); see make status"
+    with pytest.raises(RunTaken, match=words):
+        submit.check_is_over(folder, Config())
 
 
 def test_of_two_commands_that_resume_a_run_on_a_cluster_one_is_accepted(fake: Fake, tmp_path: Path) -> None:
