@@ -289,6 +289,8 @@ def main(given: argparse.Namespace) -> int:
         )
     scheduler = None if alone else choose_scheduler(given.launch or "auto")
     if scheduler is None:
+        if resumed:
+            check_is_over(resumed, settings)  # another command may have waited for the same attempt
         exec_script(name, settings, words, resumed)
         return 0
     if resumed:

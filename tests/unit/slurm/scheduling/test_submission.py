@@ -20,8 +20,9 @@ from common.runs.folder import Folder, write_json
 from common.runs.result import Result
 from configs.mnist_pipeline import Config
 from slurm.launch import submit
-from slurm.reports import cancel, status
+from slurm.reports import cancel, liveness, status
 from slurm.scheduling import requeue, submission
+from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
 from tests.harness.made_runs import Made
 
@@ -94,8 +95,28 @@ def test_of_two_commands_that_resume_a_run_on_a_cluster_one_is_accepted(fake: Fa
         thread.join()
     assert sorted(one.returncode for one in done) == [0, 2], [one.stderr for one in done]
     (refused,) = [one.stderr for one in done if one.returncode]
-    assert "is being s" in refused or "PENDING" in refused or "RUNNING" in refused
+    words = ("is being s", "PENDING", "RUNNING", "another command has just started it")
+    assert any(word in refused for word in words), refused
     assert fake.calls.read_text().count("sbatch") == 1
+
+
+def test_a_run_that_was_taken_while_a_command_waited_is_not_started_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Made(steps=20).write(tmp_path / "runs")
+    Result("cancelled", 130, "stopped").write(run)
+    provenance.copy_source(run)
+    started = []
+
+    def let_another_command_start(folder: Folder) -> None:
+        folder.claim_attempt({"process": provenance.identify_process()})
+        (folder.path / "result.json").unlink()
+
+    monkeypatch.setattr(liveness, "wait_for_earlier_attempt", let_another_command_start)
+    monkeypatch.setattr(submit, "exec_script", lambda *arguments: started.append(arguments))
+    done = inside.run_verb("exp", f"--resume={run.path}", "--launch=local")
+    assert done.returncode == 2 and not started
+    assert "another command has just started it" in done.stderr
 
 
 def test_a_refused_submission_leaves_the_result(fake: Fake, tmp_path: Path) -> None:
