@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import UserError
+from common.runs.metrics_rows import parse_rows
 
 BLOCK = 1 << 20  # characters of metrics that are read at once
 CLAIM = "claim.json"
@@ -54,7 +55,6 @@ FILES_OF_RANKS = (
     "checkpoints/**/*",
 )
 """What an attempt's own processes write in its folder; tracking and reports write there as well."""
-NUMBERS = {int, float, bool, type(None)}  # the types of values in a row of metrics
 
 
 @contextlib.contextmanager
@@ -141,34 +141,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return {}
-
-
-def parse_rows(lines: list[str]) -> list[dict[str, Any] | None]:
-    """Parse lines of metrics; None stands for one that is cut off or damaged."""
-    try:  # all at once takes half the time
-        values = json.loads(f"[{','.join(lines)}]")
-    except ValueError:
-        values = []
-    if len(values) != len(lines):
-        values = [parse_json(line) for line in lines]
-    return [value if is_row(value) else None for value in values]
-
-
-def parse_json(text: str) -> Any:
-    """Parse a JSON text; None for a damaged one."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def is_row(value: Any) -> bool:
-    """Check for a row of metrics: a step, and a number or null under every name."""
-    return (
-        isinstance(value, dict)
-        and type(value.get("global_step")) is int
-        and NUMBERS.issuperset(map(type, value.values()))
-    )
 
 
 def remove_stale_drafts(attempts: Path) -> None:

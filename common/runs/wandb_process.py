@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 from common.core.errors import summarize_error
 from common.core.processes import adopt_orphans, kill_children
 from common.runs import wandb_scratch
-from common.runs.folder import Folder, Part, is_row, read_json, write_json
+from common.runs.folder import Folder, Part, read_json, write_json
+from common.runs.metrics_rows import is_row
 from common.runs.result import parse_result
 from common.runs.wandb_account import choose_mode
 from common.runs.wandb_rows import (

@@ -13,7 +13,8 @@ from typing import Any
 from common.core import config, config_keys
 from common.core.errors import UserError
 from common.core.text import format_count
-from common.runs.folder import Folder, parse_json, read_json
+from common.runs.folder import Folder, read_json
+from common.runs.metrics_rows import parse_json
 from slurm.arguments import parse_count, split_words, suggest_nearest
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
