@@ -1,0 +1,183 @@
+"""Count what rules.py limits in one Python file or page."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.readability import rules
+
+ROOT = Path(__file__).parents[2]
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+NO_CODE = frozenset((tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place where a rule's count increases."""
+
+    path: Path
+    line: int
+    kind: str
+    text: str
+    replacement: str = ""
+
+
+@dataclass
+class Inspection:
+    """Sizes and findings of a file."""
+
+    path: Path
+    sizes: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, line: int, kind: str, text: str, replacement: str = "") -> None:
+        """Record a finding."""
+        self.findings.append(Finding(self.path, line, kind, text, replacement))
+
+
+def list_docstrings(tree: ast.AST) -> list[ast.Constant]:
+    """Return docstrings, and the strings below fields that document them."""
+    docstrings = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.append(node.value)
+    return docstrings
+
+
+def inspect_statements(inspection: Inspection, source: str, docstring_lines: set[int]) -> None:
+    """Count the tokens of each statement. Docstrings, comments and blank lines do not count."""
+    code_lines: set[int] = set()
+    first_line = 0
+    length = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in NO_CODE or token.start[0] in docstring_lines:
+            continue
+        if token.type == tokenize.NEWLINE:
+            inspection.sizes["statements"] += 1
+            if length > rules.MAX_STATEMENT_TOKENS:
+                inspection.add(first_line, "long statement", f"a statement of {length} tokens")
+            length = 0
+            continue
+        if length == 0:
+            first_line = token.start[0]
+        length += 1
+        inspection.sizes["tokens"] += 1
+        code_lines.update(range(token.start[0], token.end[0] + 1))
+    inspection.sizes["code_lines"] = len(code_lines)
+
+
+def list_bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and name of variables, attributes, parameters, functions and classes where they are bound."""
+    idiomatic = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name):
+            idiomatic.add((node.lineno, node.value.id))  # such as `first, *rest`
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            if (node.lineno, node.id) not in idiomatic:
+                yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+
+
+def inspect_names(inspection: Inspection, tree: ast.AST) -> None:
+    """Count names that do not say what they hold."""
+    for line, name in list_bound_names(tree):
+        inspection.sizes["names"] += 1
+        word = name.strip("_").lower()
+        if word in rules.VAGUE_NAMES:
+            inspection.add(line, "vague name", f"`{name}`")
+        elif word in rules.GENERIC_NAMES:
+            inspection.add(line, "generic name", f"`{name}`")
+
+
+def is_several(target: ast.expr, assigned: ast.expr) -> bool:
+    """Return whether an assignment is `a, b = x, y`; an exchange such as `a, b = b, a` is one idea."""
+    if not isinstance(target, ast.Tuple) or not isinstance(assigned, ast.Tuple):
+        return False
+    return sorted(map(ast.unparse, target.elts)) != sorted(map(ast.unparse, assigned.elts))
+
+
+def inspect_assignment(inspection: Inspection, node: ast.Assign) -> None:
+    """Count an assignment, and whether it assigns several values."""
+    inspection.sizes["assignments"] += 1
+    target = node.targets[0]
+    if len(node.targets) > 1:
+        inspection.add(node.lineno, "tuple assignment", "several targets in one statement")
+    elif is_several(target, node.value):
+        inspection.add(node.lineno, "tuple assignment", "several assignments in one statement")
+
+
+def inspect_comprehension(inspection: Inspection, node: Comprehension) -> None:
+    """Count a comprehension, and whether it has two `for`, two `if` or another comprehension inside."""
+    inspection.add(node.lineno, "comprehension", "a comprehension")
+    conditions = sum(len(generator.ifs) for generator in node.generators)
+    inner = [child for child in ast.walk(node) if isinstance(child, Comprehension)]
+    if len(node.generators) > 1 or conditions > 1 or len(inner) > 1:
+        inspection.add(node.lineno, "nested comprehension", "two loops in one expression")
+
+
+def inspect_tree(inspection: Inspection, tree: ast.AST) -> None:
+    """Count assignments, comprehensions, and calls that unpack a dict of type Any."""
+    typed_any = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Any":
+            typed_any.add(ast.unparse(node.target))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            inspect_assignment(inspection, node)
+        elif isinstance(node, Comprehension):
+            inspect_comprehension(inspection, node)
+        elif isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                if keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in typed_any:
+                    inspection.add(node.lineno, "unpacked Any", f"`**{keyword.value.id}`")
+
+
+def inspect_messages(inspection: Inspection, tree: ast.AST, docstrings: list[ast.Constant]) -> None:
+    """Count odd phrases in strings other than docstrings. The parts of an f-string count as one text."""
+    skipped = set(map(id, docstrings))
+    texts: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part for part in node.values if isinstance(part, ast.Constant)]
+            skipped.update(map(id, parts))
+            texts.append((node.lineno, " _ ".join(str(part.value) for part in parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            texts.append((node.lineno, node.value))
+    for line, text in texts:
+        for _, phrase, replacement in rules.find_phrases(text, rules.PHRASES | rules.MESSAGE_PHRASES):
+            inspection.add(line, "odd message", f"`{phrase}`", replacement)
+
+
+def inspect_file(path: Path) -> Inspection:
+    """Return sizes and findings of a Python file, or the phrases of a page. A relative path starts at ROOT."""
+    source = (ROOT / path).read_text(encoding="utf-8")
+    inspection = Inspection(path)
+    inspection.sizes["lines"] = source.count("\n")
+    for position, phrase, replacement in rules.find_phrases(source, rules.PHRASES):
+        line = source.count("\n", 0, position) + 1
+        inspection.add(line, "odd phrase", f"`{phrase}`", replacement)
+    if path.suffix != ".py":
+        return inspection
+
+    tree = ast.parse(source)
+    docstrings = list_docstrings(tree)
+    docstring_lines: set[int] = set()
+    for docstring in docstrings:
+        docstring_lines.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    inspect_statements(inspection, source, docstring_lines)
+    inspect_names(inspection, tree)
+    inspect_tree(inspection, tree)
+    inspect_messages(inspection, tree, docstrings)
+    return inspection

@@ -1,0 +1,64 @@
+"""The lint step that keeps code and messages readable: each rule finds its case, and names what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.readability import __main__ as readability
+from tests.readability.rules import RULES, Rule
+
+READABLE = """
+def compute_mean(losses):
+    \"\"\"Return the mean loss.\"\"\"
+    total = sum(losses)
+    return total / len(losses)
+"""
+
+UNREADABLE = {
+    "tokens per statement": "print(first, second, third, fourth, fifth, sixth, seventh)\n",
+    "long statements, %": "print(a, b, c, d, e, f, g, h, i, j, k)\n",
+    "vague names, %": "found = 1\n",
+    "generic names, %": "data = 1\n",
+    "tuple assignments, %": "first, second = 1, 2\n",
+    "comprehensions per 100 code lines": "squares = [n * n for n in numbers]\n",
+    "nested comprehensions": "pairs = [(a, b) for a in rows for b in rows]\n" * 11,
+    "unpacked dicts of type Any": "settings: Any = {}\nstart(**settings)\n",
+    "odd phrases per 1,000 lines": "# The run goes on.\n",
+    "odd phrases in messages": "message = f'{path} is no file'\n",
+}
+
+
+def test_readable_code_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(READABLE * 5)
+    assert readability.check([path], is_verbose=False)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_prints_the_line_and_what_to_write_instead(
+    rule: Rule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(UNREADABLE[rule.name])
+    assert not readability.check([path], is_verbose=False)
+    printed = capsys.readouterr().out
+    assert f"error: {rule.name}: " in printed
+    if rule.count != "tokens":
+        assert f"{path}:{1 + (rule.count == 'unpacked Any')}: " in printed
+        assert rule.remedy.split("{}")[0] in printed
+
+
+def test_a_phrase_is_found_across_a_line_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("The run goes\non.\n")
+    assert not readability.check([path], is_verbose=False)
+    assert f"{path}:1: `goes on`; write `resume`, `continue` or `happen`" in capsys.readouterr().out
+
+
+def test_an_exchange_is_one_idea(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("first, second = second, first\n")
+    assert readability.check([path], is_verbose=False)
