@@ -1,0 +1,1 @@
+"""What a step costs: timing, memory, profile, plots and tables."""

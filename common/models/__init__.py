@@ -1,0 +1,1 @@
+"""Networks, partition into stages, pruning, the trained model's file and its exports."""

@@ -1,0 +1,1 @@
+"""Commands that start work: exp, rerun, sweep, tour, new-experiment and check-optimizer."""

@@ -1,0 +1,1 @@
+"""Commands that report on runs: status, logs, compare, doctor, evaluate, export, sync and prune-runs."""

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.suites ["make test=3" "make test-all=1" "make test-slurm=1"]
 
-Runs each suite so often, by make as a person does. The times of one day are added to its record; the slowest tests are
-those of the newest run.
+Runs each suite as often as the number says, through make as a person does, and prints its slowest tests.
+The times of one day are added to its record.
 """
 
 from __future__ import annotations
@@ -52,35 +52,24 @@ def tabulate_times(known: dict[str, list[float]]) -> Table:
     return Table(("suite", "seconds", "runs"), rows)
 
 
-def tabulate_slowest(slowest: dict[str, list[tuple[float, str]]]) -> Table:
-    """Return the slowest tests of each suite."""
-    rows = [
-        Row(f"`{suite}`", [f"{seconds:.0f}", f"`{name}`"])
-        for suite, tests in slowest.items()
-        for seconds, name in tests
-    ]
-    return Table(("suite", "seconds", "test"), rows)
-
-
 def main(wanted: list[str]) -> int:
     record = Record()
     if unknown := [word for word in wanted if word.partition("=")[0] not in BUDGETS]:
         raise RuntimeError(f"unknown suite {unknown[0]!r}; known are {', '.join(BUDGETS)}, as in 'make test=3'")
     known = record.content["parts"].get("suites/times", {}).get("seconds", {})
-    slowest = record.content["parts"].get("suites/slowest", {}).get("tests", {})
     for word in wanted:
         suite, _, times = word.partition("=")
         for _ in range(int(times or 1)):
-            seconds, found = run_suite(suite)
+            seconds, slowest = run_suite(suite)
             known.setdefault(suite, []).append(round(seconds, 1))
-            slowest[suite] = found[:SHOWN]
             print(f"{suite}: {seconds:.0f} s", flush=True)
+            for test_seconds, name in slowest[:SHOWN]:
+                print(f"  {test_seconds:4.0f} s  {name}", flush=True)
             record.put_table(
                 "suites/times",
                 ORIGIN | {"rounds": max(map(len, known.values())), "seconds": known},
                 tabulate_times(known),
             )
-            record.put_table("suites/slowest", ORIGIN | {"rounds": 1, "tests": slowest}, tabulate_slowest(slowest))
     return 0
 
 

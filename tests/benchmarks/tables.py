@@ -31,7 +31,6 @@ MARKER = r"<!-- (measured|output|value|figure) ([^|\n]+?)(?: \| ([^|\n]+?) \| ([
 MARKED = re.compile(MARKER + r"(.*?)<!-- end -->", re.DOTALL)
 ELSEWHERE = {  # parts that are measured by other commands than `make bench`
     "suites/times": "python -m tests.benchmarks.suites",
-    "suites/slowest": "python -m tests.benchmarks.suites",
     "cluster/faults": "python -m tests.cluster.faults",
     "cluster/elastic_faults": "python -m tests.cluster.faults --elastic",
     "cluster/elastic": "python -m tests.cluster.elastic_times",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -79,11 +80,13 @@ def test_no_page_holds_both_sides_of_a_merge(page: Path) -> None:
     assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(), re.MULTILINE)
 
 
-def test_every_module_of_common_has_its_sentence() -> None:
-    files = [path.relative_to(ROOT / "common") for path in (ROOT / "common").glob("*/**/*.py")]
-    modules = {path.with_suffix("").as_posix() for path in files if path.stem != "__init__"}
+def test_every_package_says_what_it_is_for() -> None:
+    packages = [path.parent for folder in ("common", "slurm") for path in (ROOT / folder).glob("*/**/__init__.py")]
     page = (ROOT / "common" / "README.md").read_text()
-    assert set(re.findall(r"^\| (\w+(?:/\w+)+) \| [A-Z].*\. \|$", page, re.MULTILINE)) == modules
+    listed = set(re.findall(r"^  (\w+)  +\w", page, re.MULTILINE))
+    assert packages and {path.name for path in packages if path.parent.name == "common"} <= listed
+    for package in packages:
+        assert ast.get_docstring(ast.parse((package / "__init__.py").read_text())), package
 
 
 def test_every_pitfall_names_the_tests_that_show_it() -> None:

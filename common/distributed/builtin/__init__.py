@@ -1,0 +1,1 @@
+"""The built-in backend of torch.distributed: collectives and messages over this project's own links."""

@@ -1,0 +1,1 @@
+"""The parameter server: serving ranks, worker ranks and their report."""

@@ -1,0 +1,1 @@
+"""Recovery of a training step after a rank was lost."""

@@ -1,0 +1,1 @@
+"""Local SGD: workers, exchange of parameters, compression and state."""
