@@ -1,7 +1,7 @@
-# Everything a person or CI runs. Targets with settings are verbs of one command line, which explains each setting:
+# All commands of users and CI. Targets with settings are verbs of one command line, which explains each setting:
 # .venv/bin/python -m slurm exp --help
-# Variables of make's command line reach it as they were written, and are checked there: GIVEN are their names, and
-# `override X := $(value X)` keeps make from expanding what a value contains.
+# Variables of make's command line are passed unchanged and checked there. GIVEN contains their names;
+# `override X := $(value X)` prevents make from expanding their values.
 SHELL := /bin/sh
 PYTHON ?= python3
 override GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
@@ -13,7 +13,7 @@ override READY := .venv/.ready
 override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
 override VERBS := exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
   new-experiment check-optimizer cluster-up cluster-down cluster-status cluster-shell
-# Verbs that only report on runs or end them also run in an environment that is older than requirements.txt.
+# Verbs that report on runs or cancel them also run in an environment that is older than requirements.txt.
 override REPORTS := status logs cancel compare sync dashboard leet prune-runs cluster-down cluster-status \
   cluster-shell $(if $(filter RUN,$(GIVEN)),doctor)
 override ONLY_REPORTS := $(if $(filter-out $(REPORTS),$(or $(MAKECMDGOALS),help)),no,yes)
@@ -27,12 +27,12 @@ help:  ## list the targets
 $(READY): requirements.txt
 	@if cmp -s requirements.txt $(READY); then touch $(READY); exit 0; fi; \
 	if [ $(ONLY_REPORTS) = yes ] && [ -e $(READY) ] && $(PY) -c 'import slurm.reports.compare, slurm.reports.doctor, slurm.reports.wandb_sync' 2>/dev/null; then \
-	  echo "note: requirements.txt has changed; .venv is updated by the next command that is not a report" >&2; exit 0; \
+	  echo "note: requirements.txt has changed; the next command that is not a report will update .venv" >&2; exit 0; \
 	fi; \
 	"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: $$PYTHON is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }; \
 	"$$PYTHON" -m slurm --make --check || exit; \
 	if grep -qsF "$$(readlink -f .venv)/" /proc/[0-9]*/maps; then \
-	  echo "error: requirements.txt has changed, and processes still use .venv; end them (make status, make cancel RUN=<id>) or wait, then repeat the command" >&2; exit 1; \
+	  echo "error: requirements.txt has changed while processes use .venv; stop them (make status, make cancel RUN=<id>) or wait for them to finish, then retry" >&2; exit 1; \
 	fi; \
 	MAKEFLAGS= $(MAKE) --no-print-directory --silent .environment
 
@@ -50,25 +50,25 @@ $(VERBS): $(READY)
 
 exp:  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1] or RESUME=<id>
 rerun:  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
-evaluate:  ## measure the trained model of a finished run again, in one process: RUN=<id> [ARGS="data.root=..."]
+evaluate:  ## evaluate the trained model of a finished run in one process: RUN=<id> [ARGS="data.root=..."]
 export:  ## write the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
-sweep:  ## every point of a grid as a run of its own; again, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
-doctor:  ## look at every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or at a run that failed or hangs: RUN=<id> [JSON=1]
-status:  ## how runs are doing: the newest 20, or ALL=1, or RUN=<id> [WAIT=seconds] [JSON=1]
-logs:  ## what rank 0 of a run said: RUN=<id> [FOLLOW=1]
-cancel:  ## end a run: RUN=<id>
-compare:  ## runs side by side, here and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
-sync:  ## send to W&B what it misses of runs that are over, each once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
-dashboard:  ## make the W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
-leet:  ## W&B's viewer in the terminal, on all runs or [RUNS= NAME= LAST= WHERE= SWEEP=]
-prune-runs:  ## show what runs that are over can do without; DELETE=1 deletes it [RUNS= NAME= LAST= WHERE= DRY_RUN=1]
-tour:  ## every experiment at its smallest, then all of them side by side
-new-experiment:  ## write the files of a new experiment that trains as it is: NAME=my_mlp
-check-optimizer:  ## try an optimizer of your own with schedules, checkpoints, skipped steps and shards: FILE=lion.py:Lion
+sweep:  ## run every point of a grid; when repeated, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
+doctor:  ## check every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or find out why a run failed or hangs: RUN=<id> [JSON=1]
+status:  ## show the state of the newest 20 runs, or ALL=1, or RUN=<id> [WAIT=seconds] [JSON=1]
+logs:  ## show the output of rank 0 of a run: RUN=<id> [FOLLOW=1]
+cancel:  ## stop a run: RUN=<id>
+compare:  ## compare runs in a table and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
+sync:  ## send what W&B misses of ended runs, once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
+dashboard:  ## save a W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
+leet:  ## open W&B's terminal viewer on all runs, or [RUNS= NAME= LAST= WHERE= SWEEP=]
+prune-runs:  ## show what ended runs do not need; DELETE=1 deletes it [RUNS= NAME= LAST= WHERE= DRY_RUN=1]
+tour:  ## run every experiment at its smallest size and compare the runs
+new-experiment:  ## create the files of a new experiment that trains as it is: NAME=my_mlp
+check-optimizer:  ## test a custom optimizer with schedules, checkpoints, skipped steps and shards: FILE=lion.py:Lion
 cluster-up:  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [RATE=200mbit] [DELAY=5ms] [DB=1, with accounting]
-cluster-down:  ## end it [NAME=local]
-cluster-status:  ## its hosts and their state [NAME=local]
-cluster-shell:  ## a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]
+cluster-down:  ## stop a local cluster [NAME=local]
+cluster-status:  ## show the hosts of a local cluster and their states [NAME=local]
+cluster-shell:  ## open a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]
 
 .settings: $(READY)  # refuses variables that none of the targets has
 	@$(PY) -m slurm --make --check

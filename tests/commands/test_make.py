@@ -479,7 +479,7 @@ def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> 
         done = make(place, "lint", f"PYTHON={python}")
         reports = [make(place, *words, f"PYTHON={python}") for words in (["status"], ["doctor", "RUN=0000"])]
         examination = make(place, "doctor", f"PYTHON={python}")
-    assert done.status and "processes still use .venv; end them (make status, make cancel" in done.err
+    assert done.status and "while processes use .venv; stop them (make status, make cancel" in done.err
     assert examination.status and library.exists()
     assert [report.status for report in reports] == [0, 0], reports
     assert all(report.err.count("note: requirements.txt has changed") == 1 for report in reports), reports
