@@ -20,6 +20,7 @@ from common.runs.metrics_writer import MetricsWriter
 MEAN = -1
 """As the source of values: every rank has its own, of its shard of the batch, and their means are written."""
 Values = dict[str, Tensor | float | None]
+POSITION_FIELDS = ("global_step", "samples", "time")
 
 
 class Batches(Protocol):
@@ -52,6 +53,16 @@ def average_over_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
         parts = [value / len(values) for value in values]
         means[name] = functools.reduce(operator.add, parts)  # sum() rounds in another way from Python 3.12 on
     return means
+
+
+def is_evaluation(row: dict[str, Any]) -> bool:
+    """Return whether a row of metrics has the values of an evaluation."""
+    return "test_loss" in row
+
+
+def locate_row(row: dict[str, Any]) -> tuple[int, bool]:
+    """Return the position of a row in metrics.jsonl: the row of a step comes before its evaluation."""
+    return row["global_step"], is_evaluation(row)
 
 
 class MetricsLog:
@@ -147,10 +158,8 @@ class SharedMetricsLog(MetricsLog):
     """
 
     kept: list[dict[str, Any]]
-    newest = 0
-    """Step of the newest row that rank 0 has written."""
-    scored = -1
-    """Step of the newest evaluation that rank 0 has written."""
+    newest: tuple[int, bool] = (0, True)
+    """Position of the newest row that rank 0 has written: its step, and whether it is an evaluation."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -172,23 +181,33 @@ class SharedMetricsLog(MetricsLog):
         self.write_rows(self.collect())
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write, on rank 0, the rows that are not written yet."""
-        new = [row for row in rows if row["global_step"] > self.newest]
-        if new and self.world.is_main:
-            self.newest = new[-1]["global_step"]
-            self._note_divergence([row["global_step"] for row in new], new)
-            self.writer.add(new)
-            self.show(self.newest, {k: v for k, v in new[-1].items() if k not in ("global_step", "samples", "time")})
+        """Write, on rank 0, the rows that are not written yet. An evaluation may have been repeated."""
+        if not self.world.is_main:
+            return
+        new_rows = []
+        for row in rows:
+            position = locate_row(row)
+            if position > self.newest:
+                new_rows.append(row)
+                self.newest = position
+        steps = [row for row in new_rows if not is_evaluation(row)]
+        self._note_divergence([row["global_step"] for row in steps], steps)
+        if new_rows:
+            self.writer.add(new_rows)
+        if steps:
+            logged = {name: value for name, value in steps[-1].items() if name not in POSITION_FIELDS}
+            self.show(steps[-1]["global_step"], logged)
 
     def drop_kept_rows(self) -> None:
         """Drop the rows kept: rank 0 had written them before all ranks voted."""
         self.kept = []
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write an evaluation's values as `MetricsLog.write` does, once, also where it was done again."""
-        if step != self.scored:
-            super().write(step, values)
-        self.scored = step
+        """Write the values of an evaluation, which all ranks know, once, also if the evaluation is repeated."""
+        self.flush()
+        row = self._make_row(step, time.perf_counter()) | values
+        self.kept.append(row)
+        self.write_rows([row])
 
     def take_over_file(self) -> None:
         """Go on, on a new rank 0, behind the rows that the lost one has written; a line cut off is removed."""
@@ -198,5 +217,4 @@ class SharedMetricsLog(MetricsLog):
             os.truncate(self.writer.file, len(complete))
         rows = [json.loads(line) for line in complete.splitlines()]
         self.writer.written = len(rows)
-        steps, scores = ([row["global_step"] for row in rows if ("test_loss" in row) is kind] for kind in (False, True))
-        self.newest, self.scored = max(steps, default=0), max(scores, default=-1)
+        self.newest = max(map(locate_row, rows), default=(0, True))

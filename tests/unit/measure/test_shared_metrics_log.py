@@ -1,0 +1,69 @@
+"""The log of an elastic run: any rank continues it, so that each row is written once though rank 0 is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from common.distributed.rendezvous import World
+from common.measure.metrics_log import SharedMetricsLog
+from common.runs.metrics_writer import MetricsWriter
+from tests.harness.logging_ranks import Counted
+
+
+def open_log(file: Path, *, is_main: bool) -> SharedMetricsLog:
+    world = cast(World, SimpleNamespace(is_main=is_main))
+    return SharedMetricsLog(world, MetricsWriter(file, print), Counted())
+
+
+def add_steps(log: SharedMetricsLog, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        log.add(step, time.perf_counter(), {"loss": 1.0 / step})
+    log.flush()
+
+
+def become_main(log: SharedMetricsLog) -> None:
+    """Continue after the loss of rank 0, as the members of a new generation do."""
+    cast(Any, log.world).is_main = True
+    log.take_over_file()
+    log.write_rows(log.collect())
+
+
+def read_positions(file: Path) -> list[tuple[int, bool]]:
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(row["global_step"], "test_loss" in row) for row in rows]
+
+
+@pytest.mark.parametrize(("steps_written", "evaluation_written"), [(3, False), (5, False), (5, True)])
+def test_rows_that_a_lost_rank_0_has_not_written_are_written_once(
+    steps_written: int, evaluation_written: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lost = open_log(file, is_main=True)
+    survivor = open_log(file, is_main=False)
+    add_steps(lost, 1, steps_written)
+    add_steps(survivor, 1, 5)
+    survivor.write(5, {"test_loss": 0.5})
+    if evaluation_written:
+        lost.write(5, {"test_loss": 0.5})
+
+    become_main(survivor)
+    assert read_positions(file) == [*((step, False) for step in range(1, 6)), (5, True)]
+
+    survivor.write(5, {"test_loss": 0.5})  # a rank that had not finished the evaluation makes all repeat it
+    add_steps(survivor, 6, 7)
+    assert read_positions(file)[6:] == [(6, False), (7, False)]
+
+
+def test_rows_of_before_a_vote_are_kept_no_longer(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    survivor = open_log(file, is_main=False)
+    add_steps(survivor, 1, 5)
+    survivor.write(5, {"test_loss": 0.5})
+    survivor.drop_kept_rows()
+    assert survivor.collect() == []
