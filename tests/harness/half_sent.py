@@ -1,4 +1,4 @@
-"""A rank is killed while it sends another one 64 MB; prints the seconds after which that one notices.
+"""A rank is killed while it sends another one 64 MB; prints the error by which that one notices.
 
 python -m tests.harness.half_sent FOLDER
 """
@@ -43,9 +43,8 @@ if __name__ == "__main__":
             time.sleep(0.0005)
         os.kill(source, signal.SIGKILL)
         os._exit(0)
-    started = time.monotonic()
     try:
         send_from_1(folder, 0)
         print("it came")
-    except RuntimeError:
-        print(f"{time.monotonic() - started:.3f}")
+    except RuntimeError as error:
+        print(error)

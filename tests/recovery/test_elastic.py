@@ -164,9 +164,9 @@ def test_a_rank_whose_data_worker_fails_is_lost_alone(
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:
-    """As where it copies its state; in a broadcast of gloo, the others wait for the time-out, here of 12 s."""
+    """As where it copies its state. In a broadcast of gloo, the others would wait until the time-out."""
     done = warm.execute([sys.executable, "-m", "tests.harness.half_sent", str(tmp_path)], env=environment(), timeout=60)
-    assert float(done.stdout) < 8, done.stderr
+    assert "Connection" in done.stdout and "imed out" not in done.stdout, done.stdout + done.stderr
 
 
 def test_a_group_with_a_collective_that_never_ends_is_left_at_once(tmp_path: Path) -> None:
