@@ -210,7 +210,9 @@ def resume_run(cfg: Experiment, run_to_resume: Folder) -> tuple[Folder, Prepared
     if was_finished:
         done, epoch_steps = extension.read_step_counts(run_to_resume)
         total = cfg.total_steps(epoch_steps)
-        print(f"extending the run after step {done}; learning rates are now those of a run of {total} steps", flush=True)
+        print(
+            f"extending the run after step {done}; learning rates are now those of a run of {total} steps", flush=True
+        )
     folder.retire_result()
     return folder, prepared
 

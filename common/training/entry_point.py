@@ -246,7 +246,7 @@ class LaunchedRank:
             setting = "processes_per_node" if hasattr(cfg, "processes_per_node") else "the number of stages"
             raise UserError(
                 f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, but the settings require "
-                f"{cfg.processes}; use {remedy} or change {setting}"
+                f"{cfg.processes}; use {remedy}, or change {setting}"
             )
         self.rank_info = rank_info
         self.stop = listen_for_stop(cfg, sys.stderr)

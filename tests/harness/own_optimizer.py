@@ -46,7 +46,9 @@ BREACHES = {
     "rate of the first step": Breach(
         '-group["lr"]', '-self.state[p].setdefault("lr", group["lr"])', "keeps the learning rate of the first step"
     ),
-    "add for add_": Breach("p.add_(", "p.add(", "5 steps leave 0.weight unchanged: use p.add_, which updates a parameter"),
+    "add for add_": Breach(
+        "p.add_(", "p.add(", "5 steps leave 0.weight unchanged: use p.add_, which updates a parameter"
+    ),
     "state elsewhere": Breach(
         "self.state[p]", "vars(self).setdefault('memory', {}).setdefault(p, {})", "steps after a resume differ"
     ),
