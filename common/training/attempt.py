@@ -54,13 +54,16 @@ class Attempt:
     def join(cls, cfg: Experiment, run_folder: Folder | None) -> Attempt:
         """Join the newest attempt of a run, which other ranks train. Raises UserError if the data is missing here."""
         assert run_folder is not None
-        return cls(run_folder.attempts()[-1], prepare_data_of_run(cfg, run_folder), is_new=False)
+        prepared = prepare_data_of_run(cfg, run_folder)
+        return cls(run_folder.attempts()[-1], prepared, is_new=False)
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> Attempt:
         """Make the attempt that another rank has opened, from its `content`."""
-        prepared = Prepared(**content["prepared"] | {"path": Path(content["prepared"]["path"])})
-        return cls(Folder(Path(content["folder"]), content["number"]), prepared, content["is_new"])
+        facts = content["prepared"]
+        prepared = Prepared(**facts | {"path": Path(facts["path"])})
+        folder = Folder(Path(content["folder"]), content["number"])
+        return cls(folder, prepared, content["is_new"])
 
     def to_content(self) -> dict[str, Any]:
         """Return the content that the other ranks need, as JSON."""
@@ -159,7 +162,7 @@ class Attempt:
             return
         self.tracker.kill()
         path = self.folder.path
-        if path.exists() and [file.name for file in path.iterdir()] == ["wandb"]:  # W&B has just started
+        if path.exists() and list(path.iterdir()) == [path / "wandb"]:  # W&B has just started
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -219,7 +222,8 @@ def resume_run(cfg: Experiment, run_to_resume: Folder) -> tuple[Folder, Prepared
 
 def prepare_data_of_run(cfg: Experiment, run_folder: Folder) -> Prepared:
     """Prepare the data of an existing run. Raises UserError if it has changed."""
-    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=run_folder.path / "code")
+    code = run_folder.path / "code"
+    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=code)
     recorded = provenance.read_metadata(run_folder).get("data") or {}
     checksums = prepared.to_dict()["sha256"]
     if recorded.get("sha256", checksums) != checksums:
@@ -234,8 +238,11 @@ def warn_of_damaged_metrics(run_folder: Folder) -> None:
     for attempt in run_folder.attempts():
         damaged = attempt.find_damaged_lines()
         if damaged:
-            lines = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
-            print(f"WARNING: {attempt.metrics_file}: ignoring damaged lines {lines}", file=sys.stderr, flush=True)
+            numbers = [str(number) for number in damaged[:10]]
+            if len(damaged) > 10:
+                numbers.append("...")
+            text = f"{attempt.metrics_file}: ignoring damaged lines {', '.join(numbers)}"
+            print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:

@@ -261,9 +261,11 @@ class LaunchedRank:
         """Join the other ranks, and yield the run to resume; a restart resumes the run of the previous attempt."""
         check_memory(cfg)
         launch = cfg.launch
+        parent = Path(cfg.runs)
         if run_to_resume:
             launch = algorithms.use_kept_file(launch, run_to_resume.path / "code")
-        private = private_folder.name_folder(run_to_resume.path if run_to_resume else Path(cfg.runs), self.rank_info)
+            parent = run_to_resume.path
+        private = private_folder.name_folder(parent, self.rank_info)
         with rendezvous.joined_world(self.rank_info, launch, private) as self.world:
             self.rank_info = self.world  # follows its changes
             if run_to_resume is None and self.rank_info.is_restart:
@@ -349,7 +351,9 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         was_notified = stop.number == signal.SIGUSR2 and not is_timeout(error)
         if was_notified or (stop.all_saved and stop.await_request()):
             raise StopRequested(together=False) from error
-        silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds())) if is_timeout(error) else ""
+        silent = ""
+        if is_timeout(error):
+            silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds()))
         run.log_failure(silent or error)
         if isinstance(error, DataWorkerError):
             run.exit_if_others_can_continue(str(error))

@@ -90,7 +90,8 @@ def sum_scores(
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     rank, ranks = shard
-    slices = list(slice_shard(len(test), batch, rank, ranks) if ranks > 1 else slice_batches(len(test), batch))
+    count = len(test)
+    slices = list(slice_shard(count, batch, rank, ranks) if ranks > 1 else slice_batches(count, batch))
     for number, samples in enumerate(slices, 1):
         x = test.load_inputs(samples, device, dtype) if inputs else None
         logits = predict(x, samples.stop - samples.start)
@@ -100,7 +101,7 @@ def sum_scores(
             sums[0] += F.cross_entropy(logits.to(dtype), y, reduction="sum")
             sums[1] += (logits.argmax(1) == y).sum()
             sums[2] += len(y)
-        after_batch(len(test) * number // len(slices), len(test))
+        after_batch(count * number // len(slices), count)
     return sums
 
 

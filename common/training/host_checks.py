@@ -71,10 +71,12 @@ def check_hosts(world: World, folder: Path, *, mixed: bool) -> None:
     Raises UserError, which on rank 0 names the host and its problem.
     """
     facts = world.gather(collect_basic_facts(world, folder))
-    problems = world.broadcast(find_problems(facts, len(set(world.hosts)), mixed=mixed) if world.is_main else None)
-    if problems:
+    problems = []
+    if world.is_main:
+        problems = find_problems(facts, len(set(world.hosts)), mixed=mixed)
+    if world.broadcast(bool(problems)):
         synchronize_exit()
-        raise UserError("; ".join(problems) if world.is_main else "another host has a problem; see the error of rank 0")
+        raise UserError("; ".join(problems) or "another host has a problem; see the error of rank 0")
 
 
 def resolve_host_address() -> str:
@@ -122,8 +124,7 @@ def check_matrix_product(world: World) -> HostFacts:
     """
     generator = torch.Generator().manual_seed(0)
     side = MATRIX_SIDES[world.device.type]
-    left = torch.randn(side, side, generator=generator).to(world.device)
-    right = torch.randn(side, side, generator=generator).to(world.device)
+    left, right = torch.randn(2, side, side, generator=generator).to(world.device)
     expected = left @ right
     finite = bool(expected.isfinite().all())
     repeatable = True
@@ -140,8 +141,8 @@ def check_matrix_product(world: World) -> HostFacts:
         times = time_calls(multiply_eight_times, world.device, sys.maxsize, warm_up=0, budget=PRODUCT_SECONDS)
         best_rate = max(best_rate, 8 * len(times) / sum(times))
         rates = world.gather([world.device.type, best_rate])
-        has_slow_host = any(rate < SLOW_RATIO * compute_usual_rate(rates, i) for i, (_, rate) in enumerate(rates))
-        if not world.broadcast(has_slow_host) and number + 1 >= MIN_ROUNDS:
+        slow = [i for i, (_, rate) in enumerate(rates) if rate < SLOW_RATIO * compute_usual_rate(rates, i)]
+        if not world.broadcast(bool(slow)) and number + 1 >= MIN_ROUNDS:
             break
     gflops = best_rate * 2 * side**3 / 1e9
     return {"product_finite": finite, "product_same": repeatable, "gflop_per_s": round(gflops, 1)}
@@ -237,7 +238,8 @@ def find_differences(facts: Sequence[HostFacts]) -> list[str]:
     for rank_facts in with_data:
         names |= rank_facts["data"].keys()
     for name in sorted(names):
-        for host, _, _ in find_unusual_values(with_data, [rank_facts["data"].get(name) for rank_facts in with_data]):
+        checksums = [rank_facts["data"].get(name) for rank_facts in with_data]
+        for host, _, _ in find_unusual_values(with_data, checksums):
             problems.append(
                 f"{host} has other data in {name} than the others, or none; "
                 "data.cache must be one folder that all hosts share"

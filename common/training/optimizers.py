@@ -96,15 +96,12 @@ def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
 
 def group_by_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Return parameter groups with weight decay, and without it for biases and scales of normalisation layers."""
-    decayed = []
-    undecayed = []
+    matrices: dict[str, Any] = {"params": []}
+    vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for parameter in parameters:
-        if parameter.ndim < 2:
-            undecayed.append(parameter)
-        else:
-            decayed.append(parameter)
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+        group = vectors if parameter.ndim < 2 else matrices
+        group["params"].append(parameter)
+    return [group for group in (matrices, vectors) if group["params"]]
 
 
 def compute_learning_rate(cfg: Optim, step: int, total: int, batch: int) -> float:

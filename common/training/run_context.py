@@ -283,7 +283,7 @@ class RunContext:
         return self.pace.compute_mean()
 
     def samples_per_second(self) -> float:
-        """Return the samples per second over the same steps."""
+        """Return the samples per second over the steps of `step_seconds`."""
         steady = self.pace.list_steady()
         if not steady or self.state is None:
             return 0.0
@@ -291,6 +291,7 @@ class RunContext:
         return (count_samples(self.step) - count_samples(self.step - len(steady))) / sum(steady)
 
     def close(self) -> None:
+        """Write the last heartbeat, and close log, profiler and terminal display."""
         if self.total > 0:  # a rank that failed also records its last step
             self.write_heartbeat(math.inf)
         self.saver.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -44,12 +45,7 @@ def make_step_function(
     """
     optimizer = optimizers.build_optimizer(module.train().parameters(), run.cfg.optim)
     loader = Loader.from_config(run.train_set, run.cfg, run.device, shard=shard)
-
-    def iterate_forever() -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield from loader
-
-    batches = iterate_forever()
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # endless epochs
 
     def step() -> Tensor:
         x, y = next(batches)
@@ -120,11 +116,11 @@ def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader | AccumulationL
     if not batches.own_samples:
         sync_batchnorm.skip_empty_batches(model)
     if cfg.shards == ["auto"] and run.world.size > 1:
-        speed = measure_speed(run, model, sum(batches.counts))
+        speed = measure_rank_speed(run, model, sum(batches.counts))
         run.shards = AutoShards(batches, run.world, speed, run.log_message)
 
 
-def measure_speed(run: RunContext, model: nn.Module, batch: int) -> Speed:
+def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> Speed:
     """Measure forward and backward on this rank with two shard sizes. All ranks call it at the same time.
 
     The shortest of several timings counts, because other programs disturbed it least. Each timing is long enough to
@@ -161,11 +157,11 @@ def report_ranks(cfg: Sharded, run: RunContext) -> list[Facts]:
     if cfg.shards != ["equal"]:
         reports.append(report_shards(run))
     if cfg.launch.mixed:
-        reports.append(report_devices(run))
+        reports.append(report_rank_devices(run))
     return reports
 
 
-def report_devices(run: RunContext) -> Facts:
+def report_rank_devices(run: RunContext) -> Facts:
     """Report each rank's device and its seconds to copy a step's gradients to the host and back."""
     assert run.state is not None
     device = "cpu"

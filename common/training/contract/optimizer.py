@@ -27,7 +27,6 @@ from configs.shared import Optim
 RATE = 0.1
 RELATIVE_TOLERANCE = 1e-12  # between float64 values of the same arithmetic in a different order
 SEVERAL_STEPS = 5  # within which every parameter changes; an optimizer that accumulates gradients may skip steps
-MISSING_RATE = 'its parameter groups have no lr: pass {"lr": lr} to super().__init__, and read group["lr"] in step'
 
 
 class Trial:
@@ -72,8 +71,8 @@ def find_difference(first: Trial, second: Trial, tolerance: float = 0.0) -> str 
     """
     references = second.copy_parameters()
     for name, tensor in first.copy_parameters().items():
-        is_close = (tensor - references[name]).abs().max() <= tolerance * tensor.abs().max()
-        if not is_close:
+        difference = (tensor - references[name]).abs().max()
+        if not difference <= tolerance * tensor.abs().max():
             return name
     return None
 
@@ -81,7 +80,7 @@ def find_difference(first: Trial, second: Trial, tolerance: float = 0.0) -> str 
 # ---- the parts of the contract: each raises ValueError with the problem and its remedy
 
 
-def check_interface(optim: Optim) -> None:
+def check_step_interface(optim: Optim) -> None:
     """Check that a run can call the optimizer."""
     optimizer = Trial(optim).optimizer
     step = inspect.unwrap(type(optimizer).step)
@@ -93,7 +92,8 @@ def check_interface(optim: Optim) -> None:
     if required:
         raise ValueError(f"step needs {required[0]}: a run calls step(), once after each backward; give it a default")
     if any(not math.isclose(group.get("lr", math.nan), RATE) for group in optimizer.param_groups):
-        raise ValueError(MISSING_RATE)
+        problem = "its parameter groups have no lr"
+        raise ValueError(f'{problem}: pass {{"lr": lr}} to super().__init__, and read group["lr"] in step')
 
 
 def check_learning_rate(optim: Optim) -> None:
@@ -191,7 +191,7 @@ def check_foreach_and_fused(optim: Optim) -> None:
 
 
 CHECKS: dict[str, Callable[[Optim], None]] = {
-    "a run can construct it and call step()": check_interface,
+    "a run can construct it and call step()": check_step_interface,
     "each step uses the learning rate of the schedule": check_learning_rate,
     "steps after a resume are identical": check_resume,
     "a step that GradScaler skips has no effect": check_skipped_step,

@@ -114,7 +114,8 @@ class Int8Exchange(Exchange):
         self.counts = torch.tensor(sizes, device=like.device)
 
     def encode(self, vector: Tensor) -> None:
-        largest = torch.stack([part.abs().max() for part in vector.split(self.sizes)])
+        parts = vector.split(self.sizes)
+        largest = torch.stack([part.abs().max() for part in parts])
         scales = torch.where(largest > 0, largest / INT8_LEVELS, torch.ones_like(largest)).float()
         levels = (vector / scales.repeat_interleave(self.counts)).round_()
         levels = levels.clamp_(-INT8_LEVELS, INT8_LEVELS).to(torch.int8)
@@ -146,8 +147,8 @@ class TopkExchange(Exchange):
 
     def encode(self, vector: Tensor) -> None:
         positions = vector.abs().topk(self.count, sorted=False).indices
-        values = vector[positions]
-        message = torch.cat([values.view(torch.uint8), positions.to(torch.int32).view(torch.uint8)])
+        numbers = vector[positions].view(torch.uint8)
+        message = torch.cat([numbers, positions.to(torch.int32).view(torch.uint8)])
         self.messages = self.gather(message)
         vector[positions] = 0
         self.residual = vector

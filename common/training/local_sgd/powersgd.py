@@ -24,13 +24,16 @@ class PowerSgdExchange(Exchange):
         self.shapes: list[tuple[int, int]] = []
         self.ranks: list[int] = []
         """Rank of each matrix; 0 if it is sent uncompressed."""
+        self.widths: list[int] = []
+        """Number of entries of each Q."""
         for shape in shapes:
             rows = shape[0] if len(shape) > 1 else 1
             columns = shape.numel() // rows
+            is_smaller = rank * (rows + columns) < rows * columns
             self.shapes.append((rows, columns))
-            self.ranks.append(rank if rank * (rows + columns) < rows * columns else 0)
-        self.sizes = [rows * columns for rows, columns in self.shapes]
-        self.widths = [columns * r for (_, columns), r in zip(self.shapes, self.ranks, strict=True)]
+            self.ranks.append(rank if is_smaller else 0)
+            self.widths.append(columns * self.ranks[-1])
+        self.sizes = [shape.numel() for shape in shapes]
         generator = torch.Generator().manual_seed(seed)
         self.right = torch.randn(sum(self.widths), generator=generator, dtype=like.dtype).to(like.device)
         """The entries of all Q, one matrix after the other."""

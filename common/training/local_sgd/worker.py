@@ -126,7 +126,8 @@ class LocalWorker:
 
         Without such steps, the parameters of all workers equal the reference, to the bit. All workers call it.
         """
-        vector_to_parameters(self.reference + (self.flatten() - self.sent), self.network.parameters())
+        local_steps = self.flatten() - self.sent
+        vector_to_parameters(self.reference + local_steps, self.network.parameters())
         if self.momentum_of == "reset":
             self.optimizer.state.clear()
         elif self.momentum_of == "averaged":
@@ -173,8 +174,9 @@ class LocalWorker:
 
     def _average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the means of tensors over all workers. All workers call it."""
+        vector = torch.cat([tensor.flatten() for tensor in tensors])
         with self.count_traffic():
-            means = self.exchange.average(torch.cat([tensor.flatten() for tensor in tensors]))
+            means = self.exchange.average(vector)
         parts = means.split([tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 

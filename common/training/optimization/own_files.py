@@ -20,16 +20,16 @@ FILES_OF_RUN: dict[str, str] = {}
 DECAY_USAGE = "function(step, total) returns the factor of the peak rate, a number of at least 0"
 
 
-def check_files_of_config(optim: Optim, code: Path | None = None, named: Container[str] = ()) -> None:
+def check_files_of_config(optim: Optim, code: Path | None = None, new_settings: Container[str] = ()) -> None:
     """Raise UserError for a missing file, and for a decay that returns no valid factor.
 
-    `code` is the source of an existing run with these settings. Its copies of the files are checked, except for the
-    settings in `named`. The class of an optimizer is checked where torch is imported, by
+    `code` is the source of an existing run with these settings. Its copies of the files are checked, except those of
+    `new_settings`, which name new files. The class of an optimizer is checked where torch is imported, by
     `contract.optimizer.check_optimizer_of_run`.
     """
     run_optim = point_to_kept_files(optim, code) if code else optim
-    name = optim.name if "optim.name" in named else run_optim.name
-    decay = optim.decay if "optim.decay" in named else run_optim.decay
+    name = optim.name if "optim.name" in new_settings else run_optim.name
+    decay = optim.decay if "optim.decay" in new_settings else run_optim.decay
     if ":" in name:
         locate_function_file("optim.name", name, BUILTIN_NAMES["name"], "Class")
     if ":" in decay:
