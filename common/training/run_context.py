@@ -130,8 +130,7 @@ class RunContext:
         targets. With `keep_partial` the last batch of an epoch may be smaller. Raises UserError if the training set has
         too few samples.
         """
-        parts = {"inputs": inputs, "targets": targets, "drop_last": not keep_partial}
-        return self._make_loader(shard, **parts)
+        return self._make_loader(shard, inputs=inputs, targets=targets, drop_last=not keep_partial)
 
     def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
         """Return batches of `count` microbatches, whose gradients one optimizer step accumulates.
@@ -141,9 +140,15 @@ class RunContext:
         return AccumulationLoader(self._make_loader(shard, batch=self.cfg.batch // count), count)
 
     def _make_loader(self, shard: tuple[int, int], **options: Any) -> Loader:
-        weights = self.cfg.batch_plan.weights if shard == self.shard else ()
-        options |= {"shard": shard, "weights": weights, "stop_requested": lambda: bool(self.saver.stop.number)}
-        return Loader.from_config(self.train_set, self.cfg, self.device, **options)
+        return Loader.from_config(
+            self.train_set,
+            self.cfg,
+            self.device,
+            shard=shard,
+            weights=self.cfg.batch_plan.weights if shard == self.shard else (),
+            stop_requested=lambda: bool(self.saver.stop.number),
+            **options,
+        )
 
     def load_example(self, samples: int) -> Tensor:
         """Return the first inputs [samples, ...] of the training set, on the device."""
