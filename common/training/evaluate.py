@@ -1,4 +1,4 @@
-"""Exact evaluation: every test sample once, whatever the batch size and the number of ranks."""
+"""Exact evaluation: every test sample once, for any batch size and number of ranks."""
 
 from __future__ import annotations
 

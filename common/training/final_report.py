@@ -70,7 +70,7 @@ def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
     seconds_lost = sum(change["seconds"] + change["discarded"] for change in changes)
     steps_redone = sum(1 for change in changes if change["discarded"] > 0)
     lines = [describe_generation(change) for change in changes]
-    lines.append(f"{seconds_lost:.3f} s in all, {format_count(steps_redone, 'step')} done again")
+    lines.append(f"{seconds_lost:.3f} s in total, {format_count(steps_redone, 'step')} repeated")
     measured = {
         "generations": list(changes),
         "seconds_lost": seconds_lost,

@@ -27,7 +27,7 @@ from common.measure.timing import time_calls
 from common.runs import provenance
 from common.runs.folder import disk_errors, read_json
 
-HostFacts = dict[str, Any]  # what one rank found out about its host
+HostFacts = dict[str, Any]  # facts that one rank collected about its host
 
 MIN_FREE_GB = 1.0
 ALL_REDUCE_ELEMENTS = 4 << 20  # 16 MiB

@@ -83,7 +83,7 @@ def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
     kind = load_function("optim.name", value, own_files.BUILTIN_NAMES["name"], "Class")
     with locate_errors("optim.name", value, vars(kind).get("__init__"), CLASS_USAGE):
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise TypeError("it is no subclass of torch.optim.Optimizer")
+            raise TypeError("it is not a subclass of torch.optim.Optimizer")
         accepted = inspect.signature(kind).parameters
         if cfg.weight_decay and "weight_decay" not in accepted:
             raise ValueError(f"it does not accept weight_decay; omit optim.weight_decay={cfg.weight_decay:g}")

@@ -35,7 +35,7 @@ class Breach(NamedTuple):
 
 
 BREACHES = {
-    "no optimizer": Breach("class Own(torch.optim.Optimizer)", "class Own", "no subclass of torch.optim.Optimizer"),
+    "no optimizer": Breach("class Own(torch.optim.Optimizer)", "class Own", "not a subclass of torch.optim.Optimizer"),
     "another class": Breach("class Own", "class Other", "has no class 'Own'; it has Other"),
     "no defaults": Breach('{"lr": lr, "foreach": False}', "{}", "own.py:8: its parameter groups have no lr: pass"),
     "an error": Breach("super()", "1 / 0; super()", "own.py:6: ZeroDivisionError: division by zero"),

@@ -159,7 +159,7 @@ class LocalWorker:
             names |= dict.fromkeys(worker_names)
         if not names:
             kind = type(self.optimizer).__name__
-            raise UserError(f"momentum_of=averaged: {kind} keeps no momentum in its state; use own")
+            raise UserError(f"momentum_of=averaged: {kind} has no momentum in its state; use momentum_of=own")
 
         moments = []
         for parameter in trained:
