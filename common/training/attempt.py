@@ -1,6 +1,6 @@
-"""One attempt at a run: set up or resumed before its ranks train, documented while they start, concluded after them.
+"""One attempt at a run: opened before its ranks train, documented while they start, concluded after they ended.
 
-The process that does this is rank 0 under torchrun and srun, and the parent of forked ranks.
+Rank 0 does this under torchrun and srun; otherwise the parent process of the forked ranks does.
 """
 
 from __future__ import annotations
@@ -42,50 +42,57 @@ class Attempt:
     tracker: wandb_tracker.Tracker | None = None
 
     @classmethod
-    def open(cls, cfg: Experiment, given: Folder | None, *, fallback: bool) -> Attempt:
-        """Resume the run `given`, or set up a new one; with `fallback` generated data may replace what is missing.
+    def open(cls, cfg: Experiment, run_to_resume: Folder | None, *, fallback: bool) -> Attempt:
+        """Resume a run, or set up a new one. With `fallback`, generated data may replace missing data.
 
-        Raises UserError, and leaves no new folder behind then.
+        Raises UserError and then leaves no new folder behind.
         """
-        folder, prepared = set_up_run(cfg, fallback) if given is None else resume_run(cfg, given)
-        return cls(folder, prepared, given is None)
+        folder, prepared = resume_run(cfg, run_to_resume) if run_to_resume else set_up_run(cfg, fallback)
+        return cls(folder, prepared, run_to_resume is None)
 
     @classmethod
-    def join(cls, cfg: Experiment, given: Folder | None) -> Attempt:
-        """Join the attempt that other ranks of the run are at. Raises UserError where the data is missing here."""
-        assert given is not None
-        return cls(given.attempts()[-1], prepare_known_data(cfg, given), is_new=False)
+    def join(cls, cfg: Experiment, run_folder: Folder | None) -> Attempt:
+        """Join the newest attempt of a run, which other ranks train. Raises UserError if the data is missing here."""
+        assert run_folder is not None
+        prepared = prepare_data_of_run(cfg, run_folder)
+        return cls(run_folder.attempts()[-1], prepared, is_new=False)
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> Attempt:
         """Make the attempt that another rank has opened, from its `content`."""
-        prepared = Prepared(**content["prepared"] | {"path": Path(content["prepared"]["path"])})
-        return cls(Folder(Path(content["folder"]), content["number"]), prepared, content["is_new"])
+        facts = content["prepared"]
+        prepared = Prepared(**facts | {"path": Path(facts["path"])})
+        folder = Folder(Path(content["folder"]), content["number"])
+        return cls(folder, prepared, content["is_new"])
 
     def to_content(self) -> dict[str, Any]:
-        """Return what the other ranks need of it, as JSON."""
-        prepared = asdict(self.prepared) | {"path": str(self.prepared.path)}
-        folder, number = str(self.folder.path), self.folder.number
-        return {"folder": folder, "number": number, "prepared": prepared, "is_new": self.is_new}
+        """Return the content that the other ranks need, as JSON."""
+        return {
+            "folder": str(self.folder.path),
+            "number": self.folder.number,
+            "prepared": asdict(self.prepared) | {"path": str(self.prepared.path)},
+            "is_new": self.is_new,
+        }
 
     def document(self, cfg: Experiment) -> None:
         """Write source, versions, machine and data checksums of the run, and the start of this attempt.
 
-        Raises UserError for damaged data and for a disk that refuses.
+        Raises UserError if the data is damaged or the disk refuses to write.
         """
+        code = self.folder.path / "code"
         if not (self.folder.path / "meta.json").exists():
             provenance.copy_source(self.folder)
-            self.prepared.copy_own_data_file(self.folder.path / "code")
+            self.prepared.copy_own_data_file(code)
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
-        schedules.copy_schedule_file(cfg, self.folder.path / "code")
-        algorithms.copy_algorithm_file(cfg.launch, self.folder.path / "code")
-        own_files.copy_optimizer_files(cfg.optim, self.folder.path / "code")
+        schedules.copy_schedule_file(cfg, code)
+        algorithms.copy_algorithm_file(cfg.launch, code)
+        own_files.copy_optimizer_files(cfg.optim, code)
         provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()
 
     @contextlib.contextmanager
     def discard_on(self, *errors: type[BaseException]) -> Iterator[None]:
-        """Delete the folder of a new run if one of `errors` ends the block: nothing half-made is left."""
+        """Delete the folder of a new run if one of `errors` ends the block."""
         try:
             yield
         except errors:
@@ -93,52 +100,54 @@ class Attempt:
             raise
 
     @property
-    def has_begun(self) -> bool:
-        """True once its ranks have recorded where they begin to train."""
+    def has_started_training(self) -> bool:
+        """True once the ranks have recorded the step from which they train."""
         return self.folder.parent_record is not None
 
     def discard(self) -> None:
-        """Delete the folder of a new run, unless another attempt has taken it; an earlier run stays as it is."""
+        """Delete the folder of a new run, unless another attempt has superseded this one. Keep an existing run."""
         if self.tracker is not None:
             self.tracker.kill()
         if self.is_new and not self.folder.is_superseded:
             shutil.rmtree(self.folder.path, ignore_errors=True)
 
     def conclude(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
-        """Write how the attempt ended and how to resume it, and let W&B finish; nothing where it is superseded.
+        """Record the end of the attempt, print how to resume it, and let W&B finish; nothing if it is superseded.
 
-        Of a `submitted` run the job writes the result, because it outlives its ranks.
+        For a `submitted` run the job writes the result, because it outlives its ranks.
         """
         if not self.folder.attempt.exists():  # moved or deleted
-            self._leave_old_place()
+            self._clean_up_old_folder()
             return
         if not self._is_current():
-            if self.tracker is not None:  # the newer attempt passes on what W&B misses of this one
+            if self.tracker is not None:  # the newer attempt sends the rest of this one's data to W&B
                 self.tracker.kill()
             return
         try:
-            ended = make_ending_result(self.folder, status, reason)
+            result = make_final_result(self.folder, status, reason)
             if not self.folder.result and not submitted:
-                with contextlib.suppress(UserError):  # the full disk that ended the run has been reported
-                    ended.write_unless_there(self.folder)
-                if ended.last_step:
-                    print(f"metrics up to step {ended.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
+                with contextlib.suppress(UserError):  # the disk is full, which has been reported as the cause
+                    result.write_unless_there(self.folder)
+                if result.last_step:
+                    print(f"metrics up to step {result.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
+                command = format_resume_command(self.folder, cfg, reason)
                 if storage.list_resumable_checkpoints(self.folder):
-                    print(f"go on with: {format_resume_command(self.folder, cfg, reason)}", file=sys.stderr)
+                    print(f"resume with: {command}", file=sys.stderr)
                 elif status:
-                    again = format_resume_command(self.folder, cfg, reason)
-                    print(f"no checkpoint found; to restart from step 0: {again}", file=sys.stderr)
-            state = self.folder.result.get("state", ended.state)
+                    print(f"no checkpoint found; to restart from step 0: {command}", file=sys.stderr)
+            state = self.folder.result.get("state", result.state)
             world = read_json(self.folder.attempt / "world.json") or None
             with contextlib.suppress(UserError):
                 provenance.update_metadata(self.folder, world=world)
                 provenance.record_attempt_end(self.folder, state)
         finally:
             if self.tracker is not None:
-                patience = cfg.wandb.finish_timeout  # ranks that stop wait for each other, and a scheduler for them
-                print(self.tracker.finish(min(patience, 5.0) if status == EXIT_RESUMABLE else patience), flush=True)
+                timeout = cfg.wandb.finish_timeout
+                if status == EXIT_RESUMABLE:  # ranks wait for each other, and a scheduler waits for them
+                    timeout = min(timeout, 5.0)
+                print(self.tracker.finish(timeout), flush=True)
             with contextlib.suppress(UserError):
-                claims.mark_ended(self.folder)  # for hosts that cannot see this process, and for a process that goes on
+                claims.mark_ended(self.folder)  # for other hosts, and for a process that outlives this attempt
 
     def _is_current(self) -> bool:
         try:
@@ -147,20 +156,20 @@ class Attempt:
             return False
         return True
 
-    def _leave_old_place(self) -> None:
-        """End the tracking of a run whose folder is gone, and leave nothing where it was."""
+    def _clean_up_old_folder(self) -> None:
+        """Stop tracking a run whose folder was moved or deleted, and remove what W&B has written in its place."""
         if self.tracker is None:
             return
         self.tracker.kill()
         path = self.folder.path
-        if path.exists() and [found.name for found in path.iterdir()] == ["wandb"]:  # W&B has just begun
+        if path.exists() and list(path.iterdir()) == [path / "wandb"]:  # W&B has just started
             shutil.rmtree(path, ignore_errors=True)
 
 
 def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool:
-    """Check for a run that has nothing left to do; print so with `report`.
+    """Return whether a run has no steps left; with `report`, print so.
 
-    Raises UserError where more steps are asked for and the last checkpoint is gone.
+    Raises UserError if the config asks for more steps but the last checkpoint is missing.
     """
     if folder is None or folder.result.get("state") != "finished" or extension.has_more_steps(folder, cfg):
         return False
@@ -170,7 +179,7 @@ def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool
 
 
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
-    """Prepare the data and make a run folder with its first attempt; the data set in use goes into the config first."""
+    """Prepare the data, write its name into the config, and create a run folder with a first attempt."""
     prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
     prepare.check_model_fits_data(cfg, prepared)
     cfg.data.name = prepared.name
@@ -183,71 +192,80 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
         raise
     if prepared.notice:
         print(prepared.notice, flush=True)
-    words = [format_count(cfg.processes, "rank"), *([f"data {prepared.name}"] if cfg.trains else [])]
-    print(f"{name}: {', '.join(words)}, run folder {folder.path}", flush=True)
+    data = f", data {prepared.name}" if cfg.trains else ""
+    print(f"{name}: {format_count(cfg.processes, 'rank')}{data}, run folder {folder.path}", flush=True)
     return folder, prepared
 
 
-def resume_run(cfg: Experiment, given: Folder) -> tuple[Folder, Prepared]:
+def resume_run(cfg: Experiment, run_to_resume: Folder) -> tuple[Folder, Prepared]:
     """Prepare the data and claim the next attempt of an existing run.
 
-    Raises UserError where the data has changed, RunTaken where another attempt is alive.
+    Raises UserError if the data has changed, and RunTaken if another attempt is running.
     """
-    prepared = prepare_known_data(cfg, given)
-    warn_of_damaged_metrics(given)
-    extended = given.result.get("state") == "finished"
-    folder = claims.claim_next_attempt(given)
-    changed = config.find_changes(given.path / "config.yaml", cfg)
+    prepared = prepare_data_of_run(cfg, run_to_resume)
+    warn_of_damaged_metrics(run_to_resume)
+    was_finished = run_to_resume.result.get("state") == "finished"
+    folder = claims.claim_next_attempt(run_to_resume)
+    changed = config.find_changes(run_to_resume.path / "config.yaml", cfg)
     if changed:
         write_json(folder.attempt / config.CHANGED, changed)
-        print(f"resumed with other settings than in config.yaml: {config.describe_changes(changed)}", flush=True)
-    if extended:
-        done, epoch_steps = extension.read_step_counts(given)
+        print(f"resumed with settings other than in config.yaml: {config.describe_changes(changed)}", flush=True)
+    if was_finished:
+        done, epoch_steps = extension.read_step_counts(run_to_resume)
         total = cfg.total_steps(epoch_steps)
-        print(f"trains on after step {done}; learning rates are now those of a run of {total} steps", flush=True)
+        print(
+            f"extending the run after step {done}; learning rates are now those of a run of {total} steps", flush=True
+        )
     folder.retire_result()
     return folder, prepared
 
 
-def prepare_known_data(cfg: Experiment, given: Folder) -> Prepared:
-    """Prepare the data of an existing run. Raises UserError where it has changed."""
-    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=given.path / "code")
-    known = provenance.read_metadata(given).get("data") or {}
-    if known.get("sha256", prepared.to_dict()["sha256"]) != prepared.to_dict()["sha256"]:
-        raise UserError(f"{given.path} was trained on other data than {prepared.path} holds now; bring the data back")
+def prepare_data_of_run(cfg: Experiment, run_folder: Folder) -> Prepared:
+    """Prepare the data of an existing run. Raises UserError if it has changed."""
+    code = run_folder.path / "code"
+    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=code)
+    recorded = provenance.read_metadata(run_folder).get("data") or {}
+    checksums = prepared.to_dict()["sha256"]
+    if recorded.get("sha256", checksums) != checksums:
+        raise UserError(
+            f"{run_folder.path} was trained on other data than {prepared.path} now contains; restore the original data"
+        )
     return prepared
 
 
-def warn_of_damaged_metrics(given: Folder) -> None:
-    """Print the numbers of damaged lines in the metrics of all attempts; readers leave these lines out."""
-    for attempt in given.attempts():
+def warn_of_damaged_metrics(run_folder: Folder) -> None:
+    """Print the numbers of damaged lines in the metrics of all attempts; readers ignore these lines."""
+    for attempt in run_folder.attempts():
         damaged = attempt.find_damaged_lines()
         if damaged:
-            lines = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
-            print(f"WARNING: {attempt.metrics_file}: damaged lines are left out: {lines}", file=sys.stderr, flush=True)
+            numbers = [str(number) for number in damaged[:10]]
+            if len(damaged) > 10:
+                numbers.append("...")
+            text = f"{attempt.metrics_file}: ignoring damaged lines {', '.join(numbers)}"
+            print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:
-    """Return the command that resumes a run, changed where it would fail again for the same reason."""
+    """Return the command that resumes a run, changed if it would fail again for the same reason."""
     if re.search(SOURCE_ERROR, reason):
         return provenance.advise_new_run(folder)
-    again = f"make exp RESUME={shlex.quote(str(folder.path))}"
+    command = f"make exp RESUME={shlex.quote(str(folder.path))}"
     if re.search(DIVERGENCE, reason):
-        return f'{again} ARGS="optim.lr={cfg.optim.lr / 2:g}"'
+        return f'{command} ARGS="optim.lr={cfg.optim.lr / 2:g}"'
     if "ran out of memory" in reason:
-        return f"{again} where there is more memory, or begin a run with a smaller batch or model"
+        return f"{command} on a machine with more memory, or start a new run with a smaller batch or model"
     if NO_VALID_CHECKPOINT in reason:
-        return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
-    return again
+        return f"{command} after removing {folder.path}/attempts/*/checkpoints; the run then restarts from step 0"
+    return command
 
 
-def make_ending_result(folder: Folder, status: int, reason: str) -> Result:
+def make_final_result(folder: Folder, status: int, reason: str) -> Result:
     """Return the result of an attempt that did not finish the run; `reason` is the cause of a failure."""
-    last = folder.find_last_step()
+    last_step = folder.find_last_step()
     if status == 128 + signal.SIGINT:
-        return Result("cancelled", status, "stopped by Ctrl-C", last)
+        return Result("cancelled", status, "stopped by Ctrl-C", last_step)
     if status == EXIT_RESUMABLE:
         saved = bool(storage.list_resumable_checkpoints(folder))
         when = "after saving a checkpoint" if saved else "before the first step"
-        return Result("preempted", status, f"stopped on request, {when}", last)
-    return Result("failed", status, reason, last)
+        return Result("preempted", status, f"stopped on request, {when}", last_step)
+    return Result("failed", status, reason, last_step)

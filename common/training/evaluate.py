@@ -1,4 +1,4 @@
-"""Exact evaluation: every test sample once, whatever the batch size and the number of ranks."""
+"""Exact evaluation: every test sample once, for any batch size and number of ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def slice_batches(count: int, size: int) -> Iterable[slice]:
 
 
 def slice_shard(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]:
-    """Return the slices of `count` samples that one of several ranks takes, at most `size` long.
+    """Return the slices of `count` samples that one of several ranks evaluates, each at most `size` long.
 
-    All slices of all ranks cover each sample once and differ in length by one at most. Every rank gets as many slices
-    as any other, empty ones if need be: a sharded model communicates in each forward.
+    The slices of all ranks cover each sample once, and their lengths differ by at most one. Every rank gets the same
+    number of slices, if necessary empty ones: a sharded model communicates in each forward.
     """
     total = ranks * -(-count // (size * ranks))
     return (slice(i * count // total, (i + 1) * count // total) for i in range(rank, total, ranks))
@@ -36,28 +36,36 @@ def score_test_set(
 ) -> dict[str, float]:
     """Return mean loss and accuracy over exactly all test samples, the same on every rank. All ranks call it.
 
-    `predict(x, n)` gets inputs [n, ...], or None unless this rank wants `inputs`, and returns logits [n, classes] where
-    this rank has them, else None. With `shard` (r, n) it takes the r-th of n shards of the samples, else all. Sums, not
-    means, are added up: batches of unequal size weigh by their samples. A stop request is answered between two batches.
+    `predict(x, n)` gets inputs [n, ...], or None if `inputs` is False, and returns logits [n, classes] on the ranks
+    that have them, else None. `shard` (r, n) selects the r-th of n shards of the samples; the default is all of them.
+    Sums, not means, are added up, so batches of unequal size have the right weight. A stop request is handled between
+    two batches.
     """
 
-    def poll(done: int, total: int) -> None:
+    def report_progress(done: int, total: int) -> None:
         run.screen.show_progress("evaluation", done, total)
         run.stop_if_requested()
 
-    batch, dtype = run.cfg.eval_batch, run.dtype
-    own = sum_scores(
-        predict, run.test_set, run.device, batch=batch, dtype=dtype, inputs=inputs, shard=shard, after_batch=poll
+    sums = sum_scores(
+        predict,
+        run.test_set,
+        run.device,
+        batch=run.cfg.eval_batch,
+        dtype=run.dtype,
+        inputs=inputs,
+        shard=shard,
+        after_batch=report_progress,
     )
     run.screen.end_progress("evaluation")
-    dist.all_reduce(own)
-    return compute_scores(own)
+    dist.all_reduce(sums)
+    return compute_scores(sums)
 
 
 def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
-    """Return the scores of a model that every rank holds: each takes its shard of the samples. All ranks call it.
+    """Return the scores of a model replicated on all ranks, each evaluating its shard. All ranks call it.
 
-    BatchNorm's running statistics are averaged before: each rank's have seen other samples, as many as its shard has.
+    BatchNorm's running statistics are averaged first, weighted by the size of each rank's shard: every rank has seen
+    other samples.
     """
     sync_batchnorm.average_buffers(model, weight=run.state.weight if run.state else 1.0)
     return score_test_set(lambda x, _: model(x), run, shard=run.shard)
@@ -75,24 +83,25 @@ def sum_scores(
     shard: tuple[int, int] = (0, 1),
     after_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
-    """Return one rank's part of `score_test_set`: float64 [3], the sum of losses, right answers, samples.
+    """Return one rank's part of `score_test_set`: float64 [3], sums of losses, correct answers and samples.
 
-    It needs no process group. `after_batch(done, total)` is called after each batch with the samples that all ranks
-    have done by then, if they are as fast, and all there are.
+    It needs no process group. `after_batch(done, total)` is called after each batch with the samples of all ranks done
+    so far, assuming equal speed, and the number of test samples.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    slices = slice_shard(len(test), batch, *shard) if shard[1] > 1 else slice_batches(len(test), batch)
-    slices = list(slices)
+    rank, ranks = shard
+    count = len(test)
+    slices = list(slice_shard(count, batch, rank, ranks) if ranks > 1 else slice_batches(count, batch))
     for number, samples in enumerate(slices, 1):
         x = test.load_inputs(samples, device, dtype) if inputs else None
         logits = predict(x, samples.stop - samples.start)
         if logits is not None:
             y = test.load_targets(samples, device)
-            # autocast gives logits in few bits: summed up in bf16, a thousand losses would be a whole number
+            # Autocast returns logits of low precision; a sum of a thousand losses in bf16 would be a whole number.
             sums[0] += F.cross_entropy(logits.to(dtype), y, reduction="sum")
             sums[1] += (logits.argmax(1) == y).sum()
             sums[2] += len(y)
-        after_batch(len(test) * number // len(slices), len(test))
+        after_batch(count * number // len(slices), count)
     return sums
 
 
@@ -103,6 +112,6 @@ def compute_scores(sums: Tensor) -> dict[str, float]:
 
 
 def measure_accuracy(model: nn.Module, test: Images, device: torch.device, *, batch: int, dtype: torch.dtype) -> float:
-    """Return the accuracy (0 to 1) over all test samples, by this rank alone. The model stays in its mode."""
+    """Return the accuracy (0 to 1) over all test samples, computed by this rank alone in the model's current mode."""
     sums = sum_scores(lambda x, _: model(x), test, device, batch=batch, dtype=dtype)
     return compute_scores(sums)["test_accuracy"]

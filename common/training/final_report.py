@@ -1,4 +1,4 @@
-"""The end of a run on rank 0: result.json, the trained model, and the table on the screen."""
+"""Final report of a run on rank 0: result.json, the trained model, and a table on the terminal."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from common.training.run_context import RunContext
 def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     """Write result and model of a finished run, and print the table.
 
-    Raises RunTaken where another attempt has the run, or the folder is gone.
+    Raises RunTaken if another attempt has taken over the run, or its folder is missing.
     """
-    reports = [*reports, *report_generations([*read_earlier_generations(run.folder), *run.generations])]
+    changes = [*read_earlier_generations(run.folder), *run.generations]
+    reports = [*reports, *report_generations(changes)]
     run.saver.raise_if_lost(run.step)
     assert run.metrics is not None
     run.metrics.writer.flush()
@@ -41,77 +42,95 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
         save_trained_model(run)
     run.saver.raise_if_lost(run.step)
     result.with_reports(report.result() for report in reports).write(run.folder)
-    shown = format_run_rows(run)
+
+    rows = format_run_rows(run)
     for report in reports:
-        shown |= report.rows()
-    run.log_message(tables.format_table(shown | format_folder_rows(run)))
+        rows |= report.rows()
+    run.log_message(tables.format_table(rows | format_folder_rows(run)))
 
 
 def measure_timings(run: RunContext) -> dict[str, float]:
-    """Return samples/s and seconds a step of this attempt; empty where it had too few steps left to measure.
+    """Return samples/s and seconds per step of this attempt; empty if it had too few steps to measure.
 
-    The steps of a run that trains nothing have no samples.
+    A run that trains nothing has no samples/s.
     """
+    timings: dict[str, float] = {}
     if not run.step_seconds():
-        return {}
-    if not run.cfg.trains:
-        return {"step_seconds": run.step_seconds()}
-    return {"samples_per_second": run.samples_per_second(), "step_seconds": run.step_seconds()}
+        return timings
+    if run.cfg.trains:
+        timings["samples_per_second"] = run.samples_per_second()
+    timings["step_seconds"] = run.step_seconds()
+    return timings
 
 
 def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
-    """Report which ranks an elastic run has lost and got back, and what that cost; nothing where none was lost."""
+    """Report which ranks an elastic run lost and regained, and the time it took; empty without changes."""
     if not changes:
         return []
-    lost = sum(change["seconds"] + change["discarded"] for change in changes)
-    redone = sum(change["discarded"] > 0 for change in changes)
-    shown = [*map(describe_generation, changes), f"{lost:.3f} s in all, {format_count(redone, 'step')} done again"]
-    measured = {"generations": list(changes), "seconds_lost": lost, "steps_redone": redone}
-    measured["ranks_lost"] = sum(len(change["lost"]) for change in changes)
-    return [Facts({"ranks lost": "\n".join(shown)}, measured=measured)]
+    seconds_lost = sum(change["seconds"] + change["discarded"] for change in changes)
+    steps_redone = sum(1 for change in changes if change["discarded"] > 0)
+    lines = [describe_generation(change) for change in changes]
+    lines.append(f"{seconds_lost:.3f} s in total, {format_count(steps_redone, 'step')} repeated")
+    measured = {
+        "generations": list(changes),
+        "seconds_lost": seconds_lost,
+        "steps_redone": steps_redone,
+        "ranks_lost": sum(len(change["lost"]) for change in changes),
+    }
+    return [Facts({"ranks lost": "\n".join(lines)}, measured=measured)]
 
 
 def format_run_rows(run: RunContext) -> dict[str, str]:
     """Return the first rows of the table: measurements of every run."""
-    seconds, rate, world, scores = run.step_seconds(), run.samples_per_second(), run.world, run.scores
-    speed = f"{rate:,.0f} samples/s  ({seconds * 1e3:.2f} ms a step, first steps and evaluation left out)"
-    trained = format_count(run.step - run.resumed_after, "step")
+    world = run.world
+    scores = run.scores
     rows = {}
     if scores:
+        throughput = f"not measured: this attempt trained {format_count(run.step - run.resumed_after, 'step')}"
+        seconds = run.step_seconds()
+        if seconds:
+            step_time = f"{seconds * 1e3:.2f} ms a step, first steps and evaluation left out"
+            throughput = f"{run.samples_per_second():,.0f} samples/s  ({step_time})"
         rows = {
             "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
             "test accuracy": f"{scores['test_accuracy']:.2%}",
             "test loss": f"{scores['test_loss']:.4f}",
-            "throughput": speed if seconds else f"not measured: this attempt trained {trained}",
+            "throughput": throughput,
         }
-    of = f"{world.size} with {format_count(world.threads, 'thread')} each on {world.device.type} of "
-    return rows | {"ranks": of + ", ".join(sorted(set(world.hosts)))}
+    hosts = ", ".join(sorted(set(world.hosts)))
+    threads = format_count(world.threads, "thread")
+    rows["ranks"] = f"{world.size} with {threads} each on {world.device.type} of {hosts}"
+    return rows
 
 
 def format_folder_rows(run: RunContext) -> dict[str, str]:
-    """Return the last rows of the table: the run's folder, its files of numbers, and the command that repeats it."""
+    """Return the last rows of the table: run folder, files of numbers, and the command that repeats the run."""
     path = run.folder.path
+    command = f"make rerun RUN={shlex.quote(run.folder.reference)}"
     try:
         changed = config.read_changes_of_attempts(path)
-        repeat = f"not by one command: it was resumed with {config.describe_changes(changed)}" if changed else ""
+        if changed:
+            changes = config.describe_changes(changed)
+            command = f"not available: the run was resumed with different settings ({changes})"
     except UserError as error:
-        repeat = f"not by one command: {error}"
+        command = f"not available: {error}"
     return {
         "run folder": str(path),
         "metrics": str(run.folder.metrics_file),
         "result": str(path / "result.json"),
-        "repeat": repeat or f"make rerun RUN={shlex.quote(run.folder.reference)}",
+        "repeat": command,
     }
 
 
 def save_trained_model(run: RunContext) -> None:
-    """Write the model of the last step beside the result, with the facts that build and evaluate it.
+    """Write the model of the last step beside the result, with the facts needed to build and evaluate it.
 
-    Raises UserError where the disk does not take it.
+    Raises UserError if the disk refuses to write.
     """
-    state, cfg = run.state, run.cfg
+    state = run.state
+    cfg = run.cfg
     if state is None or run.saver.checkpointer.saved != run.step:
-        run.log_message("WARNING: no model is kept: its last step was not saved", logging.WARNING)
+        run.log_message("WARNING: no model written: the last step was not saved", logging.WARNING)
         return
     mean, std = get_statistics(run.prepared)
     facts: dict[str, Any] = {
@@ -133,8 +152,8 @@ def save_trained_model(run: RunContext) -> None:
         "scores": run.scores,
     }
     try:
-        model_file.write_model(run.folder, read_full_model(CheckpointPath(run.folder, run.step)), state.recipe, facts)
+        model = read_full_model(CheckpointPath(run.folder, run.step))
+        model_file.write_model(run.folder, model, state.recipe, facts)
     except (OSError, InvalidCheckpoint) as error:
-        raise UserError(
-            f"the model after step {run.step} cannot be kept: {summarize_error(error)}; free space"
-        ) from None
+        cause = summarize_error(error)
+        raise UserError(f"cannot write the model of step {run.step}: {cause}; free disk space") from None

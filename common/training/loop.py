@@ -1,4 +1,4 @@
-"""The training loop as an iterator over optimizer steps, with all that happens between two of them."""
+"""The training loop: an iterator over optimizer steps, and the work between two of them."""
 
 from __future__ import annotations
 
@@ -28,63 +28,66 @@ Evaluate = Callable[[], dict[str, float]]
 class Step:
     """Optimizer step: `with step:` around forward, backward and update.
 
-    It counts when that block ends without an error, also where the scaler has skipped the update (fp16). Everything
-    that would have to be done again if the step failed is in the block; running sums change behind it.
+    The step counts if the block ends without an error, even if the gradient scaler skipped the update (fp16). The block
+    contains everything that must be repeated if the step fails. Update running sums after the block.
     """
 
     def __init__(
         self, run: RunContext, batch: Any, number: int, epoch: int, rate: float, recovery: Recovery | None = None
     ) -> None:
-        self.run, self.batch, self.recovery = run, batch, recovery
+        self.run = run
+        self.batch = batch
+        self.recovery = recovery
         self.number = number
         """Counted from 1."""
         self.epoch = epoch
         """Counted from 0."""
         self.rate = rate
-        """The learning rate, which is already set on the optimizer."""
+        """Learning rate, already set on the optimizer."""
         self.values: dict[str, Tensor | float | None] = {}
         self.committed = False
         self.done = False
         self.failure: BaseException | None = None
-        """Why the step is discarded and done again, in an elastic run."""
+        """In an elastic run, the error because of which the step is discarded and repeated."""
 
     @property
     def x(self) -> Any:
-        """Inputs [samples of this rank, ...]; None where this rank needs none."""
+        """Inputs [samples of this rank, ...]; None if this rank needs none."""
         return self.batch[0]
 
     @property
     def y(self) -> Any:
-        """Targets [samples of this rank]; None where this rank needs none."""
+        """Targets [samples of this rank]; None if this rank needs none."""
         return self.batch[1]
 
     @property
     def mean_shard(self) -> float:
-        """Samples of the batch, or of each of its microbatches, over all ranks, by the number of ranks.
+        """Mean samples per rank of the batch, or of each of its microbatches.
 
-        The sum of a rank's losses by this is its part of the mean loss: their mean over the ranks, whatever the shards.
+        Divide the sum of a rank's losses by it: the mean over the ranks is then the mean loss, for shards of any size.
         """
         assert self.run.state is not None and not isinstance(self.run.state.loader, Rounds)
         return self.run.state.loader.mean_shard
 
     def mark(self, name: str) -> None:
-        """Note the time: "backward" where it begins, "end of backward" behind it."""
+        """Record the time of "backward" (its start) or "end of backward"."""
         if self.run.times is not None:
             self.run.times.mark(name)
 
     def log(self, **values: Tensor | float | None) -> None:
-        """Add values to metrics.jsonl; tensors stay on their device. Where only one rank knows them, None elsewhere.
+        """Add values to metrics.jsonl; tensors stay on their device.
 
-        In an elastic run all ranks know and average them, which costs least where they are logged before backward.
+        Pass None on the ranks that do not know a value. In an elastic run every rank must know all values; they are
+        averaged, which costs least if they are logged before backward.
         """
         self.values |= values
         if self.recovery is not None and not self.committed:
             self.recovery.share(values)
 
     def commit(self) -> None:
-        """Agree, just before the update, that no rank is lost; only in an elastic run (elastic=true).
+        """Agree that no rank is lost, in an elastic run (elastic=true). Call it just before the update.
 
-        The means of the values logged so far are then known to all ranks; those logged later must be equal on all.
+        All ranks then have the means of the values logged so far. Values logged later must be equal on all ranks.
         """
         if self.recovery is not None:
             self.values |= self.recovery.commit()
@@ -101,14 +104,14 @@ class Step:
         if kind is None:
             self.done = True
             record_step(self.run, self)
-        elif self.recovery is not None and self.recovery.is_loss(error):
+        elif self.recovery is not None and self.recovery.may_come_from_rank_change(error):
             self.failure = error
             self.recovery.discard_step()
         return self.failure is not None
 
 
 def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source: int) -> Iterator[Step]:
-    """Yield the optimizer steps that are left of a run, as `Run.steps` describes.
+    """Yield the remaining optimizer steps of a run; see `Run.steps`.
 
     `source` is the rank that knows the values of `Step.log`, or MEAN.
     """
@@ -117,16 +120,17 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
     run.open_metrics(state, source)
     record_shards(run)
     if source == MEAN and state.parts:
-        sharded = (layer for layer in state.parts[0].children() if hasattr(layer, "unshard"))  # by fully_shard
-        run.times = StepTimes(state.parts[0], run.device, sharded)
-    settings = find_elastic(run.cfg)
-    recovery = Recovery(run, state, settings) if settings else None
+        model = state.parts[0]
+        sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # by fully_shard
+        run.times = StepTimes(model, run.device, sharded_layers)
+    elastic = find_elastic(run.cfg)
+    recovery = Recovery(run, state, elastic) if elastic else None
     try:
         while not run.complete:
             try:
                 yield from iterate_to_evaluation(run, state, evaluate, recovery)
             except RuntimeError as error:
-                if recovery is None or not recovery.is_loss(error):
+                if recovery is None or not recovery.may_come_from_rank_change(error):
                     raise
                 recovery.join_generation()
     finally:
@@ -142,18 +146,23 @@ def iterate_to_evaluation(
         yield from iterate_epoch(run, state, recovery)
     scores = evaluate_epoch(run, state, evaluate)
     if scores:
-        words = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.log_message(f"epoch {run.step / state.loader.steps:.3g}  step {run.step}  {words}")
-    if run.step >= run.total:
-        held = run.world.gather(read_peak_memory(run.device))
-        if recovery is None or recovery.finish():
-            run.memory = {f"rank {rank}": peak for rank, peak in enumerate(held)}
-            run.scores, run.complete = scores, True
+        epochs = run.step / state.loader.steps
+        text = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
+        run.log_message(f"epoch {epochs:.3g}  step {run.step}  {text}")
+    if run.step < run.total:
+        return
+
+    peaks = run.world.gather(read_peak_memory(run.device))
+    if recovery is None or recovery.finish():
+        run.memory = {f"rank {rank}": peak for rank, peak in enumerate(peaks)}
+        run.scores = scores
+        run.complete = True
 
 
 def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None) -> Iterator[Step]:
-    """Yield the rest of the loader's epoch, up to the run's last step."""
-    cfg, per_epoch = run.cfg, state.loader.steps
+    """Yield the remaining steps of the loader's epoch, up to the run's last step."""
+    cfg = run.cfg
+    epoch_steps = state.loader.steps
     for part in state.parts:
         part.train()
     dropout = list_dropout(state.parts)
@@ -161,27 +170,30 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
             optimizers.set_learning_rate(state.optimizer, rate)
-        step = Step(run, batch, run.step + 1, run.step // per_epoch, rate, recovery)
+        step = Step(run, batch, run.step + 1, run.step // epoch_steps, rate, recovery)
         for layer in dropout:
             if isinstance(state.loader, Rounds):
-                raise TypeError("dropout by position needs run.batches or run.microbatches, which know positions")
-            layer.begin_step(step.epoch, state.loader.list_positions(run.step % per_epoch))
+                raise TypeError("dropout by position requires run.batches or run.microbatches")
+            layer.begin_step(step.epoch, state.loader.list_positions(run.step % epoch_steps))
+
         yield step
         if step.failure is not None:
             raise step.failure
         if not step.done:
-            raise RuntimeError(f"step {step.number} was not taken: the body of the loop is `with step:`")
+            raise RuntimeError(f"step {step.number} was never entered; put the body of the loop into `with step:`")
+
         if run.saver.checkpoint_or_stop(step.number):  # a vote alone counts: ranks wait there for the slowest
             run.pace.interrupt()
         adapt_shards(run, step.number)
-        if step.number == run.total and step.number % per_epoch:  # at an epoch's end the loader turns to the next one
+        ends_epoch = step.number % epoch_steps == 0
+        if step.number == run.total and not ends_epoch:  # at the end of an epoch the loader advances to the next one
             return
-        if recovery is not None and step.number % per_epoch:  # there, an evaluation comes first
+        if recovery is not None and not ends_epoch:  # at the end of an epoch an evaluation comes first
             recovery.leave_if_rank_joins()
 
 
 def adapt_shards(run: RunContext, number: int) -> None:
-    """With shards=auto, let the shards follow what the newest steps took each rank, after every WINDOW steps."""
+    """Adapt the shards to the ranks' latest step times, every WINDOW steps (shards=auto)."""
     if run.shards is None or run.times is None or number % WINDOW or number == run.total:
         return
     seconds = run.times.measure_own_seconds(WINDOW)
@@ -196,7 +208,7 @@ def record_shards(run: RunContext) -> None:
 
 
 def record_step(run: RunContext, step: Step) -> None:
-    """Record a step that is done: its time and values, and the heartbeat."""
+    """Record the time and values of a completed step, and write the heartbeat."""
     assert run.state is not None and run.metrics is not None
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
@@ -212,36 +224,38 @@ def record_step(run: RunContext, step: Step) -> None:
 
 
 def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> None:
-    """Wait for the GPUs where the steady steps begin and where something else follows a step.
+    """Wait for the GPUs before the steady steps, and where something other than a step follows.
 
-    A step only queues work on them: without waiting, its time would be that of queueing, and the rest would count as
-    time of an evaluation or a checkpoint.
+    A step only queues work on the GPUs. Without this, only queueing would be timed as the step, and the work itself as
+    an evaluation or a checkpoint.
     """
     if not state.gpus:
         return
-    steady = run.pace.is_steady_next(run.total - number)
-    ends = number == run.total or number % state.loader.steps == 0
-    if steady or ends or run.saver.vote.is_due(number):
+    begins_steady = run.pace.is_steady_next(run.total - number)
+    ends_epoch = number == run.total or number % state.loader.steps == 0
+    if begins_steady or ends_epoch or run.saver.vote.is_due(number):
         for gpu in state.gpus:
             torch.cuda.synchronize(gpu)
 
 
 def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> dict[str, float]:
-    """Measure the model after the newest step and record the scores, if there are any. All ranks call it.
+    """Evaluate the model after the newest step and record the scores, if any. All ranks call it.
 
-    `evaluate` calls `Run.stop_if_requested` between two batches: a stop request saves the state before the evaluation,
-    which is done again after a resume. That after the last step is saved in any case.
+    `evaluate` calls `Run.stop_if_requested` between two batches. A stop request saves the state before the evaluation,
+    which is repeated after a resume. The state after the last step is always saved.
     """
-    saver, metrics, last = run.saver, run.metrics, run.step >= run.total
+    saver = run.saver
+    metrics = run.metrics
+    is_last = run.step >= run.total
     assert metrics is not None
     metrics.flush()
-    saver.unevaluated = True  # also where a rank is lost in what follows
+    saver.unevaluated = True  # set first: a rank may be lost below
     saver.raise_if_diverged()
     state.snapshot_buffers()
     for part in state.parts:
         part.eval()
     scores = evaluate()
-    if last:
+    if is_last:
         saver.save_last(run.step)
     state.drop_buffer_snapshot()
     saver.unevaluated = False
@@ -250,7 +264,7 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     saver.save_best(run.step, scores)
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.interrupt()
-    saver.stop.all_saved = last
-    if last:  # reports and the model file may take longer than a step
+    saver.stop.all_saved = is_last
+    if is_last:  # reports and the model file may take longer than a step
         saver.stop.dump_stacks_after(None)
     return scores

@@ -13,34 +13,35 @@ from common.training.run_context import RunContext
 
 
 class Run(RunContext):
-    """Interface of one rank for everything that is not the method. An experiment sets nothing on it.
+    """One rank's interface to everything except the method. Experiments set no attributes on it.
 
-    `resume`, `steps` and `report` are called by all ranks, in this order.
+    All ranks call `resume`, `steps` and `report`, in this order.
     """
 
     def steps(self, state: TrainState, evaluate: Evaluate = dict, *, loss: int = MEAN) -> Iterator[Step]:
-        """Yield the optimizer steps that are left, each to be taken in `with step:`, and evaluate after each epoch.
+        """Yield the remaining optimizer steps, each to be run in `with step:`, and evaluate after each epoch.
 
-        Before a step the learning rate is set. Between two steps come heartbeat and, every 0.5 to 2 s, the agreed
-        decision of all ranks to save or to stop. `evaluate` finds all parts of the model in eval mode and returns
-        test_loss, test_accuracy and test_samples; without it there are no scores. `loss` is the rank that knows the
-        values of `Step.log`; with MEAN every rank has its own and their means are written.
+        The learning rate is set before each step. Between two steps, this rank writes its heartbeat and, every 0.5 to
+        2 s, all ranks agree whether to save or to stop. `evaluate` is called with all parts of the model in eval mode
+        and returns test_loss, test_accuracy and test_samples; without it there are no scores. `loss` is the rank that
+        knows the values of `Step.log`; with MEAN, every rank has its own values and their means are written.
 
-        Raises StopRequested after a checkpoint, when any rank has a stop request, and UserError for a loss that is NaN
-        or infinite.
+        Raises StopRequested after a checkpoint if any rank has a stop request, and UserError if the loss is NaN or
+        infinite.
         """
         return loop.iterate_steps(self, state, evaluate, loss)
 
     def report(self, *reports: Report) -> None:
-        """Write result.json and the trained model, and show the final table, once the loop over `steps` is over.
+        """Write result.json and the trained model, and print the final table, after the loop over `steps`.
 
-        Raises RuntimeError before that, UserError where the disk takes no more.
+        Raises RuntimeError if steps remain, and UserError if the disk is full.
         """
         if not self.complete:
             raise RuntimeError(
-                f"run.report() after step {self.step} of {self.total}: call it when the loop over run.steps(...) has "
-                "come to its end"
+                f"run.report() called after step {self.step} of {self.total}; call it after the loop over "
+                "run.steps(...) has finished"
             )
         if self.world.is_main:
-            self.finished, self.saver.stop.all_saved = True, False
+            self.finished = True
+            self.saver.stop.all_saved = False
             final_report.write_final_report(self, reports)

@@ -32,16 +32,19 @@ from common.runs.progress import Screen
 from configs.elastic import find_elastic
 from configs.shared import Experiment
 
-HEARTBEAT = 5.0  # seconds
+HEARTBEAT_SECONDS = 5.0
 
 
 class RunContext:
-    """State of a run on one rank. `Run` adds the methods that train and end it."""
+    """State of a run on one rank. `Run` adds the methods that train and finish it."""
 
     def __init__(
         self, cfg: Experiment, folder: Folder, world: World, prepared: Prepared, stop: StopRequest | None = None
     ) -> None:
-        self.cfg, self.folder, self.world, self.prepared = cfg, folder, world, prepared
+        self.cfg = cfg
+        self.folder = folder
+        self.world = world
+        self.prepared = prepared
         self.screen = Screen(cfg.log, silent=not world.is_main)
         self.logger = self._open_log()
         trace = folder.attempt / f"trace-{world.number}.json"
@@ -51,29 +54,30 @@ class RunContext:
             self.saver.start_silence_watch(self.log_failure)
         self.pace = Pace()
         self.times: StepTimes | None = None
-        """Time stamps of this rank's steps, where every rank trains the same model."""
+        """Time stamps of this rank's steps, if every rank trains the same model."""
         self.shards: AutoShards | None = None
-        """With shards=auto, what chooses the shards."""
+        """With shards=auto, chooses the shards."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
         self.step = 0
-        """Number of the newest step that is done."""
+        """Number of completed steps."""
         self.resumed_after = 0
-        """Number of the newest step that an earlier attempt has done."""
+        """Number of steps that earlier attempts completed."""
         self.total = 0
         """Steps of the whole run; 0 before `resume`."""
-        self.beat = 0.0
+        self.heartbeat_time = 0.0
+        """Time of the last heartbeat, by time.perf_counter()."""
         self.scores: dict[str, float] = {}
-        """Scores of the last evaluation, once training is over."""
+        """Scores of the last evaluation; empty until training is complete."""
         self.complete = False
         """True once all steps are done and the last evaluation is recorded."""
         self.memory: dict[str, int] = {}
-        """On rank 0, the peak bytes of each rank, once training is over."""
+        """On rank 0, peak memory of each rank in bytes; empty until training is complete."""
         self.finished = False
         self.generations: list[dict[str, Any]] = []
-        """Of an elastic run, each change of its ranks (see training/elastic/recovery)."""
-        self.leave_if_possible: Callable[[str], None] = lambda reason: None
-        """In an elastic run, ends this process as a lost rank where others can continue without it."""
+        """Changes of the ranks of an elastic run (see training/elastic/recovery)."""
+        self.exit_if_others_can_continue: Callable[[str], None] = lambda reason: None
+        """In an elastic run, ends this process as a lost rank if the others can continue without it."""
         if world.is_main:
             write_json(folder.attempt / "world.json", describe_world(world))
 
@@ -102,13 +106,13 @@ class RunContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of parameters and arithmetic."""
+        """Data type of parameters and arithmetic."""
         dtype: torch.dtype = getattr(torch, self.cfg.dtype)
         return dtype
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Index and number of the shards of a batch, for ranks that all train the same model."""
+        """Index of this rank's shard of a batch and number of shards, if all ranks train the same model."""
         return self.world.rank, self.world.size
 
     def batches(
@@ -119,72 +123,88 @@ class RunContext:
         targets: bool = True,
         keep_partial: bool = False,
     ) -> Loader:
-        """Return the batches of the training set for this rank, one for each optimizer step.
+        """Return this rank's batches of the training set, one per optimizer step.
 
-        `shard` (r, n) takes the r-th of n shards of each batch: those of `cfg.batch_plan` if it is this rank's, else
-        equal ones. A pipeline's first rank needs only inputs, its last one only targets. With `keep_partial` an epoch's
-        last batch may be smaller. Raises UserError where the training set has too few samples.
+        `shard` (r, n) selects the r-th of n shards of each batch. The shards have the sizes of `cfg.batch_plan` if
+        `shard` is `self.shard`, else equal sizes. The first rank of a pipeline needs only inputs, the last one only
+        targets. With `keep_partial` the last batch of an epoch may be smaller. Raises UserError if the training set has
+        too few samples.
         """
-        parts = {"inputs": inputs, "targets": targets, "drop_last": not keep_partial}
-        return self._make_loader(shard, **parts)
+        return self._make_loader(shard, inputs=inputs, targets=targets, drop_last=not keep_partial)
 
     def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
-        """Return the batches in `count` microbatches each, whose gradients one optimizer step adds up.
+        """Return batches of `count` microbatches, whose gradients one optimizer step accumulates.
 
-        Their sizes are those of `cfg.batch_plan`. A pipeline takes `batches`, which its engine splits.
+        Their sizes are those of `cfg.batch_plan`. A pipeline uses `batches` instead, which its engine splits.
         """
         return AccumulationLoader(self._make_loader(shard, batch=self.cfg.batch // count), count)
 
     def _make_loader(self, shard: tuple[int, int], **options: Any) -> Loader:
-        weights = self.cfg.batch_plan.weights if shard == self.shard else ()
-        options |= {"shard": shard, "weights": weights, "stop_requested": lambda: bool(self.saver.stop.number)}
-        return Loader.from_config(self.train_set, self.cfg, self.device, **options)
+        return Loader.from_config(
+            self.train_set,
+            self.cfg,
+            self.device,
+            shard=shard,
+            weights=self.cfg.batch_plan.weights if shard == self.shard else (),
+            stop_requested=lambda: bool(self.saver.stop.number),
+            **options,
+        )
 
     def load_example(self, samples: int) -> Tensor:
         """Return the first inputs [samples, ...] of the training set, on the device."""
         return self.train_set.load_inputs(slice(0, samples), self.device, self.dtype)
 
     def draw_batches(self, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's shard (inputs, targets) of at most `count` full batches in a random order given by `seed`.
+        """Yield this rank's shard (inputs, targets) of at most `count` full batches in the random order of `seed`.
 
-        They are apart from the order of training, and not augmented.
+        The order is independent of that of training. The samples are not augmented.
         """
-        size, (rank, ranks) = self.cfg.batch, self.shard
+        size = self.cfg.batch
+        rank, ranks = self.shard
         order = torch.from_numpy(draw_order(len(self.train_set), seed, 0))
-        for batch in order[: len(order) // size * size].view(-1, size)[:count]:
-            own = batch.view(ranks, -1)[rank]
-            yield (
-                self.train_set.load_inputs(own, self.device, self.dtype),
-                self.train_set.load_targets(own, self.device),
-            )
+        batches = order[: len(order) // size * size].view(-1, size)
+        for batch in batches[:count]:
+            samples = batch.view(ranks, -1)[rank]
+            inputs = self.train_set.load_inputs(samples, self.device, self.dtype)
+            yield inputs, self.train_set.load_targets(samples, self.device)
 
     # ---- training
 
     def resume(self, state: TrainState) -> int:
-        """Load the newest checkpoint of the run, if there is one; return the steps done. All ranks call it."""
-        self.state, self.total = state, self.cfg.total_steps(state.loader.steps)
+        """Load the newest checkpoint of the run, if any; return the number of completed steps. All ranks call it."""
+        self.state = state
+        self.total = self.cfg.total_steps(state.loader.steps)
+        parent = None
+        rows = 0
         loaded = self.saver.load(state)
-        parent, rows = None, 0
         if loaded is not None:
-            self.step, parent, rows = loaded.step, loaded.attempt, int(loaded.common["rows"])
+            self.step = loaded.step
             self.resumed_after = loaded.step
-            self.log_message(f"goes on after step {self.step}, saved by attempt {parent}")
+            parent = loaded.attempt
+            rows = int(loaded.common["rows"])
+            self.log_message(f"resumed from step {self.step} (attempt {parent})")
         if self.world.is_main:
             self.folder.write_parent(parent, self.step, rows)
         return self.step
 
     def open_metrics(self, state: TrainState, source: int) -> None:
-        """Begin to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
-        writer = MetricsWriter(self.folder.metrics_file, self._warn_of_disk)
-        seconds, began, show = self.cfg.log.seconds, self.saver.began, self._show_progress
-        kind = SharedMetricsLog if find_elastic(self.cfg) else MetricsLog
-        self.metrics = kind(self.world, writer, state.loader, source=source, seconds=seconds, began=began, show=show)
+        """Start to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
+        log_class = SharedMetricsLog if find_elastic(self.cfg) else MetricsLog
+        self.metrics = log_class(
+            self.world,
+            MetricsWriter(self.folder.metrics_file, self._warn_of_disk),
+            state.loader,
+            source=source,
+            seconds=self.cfg.log.seconds,
+            began=self.saver.began,
+            show=self._show_progress,
+        )
         self.saver.metrics = self.metrics
 
     def _warn_of_disk(self, text: str) -> None:
         """Log a warning that metrics cannot be written.
 
-        The saver reports a folder that is gone, and the checkpointer a disk that has already refused a checkpoint.
+        The saver reports a missing folder, and the checkpointer reports a disk that refused a checkpoint.
         """
         if not self.saver.watch.is_there():
             return
@@ -192,14 +212,14 @@ class RunContext:
         self.log_message(text, level)
 
     def stop_if_requested(self) -> None:
-        """Between two batches of an evaluation, write the heartbeat, and stop if any rank has a stop request."""
+        """Write the heartbeat, and stop if any rank has a stop request. Called between batches of an evaluation."""
         self.write_heartbeat(time.perf_counter())
         self.saver.stop_in_evaluation(self.step)
 
-    # ---- words and numbers
+    # ---- log, progress and measurements
 
     def _open_log(self) -> logging.Logger:
-        logging.raiseExceptions = False  # a full disk is reported by the files that matter more
+        logging.raiseExceptions = False  # a full disk is reported when metrics or checkpoints are written
         logger = logging.getLogger("run")
         logger.setLevel(logging.DEBUG)
         handler = logging.FileHandler(self.folder.log_file(self.world.number))
@@ -208,26 +228,29 @@ class RunContext:
         return logger
 
     def log_message(self, text: str, level: int = logging.INFO) -> None:
-        """Write to this rank's log file and, on rank 0 from log.level up, to the screen."""
+        """Write to this rank's log file and, on rank 0 from log.level up, to the terminal."""
         self.logger.log(level, text)
         if level >= logging.getLevelName(self.cfg.log.level.upper()):
             self.screen.print_line(text)
 
     def log_failure(self, error: BaseException | str) -> None:
-        """Write why this rank failed, and after which step, into its log."""
-        plain = isinstance(error, str | UserError | MachineError)
-        words = str(error) if plain else f"{type(error).__name__}: {error}"
-        self.logger.error("after step %d: %s", self.step, words, exc_info=None if plain else error)  # type: ignore[arg-type]
+        """Log the cause of this rank's failure and the last completed step; with a traceback if it is unexpected."""
+        if isinstance(error, str | UserError | MachineError):
+            self.logger.error("after step %d: %s", self.step, error)
+        else:
+            text = f"{type(error).__name__}: {error}"
+            self.logger.error("after step %d: %s", self.step, text, exc_info=error)
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
-        shown, speed = [f"{name} {value:.4g}" for name, value in newest.items()], self.samples_per_second()
+        columns = [f"{name} {value:.4g}" for name, value in newest.items()]
+        speed = self.samples_per_second()
         if speed and self.cfg.trains:
-            shown.append(f"{speed:.0f} samples/s")
-        self.screen.show_progress("step", step, self.total, "  ".join(shown))
+            columns.append(f"{speed:.0f} samples/s")
+        self.screen.show_progress("step", step, self.total, "  ".join(columns))
 
     @property
-    def own_unequal_samples(self) -> int | None:
-        """This rank's samples of a full batch, where the settings give ranks unequal shards; else None."""
+    def unequal_shard_samples(self) -> int | None:
+        """This rank's samples of a full batch if the settings give ranks unequal shards, else None."""
         if self.shards is not None:
             return self.shards.own_samples
         loader = self.state.loader if self.state else None
@@ -236,48 +259,50 @@ class RunContext:
         return loader.own_samples
 
     def write_heartbeat(self, now: float) -> None:
-        """Write this rank's heartbeat, at most every HEARTBEAT seconds; `now` by time.perf_counter()."""
-        if now - self.beat > HEARTBEAT:
-            self.beat = now
-            measured = {
-                "before_backward": self.times.estimate_seconds_to_backward() if self.times else None,
-                "samples": self.own_unequal_samples,
-            }
-            with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
-                self.folder.write_heartbeat(self.world.number, self.step, time.time(), **measured)
+        """Write this rank's heartbeat, at most every HEARTBEAT_SECONDS; `now` by time.perf_counter()."""
+        if now - self.heartbeat_time <= HEARTBEAT_SECONDS:
+            return
+        self.heartbeat_time = now
+        measured = {
+            "before_backward": self.times.estimate_seconds_to_backward() if self.times else None,
+            "samples": self.unequal_shard_samples,
+        }
+        with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
+            self.folder.write_heartbeat(self.world.number, self.step, time.time(), **measured)
 
     def log_image(self, step: int, name: str, pixels: Tensor) -> None:
         """Log an image [H, W] or [3, H, W], uint8 or floats from 0 to 1, to the run folder and W&B.
 
-        Rank 0's counts; the other ranks need not call it. Raises ValueError for another shape or an invalid name.
+        Only rank 0 writes; the other ranks need not call it. Raises ValueError for another shape or an invalid name.
         """
         if self.world.is_main:
             media.write_image(self.folder, step, name, pixels)
 
     def log_histogram(self, step: int, name: str, values: Tensor) -> None:
-        """Log how often values of a tensor of any shape fall into 64 bins; otherwise as `log_image`."""
+        """Log a histogram with 64 bins of a tensor of any shape; otherwise like `log_image`."""
         if self.world.is_main:
             media.write_histogram(self.folder, step, name, values)
 
     def step_seconds(self) -> float:
-        """Return the mean seconds of a step, evaluations and the first steps left out; 0 before there is one."""
+        """Return the mean seconds of a step without evaluations and the first steps; 0 if none was measured."""
         return self.pace.compute_mean()
 
     def samples_per_second(self) -> float:
-        """Return the samples per second over the same steps."""
+        """Return the samples per second over the steps of `step_seconds`."""
         steady = self.pace.list_steady()
         if not steady or self.state is None:
             return 0.0
-        samples = self.state.loader.count_samples
-        return (samples(self.step) - samples(self.step - len(steady))) / sum(steady)
+        count_samples = self.state.loader.count_samples
+        return (count_samples(self.step) - count_samples(self.step - len(steady))) / sum(steady)
 
     def close(self) -> None:
-        if self.total > 0:  # also of a rank that failed, the last heartbeat is of its last step
+        """Write the last heartbeat, and close log, profiler and terminal display."""
+        if self.total > 0:  # a rank that failed also records its last step
             self.write_heartbeat(math.inf)
         self.saver.close()
         for handler in self.logger.handlers[:]:
             self.logger.removeHandler(handler)
-            with contextlib.suppress(OSError):  # a full disk
+            with contextlib.suppress(OSError):  # the disk is full
                 handler.close()
         if self.profiler is not None:
             self.profiler.stop()

@@ -41,10 +41,10 @@ SOUND = {
     [
         ({}, ""),
         ({"versions": {"torch": "2.11.0", "numpy": "2.4"}}, "node3 (rank 2) has torch 2.11.0, the others 2.15.0"),
-        ({"address": ""}, "node3 (rank 2) does not know its own name"),
+        ({"address": ""}, "node3 (rank 2) cannot resolve its own name"),
         ({"address": "127.0.1.1"}, "node3 (rank 2) resolves its own name to 127.0.1.1"),
         ({"device": "H200"}, "node3 (rank 2) has H200, the others cpu"),
-        ({"cores": 1}, "node3 (rank 2) may use 1 cores, 4 were asked for"),
+        ({"cores": 1}, "node3 (rank 2) may use 1 cores, but 4 were requested"),
         ({"disk_free_gb": 0.1}, "node3 (rank 2) has 0.1 GB free"),
         ({"disk_free_gb": None}, "node3 (rank 2) has None GB free"),
         ({"all_reduce_right": False}, "node3 (rank 2) got a wrong sum"),
@@ -72,7 +72,7 @@ def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -
 def test_another_device_is_a_fault_unless_they_are_mixed() -> None:
     facts = [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
     facts[2] |= {"device": "NVIDIA H200", "gflop_per_s": 50_000.0}
-    remedy = "take hosts with the same devices, or join them by launch.mixed=true"
+    remedy = "use hosts with the same devices, or set launch.mixed=true"
     assert find_problems(facts, 3) == [f"node3 (rank 2) has NVIDIA H200, the others cpu; {remedy}"]
     assert find_problems(facts, 3, mixed=True) == [], "and nobody expects a CPU to be as fast"
     facts[1] |= {"gflop_per_s": 24.0}
@@ -165,7 +165,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
     ("why", "advice"),
     [
         ("the loss of step 3 is nan", 'RESUME={} ARGS="optim.lr=0.05"'),
-        ("rank 1 was killed by SIGKILL: the kernel ran out of memory", "RESUME={} where there is more memory, or"),
+        ("rank 1 was killed by SIGKILL: the kernel ran out of memory", "RESUME={} on a machine with more memory, or"),
         (
             "no valid checkpoint left (attempt 1 step 2); repair one",
             "RESUME={} after removing {}/attempts/*/checkpoints",

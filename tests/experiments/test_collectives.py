@@ -156,7 +156,7 @@ def test_three_ranks_add_up_exactly_in_every_type_also_where_a_vector_is_shorter
         ("all_reduce", "star, memory"),
     }
     assert done.result["exact_results"] == 2 * len(sides)
-    shared = f"3 ranks share {count_host_cores()} cores of this host and take turns: steps are slow"
+    shared = f"3 ranks share {count_host_cores()} cores of this host; steps will be slow"
     assert (shared in done.out) == (count_host_cores() < 3)
     assert "halving_doubling needs a power of two ranks, not 3: the ring is taken instead" in done.out
     sent = {p["side"]: p["bytes_sent"] for p in done.result["points"] if p["op"] == "all_reduce"}
@@ -207,7 +207,7 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
         done = resume(COLLECTIVES, copy, wrong)
         assert done.returncode == 2 and part in done.stderr and "Traceback" not in done.stderr, done.stderr
     done = resume(COLLECTIVES, folder)
-    assert done.returncode == 0 and "goes on after step 21" in done.stdout, done.stderr
+    assert done.returncode == 0 and "resumed from step 21" in done.stdout, done.stderr
     assert trained_steps(folder) == list(range(1, 41)) and folder.metrics()[:21] == before
     name = "all_reduce float32 gloo"
     times = [row[name] for row in folder.metrics() if row.get("bytes") == 1024 and name in row]

@@ -54,7 +54,8 @@ def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tm
     done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert (
-        "the checkpoint is of 2 ranks with parameters of their own, and here are 1; go on with 2 ranks" in done.stderr
+        "the checkpoint contains the different parameters of 2 ranks, but this run has 1; resume with 2 ranks"
+        in done.stderr
     )
     assert "are restored" not in done.stdout
     again = resume(BY_NAME["local_sgd"], folder, "start=20")

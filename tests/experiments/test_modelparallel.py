@@ -145,7 +145,7 @@ def test_what_does_not_fit_model_or_machine_is_told(tmp_path: Path) -> None:
     cases = {
         "split=[layer9_0]": "layer9_0 cannot begin a stage",
         "weights=/nowhere.pt": "weights=/nowhere.pt: no such file",
-        "devices=[cpu,cuda:7] memory_cap=500": "cuda:7 is not there",
+        "devices=[cpu,cuda:7] memory_cap=500": "cuda:7 does not exist",
         "stages=3 model=toy data.name=vectors": "stages=3 exceeds the 2 layers",
     }
     for word, words in cases.items():

@@ -101,7 +101,7 @@ def test_a_saved_state_has_all_pushes_of_its_steps_and_no_other(recorded: Done) 
 def test_an_asynchronous_run_goes_on_from_a_saved_state(recorded: Done, tmp_path: Path) -> None:
     folder = cut_off(recorded.folder, SAVED, tmp_path)
     done = resume(BY_NAME["param_server"], folder)
-    assert done.returncode == 0 and f"goes on after step {SAVED}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"resumed from step {SAVED}" in done.stdout, done.stderr
     assert trained_steps(folder) == list(range(1, STEPS + 1))
     for log in read_logs(folder, attempt=1):
         assert sorted(tickets_of(log)) == list(range(WORKERS * SAVED, WORKERS * STEPS))

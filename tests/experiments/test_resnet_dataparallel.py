@@ -115,7 +115,8 @@ def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str,
     result = done.result
     assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
     assert all(
-        len(values) == single_process_baseline.ROUNDS and min(values) > 0 for values in result["compare"].values()
+        len(values) == single_process_baseline.COMPARE_ROUNDS and min(values) > 0
+        for values in result["compare"].values()
     )
     told = ["after training, the strategies are compared in turns; compare=false leaves that out"]
     told += [f"comparison, round {number} of 3: {side}" for number in (1, 2, 3) for side in result["compare"]]

@@ -69,7 +69,7 @@ def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick
     whole = run(STAGED.name, *words, runs=tmp_path / "whole")
     folder = cut_off(whole.folder, 27, tmp_path)  # between the evaluations of steps 26 and 30
     done = resume(STAGED, folder, "optim.lr=0.5")
-    assert done.returncode == 0 and "goes on after step 27" in done.stdout, done.stderr
+    assert done.returncode == 0 and "resumed from step 27" in done.stdout, done.stderr
     scores = {row["global_step"]: row["test_loss"] for row in folder.metrics() if "test_loss" in row}
     assert list(scores) == [13, 26, 30] and scores[26] < min(scores[13], scores[30])
     assert storage.read_pointer(folder.attempts()[1], "best") is None

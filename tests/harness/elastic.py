@@ -142,7 +142,7 @@ def plant(faults: Faults) -> None:
         lambda store, *_: planted.reach("published", store.member.generation.number),
         after=True,
     )
-    before(Recovery, "_adopt", lambda self, _: planted.reach("copied", self.member.generation.number))
+    before(Recovery, "_apply_facts", lambda self, _: planted.reach("copied", self.member.generation.number))
 
 
 def keep_own_state() -> None:
@@ -165,7 +165,7 @@ def keep_old_mean() -> None:
 
 def keep_own_shards() -> None:
     """The mistake: each rank goes on with its own samples, and nobody takes those of the lost rank."""
-    Recovery._cut_batches = lambda *_: None  # type: ignore[method-assign]
+    Recovery._divide_batches = lambda *_: None  # type: ignore[method-assign]
 
 
 def take_time() -> None:

@@ -272,7 +272,7 @@ def judge(case: Case, target: Target, alone: Folder, err: str) -> str:
     steps = [checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)]
     again = resume(BY_NAME[case.name], folder)
     assert again.returncode == 0, f"the resumed run failed: {again.stderr}"
-    assert not steps or f"goes on after step {max(steps)}" in again.stdout, f"not resumed after {max(steps)}"
+    assert not steps or f"resumed from step {max(steps)}" in again.stdout, f"not resumed after {max(steps)}"
     wrong = differences(folder, alone)
     assert not wrong, f"after a resume: {wrong}"
     return f"ended early ({', '.join(reasons)}{note}), resumed after step {max(steps, default=0)}, equal"

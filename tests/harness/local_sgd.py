@@ -9,6 +9,7 @@ of MISTAKES, which it then makes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,12 +97,15 @@ def train(cfg: Any, special: str, world: World, prepared: Prepared, folder: Fold
 def make_mistake(name: str, world: World) -> list[tuple[Any, str, Any]]:
     """What to put in place of what in local_sgd."""
 
-    def average(worker: LocalWorker, vector: Tensor) -> Tensor:
-        total = worker.exchange.average(vector)
+    average_rightly = LocalWorker._average
+
+    def average(worker: LocalWorker, tensors: Sequence[Tensor]) -> list[Tensor]:
         if name == "sums_momentum":
-            return total * world.size
-        dist.broadcast(vector, 0)
-        return vector
+            return [mean * world.size for mean in average_rightly(worker, tensors)]
+        copies = [tensor.clone() for tensor in tensors]
+        for copy in copies:
+            dist.broadcast(copy, 0)
+        return copies
 
     def ends_round(cfg: Config, step: int, total: int) -> bool:
         return step * world.size % cfg.every == 0 or step == total

@@ -69,7 +69,7 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         process.send_signal(number)
         out, err = process.communicate(PATIENCE)
         assert process.returncode == (128 + number if number == signal.SIGINT else EXIT_RESUMABLE), out + err
-        assert "Traceback" not in err and "go on with: make exp RESUME=" in err, err
+        assert "Traceback" not in err and "resume with: make exp RESUME=" in err, err
         folder = only_folder(runs)
         (checkpoint,) = storage.list_resumable_checkpoints(folder)
         assert checkpoint.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"

@@ -35,7 +35,7 @@ class Breach(NamedTuple):
 
 
 BREACHES = {
-    "no optimizer": Breach("class Own(torch.optim.Optimizer)", "class Own", "no subclass of torch.optim.Optimizer"),
+    "no optimizer": Breach("class Own(torch.optim.Optimizer)", "class Own", "not a subclass of torch.optim.Optimizer"),
     "another class": Breach("class Own", "class Other", "has no class 'Own'; it has Other"),
     "no defaults": Breach('{"lr": lr, "foreach": False}', "{}", "own.py:8: its parameter groups have no lr: pass"),
     "an error": Breach("super()", "1 / 0; super()", "own.py:6: ZeroDivisionError: division by zero"),
@@ -46,17 +46,19 @@ BREACHES = {
     "rate of the first step": Breach(
         '-group["lr"]', '-self.state[p].setdefault("lr", group["lr"])', "keeps the learning rate of the first step"
     ),
-    "add for add_": Breach("p.add_(", "p.add(", "5 steps leave 0.weight as it was: p.add_ changes a parameter"),
+    "add for add_": Breach(
+        "p.add_(", "p.add(", "5 steps leave 0.weight unchanged: use p.add_, which updates a parameter"
+    ),
     "state elsewhere": Breach(
-        "self.state[p]", "vars(self).setdefault('memory', {}).setdefault(p, {})", "after a resume it does not go on"
+        "self.state[p]", "vars(self).setdefault('memory', {}).setdefault(p, {})", "steps after a resume differ"
     ),
     "takes inf": Breach(
-        "    @torch", "    _step_supports_amp_scaling = True\n\n    @torch", "a step that GradScaler leaves out"
+        "    @torch", "    _step_supports_amp_scaling = True\n\n    @torch", "a step that GradScaler skips"
     ),
     "divides by zero": Breach(
         "if not state:",
         "p.grad.div_(p.grad.norm())\n                if not state:",
-        "gradients of 0 make parameters that are no finite number",
+        "gradients of 0 make parameters NaN or infinite",
     ),
     "every gradient is needed": Breach("if p.grad is None", "if False", "own.py:17: TypeError"),
     "another foreach": Breach(

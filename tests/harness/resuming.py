@@ -110,7 +110,7 @@ def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path, *wo
     folder = cut_off(whole.folder, step, place)
     done = resume(entry, folder, *words, real=real)
     assert done.returncode == 0, f"resumed after step {step}: {done.stderr}"
-    assert f"goes on after step {step}" in done.stdout, done.stdout
+    assert f"resumed from step {step}" in done.stdout, done.stdout
     assert not (found := differences(folder, whole.folder)), f"resumed after step {step}: {found} differ"
     times = [row["time"] for row in folder.metrics()]
     assert times == sorted(times), "the clock of the run goes on, too"

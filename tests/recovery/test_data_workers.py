@@ -59,7 +59,7 @@ def test_a_run_survives_workers_that_stop_and_die(tmp_path: Path, digits: tuple[
         end_session(process.pid)
     assert process.returncode == 1, out + err
     assert "was killed by SIGKILL" in err and "data worker 0" in err and "Traceback" not in err, err
-    assert "go on with: make exp RESUME=" in err
+    assert "resume with: make exp RESUME=" in err
 
     done = execute(again, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def test_a_run_that_can_fork_no_worker_names_the_limit(tmp_path: Path, digits: t
         assert process.returncode == 1, out + err
     (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "rank 0 failed: no more threads or processes can be started: pids.max of control group" in message
-    assert "Traceback" not in err and "restart from step 0" not in err and "go on with: make exp RESUME=" in err, err
+    assert "Traceback" not in err and "restart from step 0" not in err and "resume with: make exp RESUME=" in err, err
 
     assert "no more threads or processes can be started; raise" in examine_run(folder)["cause"]
     again = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]

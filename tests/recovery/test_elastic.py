@@ -92,7 +92,7 @@ def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
     assert done.status == 137 and Broken.STATE_LOST.value in done.err and "RESUME=" in done.err, done.err
     assert Broken.STATE_LOST.value in done.folder.result["reason"], done.folder.result
     again = resume(BY_NAME["ddp_multinode"], done.folder)
-    assert again.returncode == 0 and re.search(r"goes on after step (4|8|12)\b", again.stdout), again.stderr
+    assert again.returncode == 0 and re.search(r"resumed from step (4|8|12)\b", again.stdout), again.stderr
     assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
     (change,) = done.folder.result["measured"]["generations"]
     assert (change["attempt"], change["lost"], change["joined"]) == (1, [1], []), "what the first attempt went through"

@@ -112,7 +112,7 @@ def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
     assert reason in done.err and reason in done.folder.result["reason"], done.err
     assert [row["global_step"] for row in done.folder.metrics() if "loss" in row][-1] >= 8
     again = resume(BY_NAME[NAME], done.folder)
-    assert again.returncode == 0 and "goes on after step 8" in again.stdout, again.stderr
+    assert again.returncode == 0 and "resumed from step 8" in again.stdout, again.stderr
     assert not differences(done.folder, train_alone(tmp_path_factory, *words, name=NAME))
 
 

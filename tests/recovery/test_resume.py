@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_fewer_processes_and_then_with_more(
         folder = cut_off(folder, step, tmp_path / str(step))
         done = resume(entry, folder, *entry.spread(after))
         assert done.returncode == 0, done.stderr
-        assert f"goes on after step {step}" in done.stdout
+        assert f"resumed from step {step}" in done.stdout
         assert f"saved by {before} rank" in done.stdout
         losses = [row["loss"] for row in folder.metrics() if "loss" in row]
         assert losses == pytest.approx(whole.losses, abs=1e-9, rel=0) and len(losses) == steps
@@ -145,8 +145,8 @@ def test_make_exp_goes_on_with_the_code_of_the_run(
     told = submit()
     assert told.returncode == 0, told.stderr
     assert "this is the code of then\n" in told.stdout
-    assert "goes on after step 9" in told.stdout and "saved by 2 ranks, resumed by 1" in told.stdout
-    assert "resumed with other settings than in config.yaml: stages 2 -> 1\n" in told.stdout
+    assert "resumed from step 9" in told.stdout and "saved by 2 ranks, resumed by 1" in told.stdout
+    assert "resumed with settings other than in config.yaml: stages 2 -> 1\n" in told.stdout
     changed = json.loads((folder.attempts()[-1].attempt / "changed.json").read_text())
     assert changed == {"stages": ["2", "1"]}
     assert trained_steps(folder) == list(range(1, STEPS + 1))

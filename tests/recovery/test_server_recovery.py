@@ -28,7 +28,7 @@ def test_a_dead_server_is_named_and_goes_on_from_its_checkpoint(tmp_path: Path, 
     folder = only_folder(tmp_path / "killed")
     steps = max(trained_steps(folder)) + 5
     done = resume(SERVED, folder, f"steps={steps}")
-    assert done.returncode == 0 and "goes on after step" in done.stdout, done.stderr
+    assert done.returncode == 0 and "resumed from step" in done.stdout, done.stderr
     whole = run(SERVED.name, *words, f"steps={steps}", runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
     assert trained_steps(folder) == list(range(1, steps + 1))

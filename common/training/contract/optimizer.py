@@ -1,4 +1,4 @@
-"""The contract of an optimizer: what schedules, checkpoints, GradScaler and FSDP2 need of it, tried on three layers."""
+"""The contract of an optimizer: the behaviour that schedules, checkpoints, GradScaler and FSDP2 rely on, as checks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from configs.launch import Launch
 from configs.shared import Optim
 
 RATE = 0.1
-CLOSE = 1e-12  # by how much, relative, float64 values of the same arithmetic in another order may differ
-SEVERAL = 5  # steps within which an optimizer moves every parameter: one that gathers gradients does not in each
-MISSING_RATE = 'its parameter groups have no lr: pass {"lr": lr} to super().__init__, and read group["lr"] in step'
+RELATIVE_TOLERANCE = 1e-12  # between float64 values of the same arithmetic in a different order
+SEVERAL_STEPS = 5  # within which every parameter changes; an optimizer that accumulates gradients may skip steps
 
 
 class Trial:
-    """An optimizer of three small layers of float64, which hold the same values and get the same gradients each time.
+    """An optimizer of three small float64 layers with the same initial values and gradients in each trial.
 
-    `shard` is called with the layers before the optimizer is built. torch's own generator is seeded anew each time.
+    `shard` is called with the layers before the optimizer is built. Each trial seeds torch's global generator.
     """
 
     def __init__(self, optim: Optim, shard: Callable[[nn.Module], object] = lambda model: None) -> None:
@@ -42,165 +41,187 @@ class Trial:
         for parameter in model.parameters():
             nn.init.normal_(parameter)
         shard(model)
-        self.named = list(model.named_parameters())
+        self.parameters = list(model.named_parameters())
         self.optimizer = optimizers.build_optimizer(model.parameters(), replace(optim, lr=RATE), scaled=True)
 
     def set_gradients(self, number: int, scale: float = 1.0) -> None:
-        """Set the gradients of a step, multiplied by `scale`."""
-        torch.manual_seed(number)  # also for an optimizer that draws numbers
-        for _, parameter in self.named:
+        """Set the gradients of step `number`, multiplied by `scale`."""
+        torch.manual_seed(number)  # also for an optimizer that draws random numbers
+        for _, parameter in self.parameters:
             gradient = scale * torch.randn(parameter.shape, dtype=torch.float64)
             parameter.grad = state_dicts.shard_like(gradient, parameter)
 
     def take_steps(self, numbers: Iterable[int], rate: float = RATE, scale: float = 1.0) -> Trial:
-        """Take the steps of these numbers, with the learning rate set before each as a run does; return itself."""
+        """Take steps with these numbers, setting the learning rate before each as a run does; return itself."""
         for number in numbers:
             optimizers.set_learning_rate(self.optimizer, rate)
             self.set_gradients(number, scale)
             self.optimizer.step()
         return self
 
-    def read_values(self) -> dict[str, Tensor]:
-        """Return the full parameters by name."""
-        return {name: state_dicts.full_tensor(parameter.detach()).clone() for name, parameter in self.named}
+    def copy_parameters(self) -> dict[str, Tensor]:
+        """Return copies of the full parameters by name."""
+        return {name: state_dicts.full_tensor(parameter.detach()).clone() for name, parameter in self.parameters}
 
 
-def find_difference(one: Trial, other: Trial, tolerance: float = 0.0) -> str | None:
-    """Return the name of a parameter that is not the same in both, relative to its largest value; None without any."""
-    ours, theirs = one.read_values(), other.read_values()
-    for name, value in ours.items():
-        if not (value - theirs[name]).abs().max() <= tolerance * value.abs().max():  # so that NaN differs
+def find_difference(first: Trial, second: Trial, tolerance: float = 0.0) -> str | None:
+    """Return the name of a parameter that differs between two trials, or None.
+
+    `tolerance` is relative to the largest value of the parameter. NaN differs from everything.
+    """
+    references = second.copy_parameters()
+    for name, tensor in first.copy_parameters().items():
+        difference = (tensor - references[name]).abs().max()
+        if not difference <= tolerance * tensor.abs().max():
             return name
     return None
 
 
-# ---- the parts of the contract: each raises ValueError with what is wrong and what to do
+# ---- the parts of the contract: each raises ValueError with the problem and its remedy
 
 
-def check_interface(optim: Optim) -> None:
+def check_step_interface(optim: Optim) -> None:
     """Check that a run can call the optimizer."""
     optimizer = Trial(optim).optimizer
     step = inspect.unwrap(type(optimizer).step)
     if step is inspect.unwrap(Optimizer.step):
-        raise ValueError("it has no method step(self), which changes the parameters by their gradients")
-    takes = list(inspect.signature(step).parameters.values())[1:]
-    needed = [one.name for one in takes if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
-    if needed:
-        raise ValueError(f"step needs {needed[0]}: a run calls step(), once after each backward; give it a default")
+        raise ValueError("it has no method step(self), which updates the parameters from their gradients")
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    required = [parameter.name for parameter in positional if parameter.default is parameter.empty]
+    if required:
+        raise ValueError(f"step needs {required[0]}: a run calls step(), once after each backward; give it a default")
     if any(not math.isclose(group.get("lr", math.nan), RATE) for group in optimizer.param_groups):
-        raise ValueError(MISSING_RATE)
+        problem = "its parameter groups have no lr"
+        raise ValueError(f'{problem}: pass {{"lr": lr}} to super().__init__, and read group["lr"] in step')
 
 
 def check_learning_rate(optim: Optim) -> None:
-    """Check that the optimizer takes its learning rate from the parameter groups, in each step."""
-    start, first, second = Trial(optim), range(SEVERAL), range(SEVERAL, 2 * SEVERAL)
-    if find_difference(start, Trial(optim).take_steps(first, 0.0)):
+    """Check that each step uses the learning rate of the parameter groups."""
+    start = Trial(optim)
+    numbers = range(SEVERAL_STEPS)
+    if find_difference(start, Trial(optim).take_steps(numbers, 0.0)):
         raise ValueError('step changes parameters at a learning rate of 0: read group["lr"], which the schedule sets')
-    moved = Trial(optim).take_steps(first)
-    before, after = start.read_values(), moved.read_values()
-    still = [name for name in before if torch.equal(before[name], after[name])]
-    if still:
-        what = f"{SEVERAL} steps leave {still[0]} as it was"
-        raise ValueError(f"{what}: p.add_ changes a parameter, p.add makes another tensor")
-    if not find_difference(moved.take_steps(second), Trial(optim).take_steps(first).take_steps(second, RATE / 2)):
+
+    stepped = Trial(optim).take_steps(numbers)
+    before = start.copy_parameters()
+    after = stepped.copy_parameters()
+    unchanged = [name for name in before if torch.equal(before[name], after[name])]
+    if unchanged:
+        problem = f"{SEVERAL_STEPS} steps leave {unchanged[0]} unchanged"
+        raise ValueError(f"{problem}: use p.add_, which updates a parameter; p.add returns a new tensor")
+
+    slower = Trial(optim).take_steps(numbers)
+    numbers = range(SEVERAL_STEPS, 2 * SEVERAL_STEPS)
+    if not find_difference(stepped.take_steps(numbers), slower.take_steps(numbers, RATE / 2)):
         raise ValueError('step keeps the learning rate of the first step: read group["lr"], which the schedule sets')
 
 
 def check_resume(optim: Optim) -> None:
-    """Check that state by parameter name, as a checkpoint has it, is all that the next step needs."""
-    ours, resumed = Trial(optim).take_steps([1, 2, 3]), Trial(optim)
+    """Check that the next step depends only on the state that a checkpoint contains, by parameter name."""
+    trial = Trial(optim).take_steps([1, 2, 3])
     file = io.BytesIO()
-    state = state_dicts.collect_optimizer_state(ours.optimizer, ours.named)
-    torch.save(state_dicts.to_plain([ours.read_values(), state], "optimizer"), file)
-    values, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    state_dicts.load_tensors(resumed.named, values)
-    state_dicts.load_optimizer_state(resumed.optimizer, resumed.named, state)
-    if find_difference(ours.take_steps([4, 5]), resumed.take_steps([4, 5])):
-        what = "after a resume it does not go on as without one"
-        raise ValueError(f"{what}: what a step leaves for the next belongs into self.state[parameter], not elsewhere")
+    state = state_dicts.collect_optimizer_state(trial.optimizer, trial.parameters)
+    torch.save(state_dicts.to_plain([trial.copy_parameters(), state], "optimizer"), file)
+    file.seek(0)
+    parameters, state = torch.load(file, weights_only=True)
+
+    resumed = Trial(optim)
+    state_dicts.load_tensors(resumed.parameters, parameters)
+    state_dicts.load_optimizer_state(resumed.optimizer, resumed.parameters, state)
+    if find_difference(trial.take_steps([4, 5]), resumed.take_steps([4, 5])):
+        problem = "steps after a resume differ from those without one"
+        raise ValueError(f"{problem}: store everything that later steps need in self.state[parameter]")
 
 
 def check_skipped_step(optim: Optim) -> None:
-    """Check that steps which GradScaler leaves out, also the very first, leave no trace."""
-    ours, scaler = Trial(optim), GradScaler("cpu")
-    scaler.scale(torch.zeros(()))  # it has no scale before
+    """Check that steps which GradScaler skips, even the very first, have no effect."""
+    trial = Trial(optim)
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.zeros(()))  # initialises the scale
     for number in (0, 1, 0, 2):
-        ours.set_gradients(number, scaler.get_scale() if number else math.inf)
-        scaler.step(ours.optimizer)
+        trial.set_gradients(number, scaler.get_scale() if number else math.inf)
+        scaler.step(trial.optimizer)
         scaler.update()
-    if find_difference(Trial(optim).take_steps([1, 2]), ours, CLOSE):
-        raise ValueError("a step that GradScaler leaves out, because a gradient is inf, changes parameters or state")
+    if find_difference(Trial(optim).take_steps([1, 2]), trial, RELATIVE_TOLERANCE):
+        raise ValueError("a step that GradScaler skips because a gradient is inf changes parameters or state")
 
 
 def check_zero_gradients(optim: Optim) -> None:
-    """Check that gradients of zero do no harm."""
+    """Check that parameters stay finite after gradients of zero."""
     trial = Trial(optim).take_steps([1, 2], scale=0.0).take_steps([3])
-    if not all(value.isfinite().all() for value in trial.read_values().values()):
-        raise ValueError("gradients of 0 make parameters that are no finite number: add a small number to a divisor")
+    if not all(tensor.isfinite().all() for tensor in trial.copy_parameters().values()):
+        raise ValueError("gradients of 0 make parameters NaN or infinite: add a small number to the divisor")
 
 
 def check_missing_gradient(optim: Optim) -> None:
-    """Check that a parameter without gradient stays as it is, and the others move."""
-    trial, start = Trial(optim), Trial(optim).read_values()
-    name, parameter = trial.named[0]
-    for number in range(SEVERAL):
+    """Check that a parameter without gradient does not change, and that the others do."""
+    trial = Trial(optim)
+    before = trial.copy_parameters()
+    name, parameter = trial.parameters[0]
+    for number in range(SEVERAL_STEPS):
         trial.set_gradients(number)
         parameter.grad = None
         trial.optimizer.step()
-    values = trial.read_values()
-    if not torch.equal(values.pop(name), start[name]):
-        raise ValueError("step changes a parameter that has no gradient: leave out those whose grad is None")
-    if any(torch.equal(value, start[other]) for other, value in values.items()):
-        raise ValueError("step leaves parameters as they were because another one has no gradient")
+    after = trial.copy_parameters()
+    if not torch.equal(after.pop(name), before[name]):
+        raise ValueError("step changes a parameter that has no gradient: skip parameters whose grad is None")
+    if any(torch.equal(tensor, before[other]) for other, tensor in after.items()):
+        raise ValueError("step leaves parameters unchanged because another one has no gradient")
 
 
 def check_foreach_and_fused(optim: Optim) -> None:
-    """Check that foreach and fused, where the optimizer has them, compute what its loop over parameters does."""
-    forms = ("foreach", "fused")
+    """Check that foreach and fused, if the optimizer has them, compute the same as its loop over parameters."""
+    options = ("foreach", "fused")
 
-    def choose(form: str) -> Trial:
+    def take_steps_with(option: str) -> Trial:
         trial = Trial(optim)
         for group in trial.optimizer.param_groups:
-            group |= {name: name == form for name in forms if name in group}
+            for name in options:
+                if name in group:
+                    group[name] = name == option
         return trial.take_steps([1, 2, 3])
 
-    for form in forms:
-        if form in Trial(optim).optimizer.param_groups[0] and find_difference(choose("loop"), choose(form), CLOSE):
-            raise ValueError(f"{form}=True gives other parameters than the loop over them")
+    group = Trial(optim).optimizer.param_groups[0]
+    for option in options:
+        if option not in group:
+            continue
+        if find_difference(take_steps_with("loop"), take_steps_with(option), RELATIVE_TOLERANCE):
+            raise ValueError(f"{option}=True gives other parameters than the loop over them")
 
 
 CHECKS: dict[str, Callable[[Optim], None]] = {
-    "a run can call it": check_interface,
-    "the schedule sets its learning rate": check_learning_rate,
-    "it resumes to the bit": check_resume,
-    "a step that GradScaler leaves out leaves no trace": check_skipped_step,
-    "gradients of zero do no harm": check_zero_gradients,
-    "a parameter without gradient stays": check_missing_gradient,
-    "foreach and fused equal the loop": check_foreach_and_fused,
+    "a run can construct it and call step()": check_step_interface,
+    "each step uses the learning rate of the schedule": check_learning_rate,
+    "steps after a resume are identical": check_resume,
+    "a step that GradScaler skips has no effect": check_skipped_step,
+    "gradients of zero leave parameters finite": check_zero_gradients,
+    "parameters without gradient do not change": check_missing_gradient,
+    "foreach and fused match the loop": check_foreach_and_fused,
 }
 
 
-def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda words: None) -> None:
-    """Try an optimizer in this process; `passed` gets each part of the contract that it keeps. Raises UserError.
+def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name: None) -> None:
+    """Check an optimizer in this process; call `passed` with the name of each passed check. Raises UserError.
 
-    A process that forks others does not call it: it executes a user's file, which may start threads.
+    Do not call it in a process that forks others: it executes a user's file, which may start threads.
     """
     with torch.random.fork_rng([]):
         step: Any = inspect.unwrap(type(Trial(optim).optimizer).step)
-        own = step if step.__code__.co_filename == optim.name.rpartition(":")[0] else None
-        for words, check in CHECKS.items():
-            with locate_errors("optim.name", optim.name, own):
+        is_custom = step.__code__.co_filename == optim.name.rpartition(":")[0]
+        for name, check in CHECKS.items():
+            with locate_errors("optim.name", optim.name, step if is_custom else None):
                 check(optim)
-            passed(words)
+            passed(name)
 
 
-def check_optimizer_of_run(optim: Optim, code: Path, *, named: bool) -> None:
-    """Try a user's own optimizer on a rank; from now on it reads the files that its run keeps. Raises UserError.
+def check_optimizer_of_run(optim: Optim, code: Path, *, is_new_run: bool) -> None:
+    """Check a custom optimizer on a rank, which from now on uses the run's copies of custom files.
 
-    With `named`, in a new run, it is tried in the file that was named, so that errors name this one.
+    In a new run the original file is checked, so that errors name it. Raises UserError.
     """
     if ":" in optim.name:
-        check_optimizer(optim if named else own_files.point_to_kept_files(optim, code))
+        check_optimizer(optim if is_new_run else own_files.point_to_kept_files(optim, code))
     own_files.use_kept_files(optim, code)
 
 
@@ -208,27 +229,27 @@ def check_optimizer_of_run(optim: Optim, code: Path, *, named: bool) -> None:
 
 
 def compare_sharded(optim: Optim, ranks: int) -> None:
-    """Raise ValueError unless parameters sharded by FSDP2 get the values of full ones. All ranks call it."""
+    """Raise ValueError if parameters sharded by FSDP2 get other values than full ones. All ranks call it."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard  # two seconds to import
+    from torch.distributed.fsdp import fully_shard  # takes two seconds to import
 
     mesh = init_device_mesh("cpu", (ranks,))
     sharded = Trial(optim, lambda model: fully_shard(model, mesh=mesh)).take_steps([1, 2, 3])
-    if find_difference(Trial(optim).take_steps([1, 2, 3]), sharded, CLOSE):
-        what = "parameters that FSDP2 shards get other values than full ones"
-        raise ValueError(f"{what}: a norm of a shard is not that of the tensor, which full_tensor() gives")
+    if find_difference(Trial(optim).take_steps([1, 2, 3]), sharded, RELATIVE_TOLERANCE):
+        problem = "parameters sharded by FSDP2 get other values than full ones"
+        raise ValueError(f"{problem}: the norm of a shard is not that of the tensor, which full_tensor() returns")
 
 
 def check_on_ranks(optim: Optim, passed: Callable[[str], object]) -> int:
-    """Try an optimizer on two ranks, which are forked here, also with sharded parameters; return the exit status."""
+    """Check an optimizer on two forked ranks, also with sharded parameters; return the exit status."""
 
-    def try_parts(info: RankInfo) -> None:
-        with rendezvous.joined_world(info, Launch(device="cpu")) as world:
+    def check_rank(rank_info: RankInfo) -> None:
+        with rendezvous.joined_world(rank_info, Launch(device="cpu")) as world:
             if world.is_main:
                 check_optimizer(optim, passed)
             with locate_errors("optim.name", optim.name):
                 compare_sharded(optim, world.size)
             if world.is_main:
-                passed("with parameters that FSDP2 shards it computes the values of full ones")
+                passed("parameters sharded by FSDP2 get the values of full ones")
 
-    return local_launcher.run_ranks(try_parts, 2, 1, lambda: None)
+    return local_launcher.run_ranks(check_rank, 2, 1, lambda: None)

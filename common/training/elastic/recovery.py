@@ -1,9 +1,9 @@
-"""Recovery of a rank of an elastic run: it discards a step that failed, and goes on with the ranks that are left.
+"""Recovery of a rank of an elastic run: it discards a failed step, and continues with the remaining ranks.
 
-A rank whose collective fails signs in with the coordinator. Once all that live have done so they are a generation, with
-a process group of its own. A step can have been completed by some ranks only, so the state of a generation is that of
-any rank which has completed most; at most one step lies between them. The batches of the steps stay the same, and so do
-the losses.
+A rank whose collective fails signs in with the coordinator. Once all living ranks have signed in, they form a
+generation with its own process group. A step may have been completed by some ranks only. A generation therefore starts
+from the state of a rank that completed the most steps; the others are at most one step behind. The batches of the
+steps stay the same, and so do the losses.
 """
 
 from __future__ import annotations
@@ -39,61 +39,62 @@ from common.training.run_context import RunContext
 from configs.batch_plan import cut_batch
 from configs.elastic import Elastic
 
-IN_VAIN = 3  # generations in a row without a loss and without a step
+MAX_EMPTY_GENERATIONS = 3  # in a row: no rank lost or joined, no step completed
 
 
 @dataclasses.dataclass
-class Change:
-    """Change of the ranks since the last generation that was recorded."""
+class RankChange:
+    """Change of the ranks since the last recorded generation."""
 
     lost: list[int] = dataclasses.field(default_factory=list)
     joined: list[int] = dataclasses.field(default_factory=list)
     discarded: float = 0.0
-    """Seconds of the step that failed; 0 where the rank whose state counts has completed it."""
+    """Seconds of the failed step; 0 if the source rank of the new generation completed it."""
 
 
 class Recovery:
-    """This rank's part in an elastic run, from its first step to the end of the last evaluation."""
+    """Recovery of this rank in an elastic run, from the first step to the end of the last evaluation."""
 
     def __init__(self, run: RunContext, state: TrainState, settings: Elastic) -> None:
-        """Raises UserError where the run cannot go on without a rank."""
+        """Raises UserError if the run cannot continue without a rank."""
         world = run.world
         if world.backend != "gloo":
-            raise UserError("elastic=true: ranks on GPUs cannot go on without each other; add launch.device=cpu")
+            raise UserError("elastic=true: ranks on GPUs cannot continue without each other; add launch.device=cpu")
         if not world.coordinator:
             raise UserError(
-                f"elastic=true: {world.launcher} ends all ranks when one is lost; use make exp, or start the "
-                "experiment's script itself, or leave elastic out"
+                f"elastic=true: {world.launcher} stops all ranks when one is lost; use make exp, or start the "
+                "experiment's script directly, or omit elastic"
             )
         assert isinstance(run.metrics, SharedMetricsLog)
-        self.run, self.state, self.metrics = run, state, run.metrics
-        run.leave_if_possible = self.leave_if_possible
+        self.run = run
+        self.state = state
+        self.metrics = run.metrics
+        run.exit_if_others_can_continue = self.exit_if_others_can_continue
         group.update_world(world, launched_as=world.number)
         self.joining = world.joins
-        self.writes = world.is_main
-        """True where this rank writes the metrics: on rank 0 of the newest generation that was formed completely."""
+        self.writes_metrics = world.is_main
+        """True on rank 0 of the newest completely formed generation."""
         self.join_agreed = False
-        """True where all ranks know that another one waits for them to leave their generation."""
+        """True if all ranks know that another rank waits to join."""
         self.leaving = False
-        """True where all leave it between two steps."""
-        os.register_at_fork(after_in_child=gc.freeze)  # process groups that a data worker frees would end it
-        self.in_vain = 0
-        self.began = time.perf_counter()
-        """When the newest step began."""
+        """True if all ranks leave the generation between two steps."""
+        os.register_at_fork(after_in_child=gc.freeze)  # freeing process groups would terminate a data worker
+        self.empty_generations = 0
+        self.step_start = time.perf_counter()
+        """Time at which the newest step started."""
         self.discarded = 0.0
-        """Seconds of the step that failed last."""
+        """Seconds of the last failed step."""
         self.shared = SharedValues()
-        self.buffers = [value for _, value in state.buffers]
-        self.buffers_before = [torch.empty_like(value) for value in self.buffers]
-        """The buffers at the beginning of the step that is taken."""
+        self.buffers = [buffer for _, buffer in state.buffers]
+        self.buffers_before = [torch.empty_like(buffer) for buffer in self.buffers]
+        """Buffers at the start of the current step."""
         self.random_before = torch.empty(0)
-        """torch's random state there."""
-        key = os.environ.get(KEY, "")
+        """torch's random state at the start of the current step."""
         self.member = Member(
             world.coordinator,
             world.number,
             settings.timeout,
-            key,
+            os.environ.get(KEY, ""),
             joins=world.joins,
             irreplaceable=state.irreplaceable,
         )
@@ -104,58 +105,60 @@ class Recovery:
     # ---- steps
 
     def begin_step(self) -> None:
-        """Keep what a step changes before its update, to do it again if it fails."""
-        self.began = time.perf_counter()
+        """Save what a step changes before its update, so that a failed step can be repeated."""
+        self.step_start = time.perf_counter()
         self.shared = SharedValues()
         copy_tensors(self.buffers, self.buffers_before)
         self.random_before = torch.get_rng_state()
 
     def share(self, values: Values) -> None:
-        """Start to average values of a step over the ranks, and to tell them whether a rank waits to join."""
+        """Start to average values of a step over the ranks, and to agree whether a rank waits to join."""
         self.shared.start(values, self.member.join_waits)
 
     def commit(self) -> dict[str, float]:
-        """Return the means of what a step has logged, before its update: each rank then knows them.
+        """Return the means of the values logged in a step, before its update. All ranks call it.
 
-        Raises RuntimeError where a rank is lost.
+        Raises RuntimeError if a rank is lost.
         """
         if not self.shared.started:
             self.share({})
         means, self.join_agreed = self.shared.finish(self.run.world.size)
-        self.in_vain = 0
+        self.empty_generations = 0
         return means
 
     def leave_if_rank_joins(self) -> None:
-        """Leave the generation between two steps, where a rank waits to join: all do. Raises GenerationOver then."""
+        """Leave the generation between two steps if a rank waits to join. All ranks leave; raises GenerationOver."""
         if self.join_agreed:
             self.leaving = True
             raise GenerationOver("a rank joins")
 
     @torch.no_grad()
     def discard_step(self) -> None:
-        """Go back to the beginning of the step that failed: batch, buffers, random state."""
-        self.discarded = time.perf_counter() - self.began
+        """Restore batch position, buffers and random state of the start of the failed step."""
+        self.discarded = time.perf_counter() - self.step_start
         copy_tensors(self.buffers_before, self.buffers)
         torch.set_rng_state(self.random_before)
-        loader, done = self.state.loader, self.run.step
+        loader = self.state.loader
+        done = self.run.step
         epoch = done // loader.steps
         position = loader.count_samples(done) - loader.count_samples(epoch * loader.steps)
         loader.load_state_dict({"epoch": epoch, "position": position})
 
-    def is_loss(self, error: object) -> bool:
-        """Return whether an error may come from the loss of another rank, or from one that joins."""
+    def may_come_from_rank_change(self, error: object) -> bool:
+        """Return whether an error may be caused by the loss of another rank, or by one that joins."""
         if not isinstance(error, RuntimeError) or isinstance(error, DataWorkerError):
             return False
-        known = isinstance(error, GenerationOver) or self.member.over
-        return known or "gloo" in str(error).lower() or is_timeout(error)
+        if isinstance(error, GenerationOver) or self.member.over:
+            return True
+        return "gloo" in str(error).lower() or is_timeout(error)
 
-    def leave_if_possible(self, reason: str) -> None:
-        """End this process as a lost rank, which can be started again, where others can continue without it."""
+    def exit_if_others_can_continue(self, reason: str) -> None:
+        """Exit this process as a lost rank, which can be started again, if the others can continue without it."""
         if self.run.world.size > 1 and not self.state.irreplaceable:
             self.member.leave_as_lost(reason)
 
     def finish(self) -> bool:
-        """Return True once all ranks have nothing left to do; False where they go on as another generation."""
+        """Return True once all ranks are done; join the next generation and return False if some are not."""
         generation = self.member.sign_in(self._measure_progress(), done=True)
         if not generation.done:
             self.join_generation(generation)
@@ -164,103 +167,121 @@ class Recovery:
         return True
 
     def close(self) -> None:
-        """Leave the coordinator."""
+        """Disconnect from the coordinator."""
         self.member.close()
 
     # ---- generations
 
     def join_generation(self, generation: Generation | None = None) -> None:
-        """Go on as a member of the next generation, or of one that has just been formed.
+        """Continue as a member of `generation`, which has just been formed, or of the next one.
 
-        Raises RuntimeError where ranks fail again and again though none is lost.
+        Raises RuntimeError if communication fails repeatedly although no rank is lost.
         """
-        failed = time.perf_counter()
-        change = Change()
+        failure_time = time.perf_counter()
+        change = RankChange()
         while True:
             self._give_up_step()
             generation = generation or self.member.sign_in(self._measure_progress(), together=self.leaving)
-            self.join_agreed = self.leaving = False
+            self.join_agreed = False
+            self.leaving = False
             change.lost += generation.lost
             change.joined += generation.joined
-            self.in_vain = 0 if generation.lost or generation.joined else self.in_vain + 1
-            if self.in_vain > IN_VAIN:
-                raise RuntimeError("the ranks fail to communicate, and none is lost; see their logs")
+            self.empty_generations = 0 if generation.lost or generation.joined else self.empty_generations + 1
+            if self.empty_generations > MAX_EMPTY_GENERATIONS:
+                raise RuntimeError("the ranks fail to communicate although none is lost; see their logs")
             try:
-                change = self._form(generation, change)
-                self._record(generation, time.perf_counter() - failed, change)
+                change = self._form_generation(generation, change)
+                self._record_change(generation, time.perf_counter() - failure_time, change)
                 return
             except RuntimeError as error:
-                if not self.is_loss(error):
+                if not self.may_come_from_rank_change(error):
                     raise
                 generation = None
 
     @torch.no_grad()
     def _give_up_step(self) -> None:
-        if not self.leaving:  # else the others may be about to end their last collective
+        if not self.leaving:  # when leaving, the others may still have to finish their last collective
             group.cut_connections(self.connections)
         self.state.leave_group(together=self.leaving)
         for _, parameter in self.state.parameters:
             parameter.grad = None
-        if self.state.held is not None:  # an evaluation has begun, and may have averaged buffers
+        if self.state.held is not None:  # an evaluation has started and may have averaged buffers
             copy_tensors(self.state.held, self.buffers)
             self.state.drop_buffer_snapshot()
         self.run.saver.restart_watchdogs()
 
     def _measure_progress(self) -> list[int]:
+        if self.joining:
+            return [-1, 0, 0]
         epoch = self.state.loader.state_dict()["epoch"]
-        return [-1, 0, 0] if self.joining else [self.run.step, epoch, not self.run.saver.unevaluated]
+        return [self.run.step, epoch, not self.run.saver.unevaluated]
 
     def _watch_connections(self) -> None:
         """Let the member's thread cut the connections of the process group when the generation is over."""
-        self.connections = connections = group.list_connections(self.member.socket)
+        connections = group.list_connections(self.member.socket)
+        self.connections = connections
         self.member.on_end = lambda: group.cut_connections(connections)
         if self.member.over:
             group.cut_connections(connections)
 
-    def _form(self, generation: Generation, change: Change) -> Change:
-        """Form the process group of a generation, and make its ranks equal; return the change that its source knows.
+    def _form_generation(self, generation: Generation, change: RankChange) -> RankChange:
+        """Form the process group of a generation and make its ranks equal; return the change known to its source.
 
-        `change` is what this rank knows of it. Raises RuntimeError.
+        `change` is the change known to this rank. Raises RuntimeError.
         """
-        run, world = self.run, self.run.world
+        run = self.run
+        world = run.world
         self.connections = []
         group.form_group(self.member, world.timeout, world.number)
         self._watch_connections()
-        rank, members = dist.get_rank(), tuple(generation.members)
-        group.update_world(world, rank=rank, size=len(members), joins=False, store=None)
-        hosts = world.all_gather(socket.gethostname())
-        here = hosts[rank]
-        group.update_world(world, hosts=tuple(hosts), local_rank=hosts[:rank].count(here), local_size=hosts.count(here))
-        facts = objects.broadcast_json(
-            self._collect_facts(change) if rank == generation.source else None, generation.source, world.device
-        )
+        self._update_ranks(generation)
+
+        # Copy the state of the source.
+        facts = self._collect_facts(change) if dist.get_rank() == generation.source else None
+        facts = objects.broadcast_json(facts, generation.source, world.device)
         if generation.copies:
             loads = self._measure_progress() != facts["progress"]
             peer_copy.copy_state(self.state, generation.source, world, facts["step"], loads=loads)
-        self._adopt(facts)  # at once: the state is that of this step, also if the group fails from here on
+        self._apply_facts(facts)  # at once: the copied state is that of this step even if the group fails below
         self.joining = False
         self.state.enter_group(facts["step"])
         group.free_left_groups()
-        self._cut_batches(rank, members)
-        if world.is_main != self.writes:
-            run.screen = Screen(run.cfg.log, silent=not world.is_main)
-        if world.is_main and not self.writes:
-            self.metrics.take_over_file()
-        self.writes = world.is_main
-        self.metrics.write_rows(self.metrics.kept)
-        return Change(**facts["change"])
+        self._divide_batches(generation.members)
 
-    def _cut_batches(self, rank: int, members: Sequence[int]) -> None:
-        """Divide the batches among the members, in proportion to what `shards` gives them, or equally."""
-        loader, plan = self.state.loader, self.run.cfg.batch_plan
+        # Move metrics and progress display to the new rank 0.
+        if world.is_main != self.writes_metrics:
+            run.screen = Screen(run.cfg.log, silent=not world.is_main)
+        if world.is_main and not self.writes_metrics:
+            self.metrics.take_over_file()
+        self.writes_metrics = world.is_main
+        self.metrics.write_rows(self.metrics.kept)
+        return RankChange(**facts["change"])
+
+    def _update_ranks(self, generation: Generation) -> None:
+        """Update ranks and hosts of the world to those of the new process group."""
+        world = self.run.world
+        rank = dist.get_rank()
+        group.update_world(world, rank=rank, size=len(generation.members), joins=False, store=None)
+        hosts = world.all_gather(socket.gethostname())
+        host = hosts[rank]
+        local_rank = hosts[:rank].count(host)
+        group.update_world(world, hosts=tuple(hosts), local_rank=local_rank, local_size=hosts.count(host))
+
+    def _divide_batches(self, members: Sequence[int]) -> None:
+        """Divide the batches among the members, in proportion to their `shards`, or equally."""
+        loader = self.state.loader
+        plan = self.run.cfg.batch_plan
         assert not isinstance(loader, Rounds)
         weights = [plan.weights[member] for member in members] if plan.weights else []
-        size = plan.batch // plan.microbatches
-        loader.set_shards(rank, cut_batch(size, weights if any(weights) else [1] * len(members)))
+        if not any(weights):
+            weights = [1] * len(members)
+        loader.set_shards(dist.get_rank(), cut_batch(plan.batch // plan.microbatches, weights))
 
-    def _collect_facts(self, change: Change) -> dict[str, Any]:
-        """Return what the others need to know of this rank, whose state counts, and of a change of ranks."""
-        run, saver = self.run, self.run.saver
+    def _collect_facts(self, change: RankChange) -> dict[str, Any]:
+        """Return the facts that the other ranks need of the source, and the change of ranks."""
+        run = self.run
+        saver = run.saver
+        change = dataclasses.replace(change, discarded=self.discarded)
         return {
             "progress": self._measure_progress(),
             "step": run.step,
@@ -271,22 +292,30 @@ class Recovery:
             "saved": [saver.checkpointer.saved, saver.checkpointer.best],
             "rows": self.metrics.collect(),
             "generations": run.generations,
-            "change": dataclasses.asdict(dataclasses.replace(change, discarded=self.discarded)),
+            "change": dataclasses.asdict(change),
         }
 
-    def _adopt(self, facts: dict[str, Any]) -> None:
-        run, saver, metrics = self.run, self.run.saver, self.metrics
+    def _apply_facts(self, facts: dict[str, Any]) -> None:
+        """Apply the facts of the source to this rank."""
+        run = self.run
+        saver = run.saver
+        metrics = self.metrics
         if self.joining:
-            saver.began = metrics.began = time.perf_counter() - facts["seconds"]
+            saver.began = time.perf_counter() - facts["seconds"]
+            metrics.began = saver.began
             run.resumed_after = facts["resumed_after"]
-        run.step, run.generations = facts["step"], facts["generations"]
-        saver.unevaluated, saver.best = facts["unevaluated"], facts["best"]
+        run.step = facts["step"]
+        run.generations = facts["generations"]
+        saver.unevaluated = facts["unevaluated"]
+        saver.best = facts["best"]
         saver.checkpointer.saved, saver.checkpointer.best = facts["saved"]
         saver.vote.restart_after(run.step)
-        metrics.rows, metrics.kept, metrics.next_flush = [], facts["rows"], run.step + 1
+        metrics.rows = []
+        metrics.kept = facts["rows"]
+        metrics.next_flush = run.step + 1
 
-    def _record(self, generation: Generation, seconds: float, change: Change) -> None:
-        """Note a change of ranks, in the run folder, too; it took so many seconds."""
+    def _record_change(self, generation: Generation, seconds: float, change: RankChange) -> None:
+        """Record a change of ranks, which took `seconds`, in the log and the run folder."""
         run = self.run
         changed = {
             "number": generation.number,
@@ -302,14 +331,14 @@ class Recovery:
         run.log_message(describe_generation(changed))
         run.pace.interrupt()
         if generation.stops and not run.saver.stop.number:
-            run.log_message("fewer ranks are left than elastic.min: saving, to be resumed with all of them")
+            run.log_message("fewer ranks than elastic.min remain; saving, to be resumed with all ranks")
             run.saver.stop.number = signal.SIGUSR2
         if run.world.is_main:
-            with contextlib.suppress(UserError):  # a full disk is reported by the files that matter more
+            with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
                 write_json(run.folder.attempt / FILE, run.generations)
 
 
 def copy_tensors(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
-    """Copy tensors into others of the same shapes, by one call for all."""
-    if source:  # it takes no empty list
+    """Copy tensors into others of the same shapes, in one call."""
+    if source:  # _foreach_copy_ rejects an empty list
         torch._foreach_copy_(target, source)

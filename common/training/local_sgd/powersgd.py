@@ -1,4 +1,4 @@
-"""PowerSGD: each matrix of the mean vector as a product of two thin ones (Vogels et al. 2019, arXiv 1905.13727)."""
+"""PowerSGD: low-rank approximation of each matrix in the mean vector (Vogels et al. 2019, arXiv 1905.13727)."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ from common.training.local_sgd.exchange import Exchange
 class PowerSgdExchange(Exchange):
     """Exchange of matrices [a, b] as P Q^T with P [a, r] and Q [b, r], r being the rank: (a + b) r numbers.
 
-    A parameter of more dimensions is a matrix with the first one as rows. Vectors, and matrices of which the product is
-    not smaller, are sent as they are. Q begins as the one of the last exchange. The first of the two all-reduces begins
-    at once, the second when the exchange is finished.
+    A parameter of more than two dimensions is a matrix whose rows are its first dimension. Vectors, and matrices for
+    which P and Q are not smaller, are sent uncompressed. Q starts with its value after the last exchange. The first of
+    the two all-reduces starts at once, the second when the exchange is finished.
     """
 
     lossy = True
 
     def __init__(self, like: Tensor, workers: int, shapes: list[torch.Size], rank: int, seed: int) -> None:
-        """Parameters have `shapes`, and n numbers in all; `seed` is the same on all workers."""
+        """Parameters have `shapes` and n numbers in total; `seed` is the same on all workers."""
         super().__init__(like, workers)
-        self.shapes = [(shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel()) for shape in shapes]
-        self.sizes = [rows * columns for rows, columns in self.shapes]
-        self.ranks = [rank if rank * (a + b) < a * b else 0 for a, b in self.shapes]  # 0: sent as it is
-        widths = [columns * r for (_, columns), r in zip(self.shapes, self.ranks, strict=True)]
-        draw = torch.Generator().manual_seed(seed)
-        self.right = torch.randn(sum(widths), generator=draw, dtype=like.dtype).to(like.device)
+        self.shapes: list[tuple[int, int]] = []
+        self.ranks: list[int] = []
+        """Rank of each matrix; 0 if it is sent uncompressed."""
+        self.widths: list[int] = []
+        """Number of entries of each Q."""
+        for shape in shapes:
+            rows = shape[0] if len(shape) > 1 else 1
+            columns = shape.numel() // rows
+            is_smaller = rank * (rows + columns) < rows * columns
+            self.shapes.append((rows, columns))
+            self.ranks.append(rank if is_smaller else 0)
+            self.widths.append(columns * self.ranks[-1])
+        self.sizes = [shape.numel() for shape in shapes]
+        generator = torch.Generator().manual_seed(seed)
+        self.right = torch.randn(sum(self.widths), generator=generator, dtype=like.dtype).to(like.device)
         """The entries of all Q, one matrix after the other."""
-        self.widths = widths
 
     def split_right(self) -> list[Tensor]:
-        """Return the matrices Q [b, r] as views; [b, 0] where a parameter is sent as it is."""
-        parts = self.right.split(self.widths)
-        return [part.view(b, r) for part, (_, b), r in zip(parts, self.shapes, self.ranks, strict=True)]
+        """Return the matrices Q [b, r] as views; [b, 0] for uncompressed parameters."""
+        parts = zip(self.right.split(self.widths), self.shapes, self.ranks, strict=True)
+        return [part.view(columns, rank) for part, (_, columns), rank in parts]
 
     def split_matrices(self, vector: Tensor) -> list[Tensor]:
         """Return the parameters of a vector [n] as views [a, b]."""
@@ -41,25 +49,37 @@ class PowerSgdExchange(Exchange):
 
     def encode(self, vector: Tensor) -> None:
         self.vector = vector
-        pairs = zip(self.split_matrices(vector), self.split_right(), self.ranks, strict=True)
-        self.sum = torch.cat([(matrix @ right if rank else matrix).flatten() for matrix, right, rank in pairs])
+        parts = []
+        for matrix, right in zip(self.split_matrices(vector), self.split_right(), strict=True):
+            part = matrix @ right if right.numel() else matrix
+            parts.append(part.flatten())
+        self.part_sizes = [len(part) for part in parts]
+        self.sum = torch.cat(parts)
         self.reduce(self.sum)
 
     def decode(self) -> Tensor:
-        left = list[Tensor]()
-        sizes = [a * (rank or b) for (a, b), rank in zip(self.shapes, self.ranks, strict=True)]
-        for part, (rows, _), rank in zip((self.sum / self.workers).split(sizes), self.shapes, self.ranks, strict=True):
-            mean = part.view(rows, -1)
-            left.append(torch.linalg.qr(mean).Q if rank else mean)
-        for matrix, one, right in zip(self.split_matrices(self.vector), left, self.split_right(), strict=True):
+        matrices = self.split_matrices(self.vector)
+        rights = self.split_right()
+        means = (self.sum / self.workers).split(self.part_sizes)
+
+        # Orthogonalise each P, and update Q. Uncompressed matrices are left as they are.
+        lefts = []
+        for matrix, mean, right in zip(matrices, means, rights, strict=True):
+            left = mean.view(len(matrix), -1)
             if right.numel():
-                right.copy_(matrix.T @ one)
+                left = torch.linalg.qr(left).Q
+                right.copy_(matrix.T @ left)
+            lefts.append(left)
         if len(self.right):
             self.reduce(self.right)
             self.wait()
             self.right.div_(self.workers)
-        products = zip(left, self.split_right(), strict=True)
-        total = torch.cat([(one @ right.T if right.numel() else one).flatten() for one, right in products])
+
+        products = []
+        for left, right in zip(lefts, rights, strict=True):
+            product = left @ right.T if right.numel() else left
+            products.append(product.flatten())
+        total = torch.cat(products)
         self.residual = self.vector - total
         for part, rank in zip(self.residual.split(self.sizes), self.ranks, strict=True):
             if not rank:

@@ -1,4 +1,4 @@
-"""State of a training whose ranks hold different parameters: the mean as the model, and each rank's own beside it."""
+"""State of training whose ranks have different parameters: their mean as the model, and each rank's parameters."""
 
 from __future__ import annotations
 
@@ -20,44 +20,49 @@ from common.training.local_sgd.worker import LocalWorker
 class LocalState(TrainState):
     """State of a worker of local SGD.
 
-    The model of a checkpoint is the mean over the workers, as it is evaluated. Parameters and optimizer of each worker
-    are its own part, without which nobody could go on between two exchanges: so as many ranks as saved it must load it.
+    The model of a checkpoint is the mean over the workers, which is also the evaluated model. Parameters and optimizer
+    of each worker are stored in its own part. They are needed to resume between two exchanges, so the number of ranks
+    that load a checkpoint must equal that which saved it.
     """
 
     optimizer: Optimizer
 
-    def __init__(self, worker: LocalWorker, optimizer: Optimizer, loader: Loader, **more: Any) -> None:
+    def __init__(self, worker: LocalWorker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
         super().__init__(
-            [worker.network], optimizer, loader, worker.world, replicated=True, tensors=worker.shared, **more
+            [worker.network], optimizer, loader, worker.world, replicated=True, tensors=worker.shared, **options
         )
         self.worker = worker
 
     @torch.no_grad()
     def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks call it, between steps."""
-        own = {"vectors": self.worker.collect_own()}
-        own["optimizer"] = state_dicts.collect_optimizer_state(self.optimizer, self.parameters)
-        found = super().collect_state()
-        means = {name: torch.empty_like(value) for name, value in self.parameters}
+        worker_state = {
+            "vectors": self.worker.collect_vectors(),
+            "optimizer": state_dicts.collect_optimizer_state(self.optimizer, self.parameters),
+        }
+        state = super().collect_state()
+        means = {name: torch.empty_like(parameter) for name, parameter in self.parameters}
         vector_to_parameters(self.worker.average_parameters(), means.values())
-        found.model |= means if found.model else {}
-        found.optimizer = {}
-        found.local["worker"] = own
-        return found
+        if state.model:
+            state.model |= means
+        state.optimizer = {}
+        state.local["worker"] = worker_state
+        return state
 
     def check_ranks(self, loaded: LoadedCheckpoint) -> None:
         """Raise UserError for a checkpoint of another number of ranks."""
         if not loaded.resumes_exactly:
             saved = format_count(loaded.processes, "rank")
             raise UserError(
-                f"the checkpoint is of {saved} with parameters of their own, and here are {self.worker.world.size}; "
-                f"go on with {saved}, or begin a new run from their mean: weights=CHECKPOINT_FOLDER"
+                f"the checkpoint contains the different parameters of {saved}, but this run has "
+                f"{self.worker.world.size}; resume with {saved}, or start a new run from their mean with "
+                "weights=CHECKPOINT_FOLDER"
             )
 
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Load a checkpoint of as many ranks. Raises UserError if it is of another model."""
+        """Load a checkpoint of the same number of ranks. Raises UserError if it is of another model."""
         super().load(loaded)
         assert loaded.local is not None
-        own = loaded.local["worker"]
-        self.worker.load_own(own["vectors"])
-        state_dicts.load_optimizer_state(self.optimizer, self.parameters, own["optimizer"])
+        worker_state = loaded.local["worker"]
+        self.worker.load_vectors(worker_state["vectors"])
+        state_dicts.load_optimizer_state(self.optimizer, self.parameters, worker_state["optimizer"])

@@ -1,9 +1,9 @@
-"""LARS and LAMB: the step of each layer in proportion to the norm of its weights, for large batches.
+"""LARS and LAMB: the step of each layer is proportional to the norm of its weights, for large batches.
 
-Parameters of fewer than two dimensions, biases and the scales of normalisation, take the step as it is, at the full
-learning rate: they are small where the weights are not, and a step in proportion to them would hardly move them. The
-papers do not tell these apart; the implementations of TensorFlow's model garden and of SimCLR leave them out likewise.
-Norms are those of the full tensor, also where ranks hold shards of it.
+Parameters of fewer than two dimensions (biases and the scales of normalisation layers) are updated at the full learning
+rate: their norms are small, and a proportional step would hardly change them. The papers make no such distinction; the
+implementations of TensorFlow's model garden and of SimCLR do. Norms are those of the full tensor even if ranks hold
+shards of it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 def compute_norm(values: Tensor) -> Tensor:
-    """Return the Euclidean norm [] of a tensor, of the full one if ranks hold shards. All of them call it."""
+    """Return the Euclidean norm [] of a full tensor. If it is sharded, all its ranks call it."""
     norm: Tensor = full_tensor(torch.linalg.vector_norm(values))
     return norm
 
 
 def divide_norms(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return upper / lower, or 1 where either is 0: else weights of zero would never move."""
-    return torch.where((upper > 0) & (lower > 0), upper / lower, torch.ones_like(upper))
+    """Return upper / lower, or 1 if either is 0. Otherwise weights of zero would never change."""
+    is_positive = (upper > 0) & (lower > 0)
+    return torch.where(is_positive, upper / lower, torch.ones_like(upper))
 
 
 class Lars(Optimizer):
     """Layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888, algorithm 1).
 
-    The learning rate is inside the momentum, as in the paper: another one counts for new gradients only. `trust` is its
-    LARS coefficient.
+    The learning rate is inside the momentum, as in the paper: a change of the rate affects new gradients only. `trust`
+    is the LARS coefficient of the paper.
     """
 
     def __init__(
@@ -45,20 +46,22 @@ class Lars(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step with the gradients that are there."""
+        """Update the parameters that have gradients."""
         for group in self.param_groups:
-            decay, momentum = group["weight_decay"], group["momentum"]
+            decay = group["weight_decay"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
                 update = weight.grad.add(weight, alpha=decay)
                 if weight.ndim > 1:
-                    size, slope = compute_norm(weight), compute_norm(weight.grad)
-                    update.mul_(divide_norms(group["trust"] * size, slope + decay * size))
+                    weight_norm = compute_norm(weight)
+                    update_norm = compute_norm(weight.grad) + decay * weight_norm
+                    update.mul_(divide_norms(group["trust"] * weight_norm, update_norm))
                 state = self.state[weight]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight)
-                velocity = state["momentum_buffer"].mul_(momentum).add_(update, alpha=group["lr"])
+                velocity = state["momentum_buffer"].mul_(group["momentum"])
+                velocity.add_(update, alpha=group["lr"])
                 weight.sub_(velocity)
 
 
@@ -77,20 +80,26 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take a step with the gradients that are there."""
+        """Update the parameters that have gradients."""
         for group in self.param_groups:
-            first, second = group["betas"]
+            beta1, beta2 = group["betas"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
                 state = self.state[weight]
                 if not state:
                     state["step"] = 0
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+                    state["exp_avg"] = torch.zeros_like(weight)
+                    state["exp_avg_sq"] = torch.zeros_like(weight)
                 state["step"] += 1
-                mean = state["exp_avg"].lerp_(weight.grad, 1 - first) / (1 - first ** state["step"])
-                square = state["exp_avg_sq"].mul_(second).addcmul_(weight.grad, weight.grad, value=1 - second)
-                update = mean.div_((square / (1 - second ** state["step"])).sqrt_().add_(group["eps"]))
+                mean = state["exp_avg"].lerp_(weight.grad, 1 - beta1)
+                mean_square = state["exp_avg_sq"].mul_(beta2)
+                mean_square.addcmul_(weight.grad, weight.grad, value=1 - beta2)
+
+                # Divide the unbiased means.
+                update = mean / (1 - beta1 ** state["step"])
+                root = (mean_square / (1 - beta2 ** state["step"])).sqrt_()
+                update.div_(root.add_(group["eps"]))
                 update.add_(weight, alpha=group["weight_decay"])
                 if weight.ndim > 1:
                     update.mul_(divide_norms(compute_norm(weight), compute_norm(update)))

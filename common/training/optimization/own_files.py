@@ -1,4 +1,4 @@
-"""Files of a user's own optimizer and learning rate: checked, kept in the source of a run, called. Imports no torch."""
+"""Custom optimizers and learning-rate decays in users' files: checked, copied into a run, called. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,66 +13,67 @@ from common.core.own_function import find_kept_file, load_function, locate_error
 from common.runs.provenance import keep_function_file
 from configs.shared import DECAYS, OPTIMIZERS, Optim
 
-KNOWN = {"name": ", ".join(OPTIMIZERS), "decay": ", ".join(DECAYS)}
-KINDS = {"name": "optimizer", "decay": "decay"}  # what the file of such a setting makes
-KEPT: dict[str, str] = {}
-"""Settings of the run of this rank, with the files that the run keeps in place of those that were named."""
-USAGE = "function(step, total) returns the factor of the peak rate, a number of at least 0"
+BUILTIN_NAMES = {"name": ", ".join(OPTIMIZERS), "decay": ", ".join(DECAYS)}
+KINDS = {"name": "optimizer", "decay": "decay"}  # what the file of each setting defines
+FILES_OF_RUN: dict[str, str] = {}
+"""Settings of this rank's run with the copies that the run keeps in place of the original files."""
+DECAY_USAGE = "function(step, total) returns the factor of the peak rate, a number of at least 0"
 
 
-def check_files_of_config(optim: Optim, code: Path | None = None, named: Container[str] = ()) -> None:
-    """Raise UserError for a file that is not there, and for a decay that gives no learning rate.
+def check_files_of_config(optim: Optim, code: Path | None = None, new_settings: Container[str] = ()) -> None:
+    """Raise UserError for a missing file, and for a decay that returns no valid factor.
 
-    `code` is the source of the run that has these settings already, for the files that it keeps, but not
-    those of the settings that are `named`. The class of an optimizer is tried where torch is imported, by
+    `code` is the source of an existing run with these settings. Its copies of the files are checked, except those of
+    `new_settings`, which name new files. The class of an optimizer is checked where torch is imported, by
     `contract.optimizer.check_optimizer_of_run`.
     """
-    kept = point_to_kept_files(optim, code) if code else optim
-    optim = replace(kept, **{key: getattr(optim, key) for key in KINDS if f"optim.{key}" in named})
-    if ":" in optim.name:
-        locate_function_file("optim.name", optim.name, KNOWN["name"], "Class")
-    if ":" in optim.decay:
+    run_optim = point_to_kept_files(optim, code) if code else optim
+    name = optim.name if "optim.name" in new_settings else run_optim.name
+    decay = optim.decay if "optim.decay" in new_settings else run_optim.decay
+    if ":" in name:
+        locate_function_file("optim.name", name, BUILTIN_NAMES["name"], "Class")
+    if ":" in decay:
         for step in (0, 1, 50, 99):
-            compute_own_decay(optim.decay, step, 100)
+            compute_custom_decay(decay, step, 100)
 
 
 def point_to_kept_files(optim: Optim, code: Path) -> Optim:
-    """Return the settings with the files of a user's own that a run keeps in its source, if it keeps any."""
-    kept: dict[str, Any] = {}
-    for key, kind in KINDS.items():
-        value = getattr(optim, key)
-        kept[key] = prefer_kept(value, find_kept_file(kind, value, code))
-    return replace(optim, **kept)
+    """Return the settings with the copies of custom files in the source of a run, if it has any."""
+    settings: dict[str, Any] = {}
+    for setting, kind in KINDS.items():
+        value = getattr(optim, setting)
+        settings[setting] = prefer_kept(value, find_kept_file(kind, value, code))
+    return replace(optim, **settings)
 
 
 def copy_optimizer_files(optim: Optim, code: Path, *, anew: Container[str] = ()) -> None:
-    """Copy the files of a user's own into the source of a run where they are missing, or their settings are in `anew`.
+    """Copy custom files into the source of a run if they are missing or their settings are in `anew`.
 
     Raises UserError.
     """
-    for key, kind in KINDS.items():
-        keep_function_file(kind, getattr(optim, key), code, anew=f"optim.{key}" in anew)
+    for setting, kind in KINDS.items():
+        keep_function_file(kind, getattr(optim, setting), code, anew=f"optim.{setting}" in anew)
 
 
-def use_kept_files(optim: Optim, code: Path) -> Optim:
-    """Read from now on, in this rank, the files that its run keeps in its source; return the settings with these."""
-    kept = point_to_kept_files(optim, code)
-    KEPT.update({optim.name: kept.name, optim.decay: kept.decay})
-    return kept
+def use_kept_files(optim: Optim, code: Path) -> None:
+    """Use the copies of custom files in the source of a run from now on, in this process."""
+    run_optim = point_to_kept_files(optim, code)
+    FILES_OF_RUN[optim.name] = run_optim.name
+    FILES_OF_RUN[optim.decay] = run_optim.decay
 
 
 @functools.cache
 def load_decay(value: str) -> Callable[[int, int], Any]:
     """Return the function of optim.decay=FILE.py:function, read once. Raises UserError."""
-    return load_function("optim.decay", value, KNOWN["decay"])
+    return load_function("optim.decay", value, BUILTIN_NAMES["decay"])
 
 
-def compute_own_decay(value: str, step: int, total: int) -> float:
-    """Return the factor that a user's function gives for a step after the warm-up, of `total`. Raises UserError."""
-    value = KEPT.get(value, value)
+def compute_custom_decay(value: str, step: int, total: int) -> float:
+    """Return the factor of a custom decay for a step after the warm-up, of `total`. Raises UserError."""
+    value = FILES_OF_RUN.get(value, value)
     function = load_decay(value)
-    with locate_errors("optim.decay", value, function, USAGE):
+    with locate_errors("optim.decay", value, function, DECAY_USAGE):
         factor = float(function(step, total))
         if not 0 <= factor < math.inf:
-            raise ValueError(f"it returned {factor:g} for step {step} of {total}; {USAGE}")
+            raise ValueError(f"it returned {factor:g} for step {step} of {total}; {DECAY_USAGE}")
     return factor

@@ -314,7 +314,7 @@ def test_torchrun_with_the_wrong_number_is_refused(tmp_path: Path, digits: tuple
     done = run("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **environ)
     assert done.status == 2
     remedy = "use --nproc-per-node=2, or change the number of stages"
-    assert done.err == f"error: torchrun started 1 rank, the settings need 2; {remedy}\n"
+    assert done.err == f"error: torchrun started 1 rank, but the settings require 2; {remedy}\n"
     done = run("ddp_multinode", *digits, "processes_per_node=2", runs=tmp_path, timeout=60, **environ)
     assert done.status == 2 and "or change processes_per_node" in done.err
     assert not list(tmp_path.iterdir())

@@ -50,7 +50,7 @@ def test_each_breach_is_told_in_one_line(tmp_path: Path, breach: Breach) -> None
 
 
 def test_a_setting_that_it_does_not_take_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape("it takes no weight_decay; leave optim.weight_decay=0.1 out")):
+    with pytest.raises(UserError, match=re.escape("it does not accept weight_decay; omit optim.weight_decay=0.1")):
         check_optimizer(Optim(name=write_own(tmp_path), weight_decay=0.1))
 
 

@@ -51,5 +51,5 @@ def test_more_ranks_than_cores_get_a_notice(
     cfg = Config()
     cfg.launch.device = "cpu"
     print_notice_of_shared_cores(cfg, ranks)
-    notice = "64 ranks share 2 cores of this host and take turns: steps are slow\n"
+    notice = "64 ranks share 2 cores of this host; steps will be slow\n"
     assert capsys.readouterr().out == (notice if told else "")

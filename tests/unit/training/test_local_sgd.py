@@ -72,5 +72,5 @@ def test_a_worker_without_any_gradient_sends_zeros_for_the_moments_of_the_others
     worker.adopt_reference()
     assert exchange.given.tolist() == [0] * 6 and not own.state
     worker.world = World([])
-    with pytest.raises(UserError, match="AdamW keeps no momentum in its state; use own"):  # on both
+    with pytest.raises(UserError, match="AdamW has no momentum in its state; use momentum_of=own"):  # on both
         worker.adopt_reference()
