@@ -114,8 +114,8 @@ MISTAKES = [
     Mistake(
         "buffers-sent-in-forwards",  # rank 0's BatchNorm statistics replace those of the others
         "common/distributed/ddp.py",
-        'else "broadcast_buffers": False}',
-        'else "broadcast_buffers": True}',
+        "    return {name: False}",
+        "    return {name: True}",
     ),
     Mistake(
         "saves-by-last-look",  # the clock of saving begins anew at every look
