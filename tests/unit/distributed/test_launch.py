@@ -261,7 +261,7 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, d
         os.killpg(first.pid, signal.SIGINT)  # what Ctrl-C on a terminal does
         _, err = first.communicate(PATIENCE)
         assert first.returncode == 128 + signal.SIGINT
-        assert "it saves after the next step; before the first one there is nothing to save; Ctrl-C" in err
+        assert "will save after the current step (before the first step there is nothing to save)" in err
         assert "metrics up to step" in err and "Traceback" not in err
         folder = only_folder(a)
         assert folder.result["exit_status"] == first.returncode and folder.result["last_step"] > 0
