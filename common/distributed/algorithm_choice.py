@@ -43,7 +43,8 @@ def resolve_algorithm(launch: Launch, run: Path, world: World) -> None:
 
 def load_or_choose_algorithm(config_file: Path, world: World) -> str:
     """Return the algorithm of config.yaml, or choose one and store it there. All ranks call it."""
-    stored = world.broadcast(read_config_file(config_file).get(CONFIG_KEY) if world.is_main else None)
+    stored = read_config_file(config_file).get(CONFIG_KEY) if world.is_main else None
+    stored = world.broadcast(stored)
     if stored not in (None, "auto"):
         return str(stored)
     choice = world.broadcast(choose_by_link_speeds(world))
@@ -90,7 +91,8 @@ def measure_links(world: World) -> LinkTimes:
     One link is measured at a time. All ranks call it.
     """
     times: LinkTimes = []
-    for rank in range(world.size if world.size > 2 else world.size - 1):
+    links = world.size if world.size > 2 else world.size - 1
+    for rank in range(links):
         next_rank = (rank + 1) % world.size
         if world.rank == rank:
             times = [[nbytes, measure_message(nbytes, next_rank, sends_first=True)] for nbytes in MESSAGE_BYTES]

@@ -151,7 +151,8 @@ class CollectiveReport:
                     row.append(f"{cell.side}: {'; '.join(notes)}")
             rows[name] = "\n".join(row)
         if self.links:
-            rows["links"] = "\n".join(f"ranks {link}: {format_line(line)}" for link, line in self.links.items())
+            links = [f"ranks {link}: {format_line(line)}" for link, line in self.links.items()]
+            rows["links"] = "\n".join(links)
         rows["bytes sent"] = self._format_bytes()
         return rows
 
@@ -180,9 +181,11 @@ class CollectiveReport:
             "lines": {f"{name} {side}": line._asdict() for (name, side), line in lines.items()},
             "links": {link: line._asdict() for link, line in self.links.items()},
         }
-        for cell in select_largest([cell for cell in cells if cell.point.op == "all_reduce"]):
+        all_reduces = [cell for cell in cells if cell.point.op == "all_reduce"]
+        for cell in select_largest(all_reduces):
             measured[f"all_reduce_{cell.side}_bus_gb_per_s"] = cell.compute_bus_bandwidth(self.ranks) / 1e9
-        return Facts(outcome={"exact_results": sum(len(cell.seconds) for cell in cells)}, measured=measured)
+        exact_results = sum(len(cell.seconds) for cell in cells)
+        return Facts(outcome={"exact_results": exact_results}, measured=measured)
 
 
 def select_largest(cells: Sequence[SideTimes]) -> list[SideTimes]:

@@ -98,7 +98,8 @@ class Side(NamedTuple):
 
     def compute_vector_bytes(self, point: Point) -> int:
         """Return the bytes of a point's vector as an all-reduce transfers it."""
-        return point.nbytes * (2 if self.widens and point.dtype in ("float16", "bfloat16") else 1)
+        is_widened = self.widens and point.dtype in ("float16", "bfloat16")
+        return 2 * point.nbytes if is_widened else point.nbytes
 
     def choose_algorithm(self, point: Point) -> Algorithm | None:
         """Return the algorithm of a point's all-reduce; None if unknown and for other operations."""
@@ -111,15 +112,18 @@ class Side(NamedTuple):
 
 def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
     """Return the communicator of a group of the backend `builtin`; None is the group of all ranks."""
-    process_group = dist.group.WORLD if group is None else group
-    backend = process_group._get_backend(torch.device("cpu")) if process_group is not None else None
+    if group is None:
+        group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(torch.device("cpu"))
     assert isinstance(backend, BuiltinBackend)
     return backend.communicator
 
 
 def count_sent_bytes(group: dist.ProcessGroup | None) -> float:
     """Return the bytes that this rank has sent in a group of the backend `builtin`, without message headers."""
-    return float(sum(link.bytes_sent for link in get_communicator(group).outgoing.values()))
+    links = get_communicator(group).outgoing.values()
+    return float(sum(link.bytes_sent for link in links))
 
 
 def count_interface_bytes(world: World) -> float:
@@ -136,7 +140,8 @@ def count_interface_bytes(world: World) -> float:
 
 def describe_links(world: World, group: dist.ProcessGroup | None) -> str:
     """Return what carries the messages of a `builtin` group: memory, network, or both. All ranks call it."""
-    uses_memory = [isinstance(link.stream, MemoryStream) for link in get_communicator(group).outgoing.values()]
+    links = get_communicator(group).outgoing.values()
+    uses_memory = [isinstance(link.stream, MemoryStream) for link in links]
     kinds = set(itertools.chain.from_iterable(world.all_gather(uses_memory)))
     if False not in kinds:
         return "memory"
@@ -262,14 +267,18 @@ class Vectors:
         """Return the expected result on this rank."""
         shard = point.length // self.ranks
         match point.op:
-            case "sendrecv":
-                return self.tile_period(self.periods[self.rank - 1], point, point.length)
-            case "broadcast":
-                return self.tile_period(self.periods[0], point, point.length)
             case "all_gather":
                 return torch.cat([self.tile_period(period, point, shard) for period in self.periods])
-        total = self.tile_period(self.periods.sum(0), point, point.length)
-        return total[shard * self.rank : shard * (self.rank + 1)] if point.op == "reduce_scatter" else total
+            case "sendrecv":
+                period = self.periods[self.rank - 1]
+            case "broadcast":
+                period = self.periods[0]
+            case _:
+                period = self.periods.sum(0)
+        expected = self.tile_period(period, point, point.length)
+        if point.op == "reduce_scatter":
+            return expected[shard * self.rank : shard * (self.rank + 1)]
+        return expected
 
     def check(self, point: Point, vector: Tensor, output: Tensor, side: str) -> None:
         """Raise RuntimeError unless the result, in input or output, is exact."""

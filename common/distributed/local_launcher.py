@@ -40,8 +40,14 @@ class ChildRank:
 
     rank: int
     pid: int
+    error_file: Path
+    """File in which a failed rank leaves its error."""
     exit_code: int | None = None
     """Exit status, or minus the number of the signal that killed it; None while it runs."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
 
 
 def run_ranks(
@@ -81,7 +87,7 @@ def run_ranks(
         if stop.number:
             stop.signal_ranks()  # the signal came before all ranks were forked
         during_start()
-        return RankMonitor(children, private, stop, report_reason, read_log, oom_kills, supervisor).wait()
+        return RankMonitor(children, stop, report_reason, read_log, oom_kills, supervisor).wait()
     except StoppedAtOnce as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
@@ -114,7 +120,6 @@ class RankForker:
             size=self.size,
             local_rank=rank,
             local_size=self.size,
-            node=rank // (self.size // self.nodes),
             nodes=self.nodes,
             master=str(self.private / "store"),
             coordinator=self.coordinator,
@@ -122,12 +127,16 @@ class RankForker:
 
     def fork(self, rank: int) -> None:
         """Fork a rank for the first time."""
-        self.children.append(ChildRank(rank, fork_rank(self.body, self.make_rank_info(rank), self.private)))
+        self.children.append(self._fork(self.make_rank_info(rank)))
 
     def fork_again(self, rank: int) -> None:
         """Fork a lost rank again; its world has size 1 until it joins the other ranks."""
-        info = dataclasses.replace(self.make_rank_info(rank), rank=0, size=1, joins=True, launched_as=rank)
-        self.children[rank] = ChildRank(rank, fork_rank(self.body, info, self.private))
+        info = self.make_rank_info(rank)
+        self.children[rank] = self._fork(dataclasses.replace(info, rank=0, size=1, joins=True, launched_as=rank))
+
+    def _fork(self, info: RankInfo) -> ChildRank:
+        error_file = self.private / f"error-{info.number}.json"
+        return ChildRank(info.number, fork_rank(self.body, info, error_file), error_file)
 
     def kill(self, rank: int) -> None:
         """Kill a rank that does not answer: a frozen process could resume later and write."""
@@ -139,7 +148,8 @@ class StoppedAtOnce(Exception):
 
     def __init__(self, number: int) -> None:
         self.number = number
-        super().__init__("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        name = signal.Signals(number).name
+        super().__init__("Ctrl-C" if name == "SIGINT" else name)
 
 
 class StopForwarder:
@@ -173,7 +183,7 @@ class StopForwarder:
     def signal_ranks(self) -> None:
         """Send the stop request to all running ranks."""
         for child in self.children:
-            if child.exit_code is None:
+            if child.is_running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGUSR2)
 
@@ -181,7 +191,7 @@ class StopForwarder:
 # ---- in the forked process
 
 
-def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, private: Path) -> int:
+def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path) -> int:
     """Fork one rank; return its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -190,12 +200,12 @@ def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, private: Path) -
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     pid = os.fork()
     if pid == 0:
-        run_child(body, info, private, parent)
+        run_child(body, info, error_file, parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return pid
 
 
-def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, parent: int) -> None:
+def run_child(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path, parent: int) -> None:
     """Run `body` in a forked rank and write its error for the parent; never returns."""
     status = 1
     try:
@@ -219,21 +229,18 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, private: Path, p
         elif isinstance(error, MachineError):
             kind = "machine"
         text = traceback.format_exc() if kind == "other" else str(error)
+        note = json.dumps({"kind": kind, "text": text})
         with contextlib.suppress(OSError):
-            name_error_file(private, info.number).write_text(json.dumps({"kind": kind, "text": text}))
+            error_file.write_text(note)
     finally:
         exit_at_once(status)
-
-
-def name_error_file(private: Path, rank: int) -> Path:
-    """Return the path of the file in which a failed rank leaves its error."""
-    return private / f"error-{rank}.json"
 
 
 def redirect_output(log: Path, *, keep_stdout: bool) -> None:
     """Redirect this process's stderr, and stdout unless kept, to a log file, including output of C++ libraries."""
     with disk_errors(log):
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        handle = os.open(log, flags, 0o644)
     os.dup2(handle, 2)
     if not keep_stdout:
         os.dup2(handle, 1)
@@ -248,7 +255,6 @@ class RankMonitor:
     """Waits for forked ranks and reports the first failure."""
 
     children: list[ChildRank]
-    private: Path
     stop: StopForwarder
     report_reason: Callable[[str], None]
     read_log: Callable[[int], str]
@@ -260,12 +266,12 @@ class RankMonitor:
     def wait(self) -> int:
         """Wait until all ranks have succeeded or one has failed; return the exit status of the run."""
         supervisor = self.supervisor
-        while any(child.exit_code is None for child in self.children):
-            ended = [child for child in self.children if child.exit_code is None and reap_child(child)]
-            failed = [child for child in ended if child.exit_code not in (0, EXIT_RESUMABLE)]
+        while any(child.is_running for child in self.children):
+            reaped = [child for child in self.children if child.is_running and reap_child(child)]
+            failed = [child for child in reaped if child.exit_code not in (0, EXIT_RESUMABLE)]
             if supervisor is not None:
                 failed = [child for child in failed if not supervisor.accept_loss(child.rank, child.exit_code or 0)]
-                supervisor.poll_and_restart_ranks([c.rank for c in self.children if c.exit_code is not None])
+                supervisor.poll_and_restart_ranks([child.rank for child in self.children if not child.is_running])
 
             # A rank killed by the stop request had no handler yet; other ranks fail without it.
             if self.stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
@@ -277,11 +283,11 @@ class RankMonitor:
                 if supervisor.coordinator.broken is Broken.STATE_LOST:  # without a failed rank to report
                     self._report(Broken.STATE_LOST.value)
                     return 128 + signal.SIGKILL
-                alive = [child for child in self.children if child.exit_code is None]
+                alive = [child for child in self.children if child.is_running]
                 if supervisor.newcomers.issuperset(child.rank for child in alive):
                     kill_ranks(alive)  # all members have ended: there is no generation to join
                     break
-            elif not ended:
+            elif not reaped:
                 time.sleep(POLL_SECONDS)
         if any(child.exit_code == EXIT_RESUMABLE for child in self.children):
             return 128 + self.stop.number if self.stop.number == signal.SIGINT else EXIT_RESUMABLE
@@ -292,7 +298,7 @@ class RankMonitor:
 
         def read_failure_time(child: ChildRank) -> float:
             with contextlib.suppress(OSError):
-                return name_error_file(self.private, child.rank).stat().st_mtime
+                return child.error_file.stat().st_mtime
             return 0.0
 
         return min(failed, key=read_failure_time)
@@ -306,7 +312,7 @@ class RankMonitor:
             return 128 - child.exit_code
 
         try:
-            error = json.loads(name_error_file(self.private, child.rank).read_text())
+            error = json.loads(child.error_file.read_text())
         except (OSError, ValueError):
             error = {"kind": "other", "text": ""}
         text = error["text"]
@@ -316,8 +322,8 @@ class RankMonitor:
             self._report(f"rank {child.rank} failed: {text}", self._describe_other_ranks())
         elif text.strip():
             self.report_reason(f"rank {child.rank} failed: {text.strip().splitlines()[-1]}")
-            others = self._describe_other_ranks()
-            print(f"{text}error: rank {child.rank} failed as shown above{others}", file=sys.stderr)
+            problem = f"rank {child.rank} failed as shown above"
+            print(f"{text}error: {problem}{self._describe_other_ranks()}", file=sys.stderr)
         else:
             problem = f"failed: {cause}" if cause else f"exited with status {child.exit_code} without an error message"
             self._report(f"rank {child.rank} {problem}", self._describe_other_ranks())
@@ -347,10 +353,10 @@ class RankMonitor:
         print(f"error: {problem}{addition}", file=sys.stderr)
 
     def _describe_other_ranks(self) -> str:
-        others = len(self.children) - 1
-        if others > 1:
-            return f"; the other {others} ranks were stopped"
-        return "; the other rank was stopped" if others else ""
+        count = len(self.children) - 1
+        if count > 1:
+            return f"; the other {count} ranks were stopped"
+        return "; the other rank was stopped" if count else ""
 
 
 def reap_child(child: ChildRank) -> bool:
@@ -363,9 +369,10 @@ def reap_child(child: ChildRank) -> bool:
 
 def kill_ranks(children: list[ChildRank]) -> None:
     """Kill the ranks that still run."""
-    alive = [child for child in children if child.exit_code is None and not reap_child(child)]
+    alive = [child for child in children if child.is_running and not reap_child(child)]
     for child in alive:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
     for child in alive:
-        child.exit_code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        _, status = os.waitpid(child.pid, 0)
+        child.exit_code = os.waitstatus_to_exitcode(status)

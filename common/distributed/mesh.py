@@ -14,17 +14,12 @@ def create_mesh_groups(world: World, replicas: int) -> tuple[World, World]:
     """
     length = world.size // replicas
     replica, position = divmod(world.rank, length)
-
-    split_replicas: set[tuple[str, ...]] = set()
     for first in range(0, world.size, length):
         hosts = set(world.hosts[first : first + length])
-        if len(hosts) > 1:
-            split_replicas.add(tuple(sorted(hosts)))
-    if replicas > 1 and split_replicas:
-        raise UserError(
-            f"replicas={replicas}: the stages of one replica are on {' and '.join(min(split_replicas))}; start a "
-            f"multiple of {length} ranks on each host, in blocks (srun --distribution=block)"
-        )
-
+        if replicas > 1 and len(hosts) > 1:
+            raise UserError(
+                f"replicas={replicas}: the stages of one replica are on {' and '.join(sorted(hosts))}; start a "
+                f"multiple of {length} ranks on each host, in blocks (srun --distribution=block)"
+            )
     pipeline = world.make_subgroup(range(replica * length, (replica + 1) * length))
     return pipeline, world.make_subgroup(range(position, world.size, length))

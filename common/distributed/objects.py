@@ -102,7 +102,9 @@ def broadcast_bytes(payload: bytes, source: int, device: torch.device, group: di
         dist.all_reduce(packet, group=group)  # the other ranks add zeros
         return [packet]
 
-    return exchange_bytes(payload if dist.get_rank() == source else b"", device, [source], broadcast)[0]
+    if dist.get_rank() != source:
+        payload = b""
+    return exchange_bytes(payload, device, [source], broadcast)[0]
 
 
 def exchange_bytes(payload: bytes, device: torch.device, senders: Sequence[int], collective: Collective) -> list[bytes]:
@@ -112,8 +114,9 @@ def exchange_bytes(payload: bytes, device: torch.device, senders: Sequence[int],
     """
 
     def send(part: bytes, size: int) -> list[bytes]:
-        padded = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8)
-        return [tensor.cpu().numpy().tobytes() for tensor in collective(padded.to(device))]
+        padded = bytearray(part.ljust(size, b"\0"))
+        packet = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        return [tensor.cpu().numpy().tobytes() for tensor in collective(packet)]
 
     message = len(payload).to_bytes(HEADER_BYTES, "little") + payload
     received = send(message[:PACKET_BYTES], PACKET_BYTES)

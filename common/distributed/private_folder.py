@@ -8,7 +8,6 @@ memory.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from common.runs import provenance
 from common.runs.folder import Folder
 from configs.launch import Launch
 
-DAY_SECONDS = 86400.0
-DEFAULT_CERTIFICATE_SECONDS = 7 * DAY_SECONDS  # without a time limit; certificates are checked on connecting only
-MAX_CERTIFICATE_SECONDS = 365 * DAY_SECONDS
+DEFAULT_CERTIFICATE_SECONDS = 7 * 86400.0  # without a time limit; certificates are checked on connecting only
+MAX_CERTIFICATE_SECONDS = 365 * 86400.0
 POLL_SECONDS = 0.05
 
 
@@ -78,7 +76,8 @@ def compute_certificate_seconds(run_folder: Path) -> float:
     """
     job_end = os.environ.get("SLURM_JOB_END_TIME", "")
     if job_end.isdecimal():
-        return min(max(0.0, int(job_end) - time.time()), MAX_CERTIFICATE_SECONDS)
+        remaining = int(job_end) - time.time()
+        return min(max(0.0, remaining), MAX_CERTIFICATE_SECONDS)
     job = provenance.read_metadata(Folder(run_folder)).get("job") or {}
     profile = job.get("profile") or {}
     minutes = profile.get("time") if "SLURM_JOB_ID" in os.environ else None
@@ -91,8 +90,3 @@ def delete_key(folder: Path) -> None:
     """Delete the key and the certificate after all ranks have read them."""
     for name in (certificates.KEY, certificates.CERTIFICATE):
         (folder / name).unlink(missing_ok=True)
-
-
-def delete_folder(folder: Path) -> None:
-    """Delete the private folder."""
-    shutil.rmtree(folder, ignore_errors=True)

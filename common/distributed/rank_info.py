@@ -28,7 +28,6 @@ class RankInfo:
     local_rank: int = 0
     local_size: int = 1
     """Number of ranks on this node."""
-    node: int = 0
     nodes: int = 1
     launcher: str = "local"
     """local, torchrun or slurm."""
@@ -75,7 +74,6 @@ def read_torchrun_rank(environ: Mapping[str, str]) -> RankInfo:
         size=size,
         local_rank=int(environ.get("LOCAL_RANK", "0")),
         local_size=local_size,
-        node=int(environ.get("GROUP_RANK", "0")),
         nodes=max(1, size // local_size),
         launcher="torchrun",
         master=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
@@ -88,17 +86,15 @@ def read_slurm_rank(environ: Mapping[str, str]) -> RankInfo:
     """Read the position of a rank that srun started."""
     size = int(environ["SLURM_STEP_NUM_TASKS"])
     nodes = int(environ["SLURM_STEP_NUM_NODES"])
-    requeues = environ.get("SLURM_RESTART_COUNT", "0")
     return RankInfo(
         rank=int(environ["SLURM_PROCID"]),
         size=size,
         local_rank=int(environ["SLURM_LOCALID"]),
         local_size=size // nodes,
-        node=int(environ["SLURM_NODEID"]),
         nodes=nodes,
         launcher="slurm",
         master=parse_first_host(environ["SLURM_STEP_NODELIST"]),
-        attempt_id=f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{requeues}",
+        attempt_id=f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}",
         is_restart=is_restarted(environ),
         coordinator=environ.get(COORDINATOR, ""),
     )

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -155,7 +156,7 @@ def joined_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None 
     )
     dist.destroy_process_group()
     if key_folder and rank_info.rank == 0:
-        private_folder.delete_folder(key_folder)
+        shutil.rmtree(key_folder, ignore_errors=True)
 
 
 def set_up_rendezvous(
@@ -248,8 +249,11 @@ def set_interface(name: str) -> None:
 def count_usable_cores(rank_info: RankInfo) -> int:
     """Return the number of cores for this rank: SLURM's allotment, or an equal part of the host's cores."""
     allowed = len(os.sched_getaffinity(0))
-    allotted = int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if rank_info.launcher == "slurm" else 0
-    return max(1, min(allotted, allowed) if allotted else allowed // rank_info.local_size)
+    if rank_info.launcher == "slurm":
+        allotted = int(os.environ.get("SLURM_CPUS_PER_TASK", "0"))
+        if allotted:
+            return min(allotted, allowed)
+    return max(1, allowed // rank_info.local_size)
 
 
 def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
@@ -306,10 +310,9 @@ def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timed
     try:
         store.wait(keys, timeout)
     except (RuntimeError, dist.DistError):
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        noun = "ranks" if len(missing) > 1 else "rank"
+        missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
         raise Unreachable(
-            f"{noun} {', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; see the logs there, or "
+            f"{', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; see its log, or "
             "raise launch.setup_timeout"
         ) from None
     return tuple(store.get(key).decode() for key in keys)

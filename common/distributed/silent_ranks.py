@@ -82,5 +82,4 @@ def name_silent_ranks(world: World, step_seconds: float, part: str = "") -> str:
     if not silent:
         return ""
     names = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in silent)
-    timeout = world.timeout.total_seconds()
-    return f"{names} did not answer within {timeout:g} s; see the log of that rank for its position"
+    return f"{names} did not answer within {world.timeout.total_seconds():g} s; see the log of that rank"

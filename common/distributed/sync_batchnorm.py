@@ -28,9 +28,7 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
+        return AllReduce.forward(ctx, gradient)
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
@@ -54,7 +52,9 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         pivot = self.running_mean.clone()
         deviation = x - pivot.view(channel)
         local_count = torch.full_like(pivot, x.numel() // x.shape[1])
-        sums = torch.stack([deviation.sum((0, 2, 3)), deviation.square().sum((0, 2, 3)), local_count])
+        local_sum = deviation.sum((0, 2, 3))
+        local_squares = deviation.square().sum((0, 2, 3))
+        sums = torch.stack([local_sum, local_squares, local_count])
         start = time.perf_counter()
         sums = cast(Tensor, AllReduce.apply(sums))
         self.waited += time.perf_counter() - start
@@ -65,7 +65,8 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(pivot + offset, self.momentum)
-            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+            unbiased_variance = variance * (count / (count - 1))
+            self.running_var.lerp_(unbiased_variance, self.momentum)
         scale = (variance + self.eps).rsqrt() * self.weight
         return deviation * scale.view(channel) + (self.bias - offset * scale).view(channel)
 
@@ -109,8 +110,11 @@ def take_waiting_seconds(model: nn.Module) -> float:
 
 def list_own_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
     """Return the BatchNorm2d layers that are not synchronized, including those that FSDP2 has wrapped."""
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    return [norm for norm in norms if not isinstance(norm, SyncBatchNorm2d)]
+    norms = []
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and not isinstance(module, SyncBatchNorm2d):
+            norms.append(module)
+    return norms
 
 
 def skip_empty_batches(model: nn.Module) -> nn.Module:
@@ -133,7 +137,8 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, we
 
     `weight` is this rank's weight: 1 for the mean over the ranks, `Loader.weight` for unequal shards.
     """
-    average_tensors([buffer for buffer in model.buffers() if buffer.is_floating_point()], group, weight)
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    average_tensors(buffers, group, weight)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class RankConnection:
     socket: socket.socket
     last_heard: float
     pid: int = 0
-    member: int = -1
+    rank: int = -1
     """Original rank; -1 until the rank has introduced itself."""
     joins: bool = False
     """True for a restarted rank until it belongs to a generation."""
@@ -61,7 +61,7 @@ class RankConnection:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message to a rank unless its connection is closed."""
-        if self.member >= 0:
+        if self.rank >= 0:
             with contextlib.suppress(OSError):
                 self.socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -112,17 +112,22 @@ class Coordinator:
     @property
     def missing_ranks(self) -> list[int]:
         """Ranks without a connection while a generation works."""
-        return [] if not self.is_active or self.generation_ended else sorted(set(range(self.size)) - self.present)
+        return self.absent if self.is_active and not self.generation_ended else []
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks that have no connection."""
+        return sorted(set(range(self.size)) - self.present)
 
     @property
     def present(self) -> set[int]:
         """Ranks that have a connection."""
-        return {connection.member for connection in self.connections} - {-1}
+        return {connection.rank for connection in self.connections} - {-1}
 
     @property
     def newcomers(self) -> set[int]:
         """Restarted ranks that are connected and belong to no generation yet."""
-        return {connection.member for connection in self.connections if connection.joins}
+        return {connection.rank for connection in self.connections if connection.joins}
 
     def find_end(self) -> Broken | None:
         """Return why the run ends after a rank was killed; None if the loss would end any run."""
@@ -132,7 +137,10 @@ class Coordinator:
 
     def find_pid(self, member: int) -> int:
         """Return the process id of a member on its host; 0 if it is not connected."""
-        return next((connection.pid for connection in self.connections if connection.member == member), 0)
+        for connection in self.connections:
+            if connection.rank == member:
+                return connection.pid
+        return 0
 
     def poll_members(self, seconds: float) -> bool:
         """Wait up to `seconds` for messages, answer them, then drop members that do not answer.
@@ -147,16 +155,16 @@ class Coordinator:
                 self._read(key.data)
 
         now = time.monotonic()
-        was_suspended = now - self.polled > self.settings.timeout / 2  # this process did not run: no rank is late
+        timeout = self.settings.timeout
+        was_suspended = now - self.polled > timeout / 2  # this process did not run: no rank is late
         self.polled = now
         for connection in list(self.connections):
             if was_suspended:
                 connection.last_heard = now
-            elif now - connection.last_heard > self.settings.timeout:
-                if connection.member >= 0 and not connection.has_left:
-                    timeout = f"{self.settings.timeout:g} s"
-                    self.reasons[connection.member] = f"was declared lost: no heartbeat for {timeout}"
-                    self.on_unresponsive(connection.member)
+            elif now - connection.last_heard > timeout:
+                if connection.rank >= 0 and not connection.has_left:
+                    self.reasons[connection.rank] = f"was declared lost: no heartbeat for {timeout:g} s"
+                    self.on_unresponsive(connection.rank)
                 self._drop(connection)
         return bool(ready)
 
@@ -165,8 +173,9 @@ class Coordinator:
         for _ in range(FINAL_POLLS):  # its last messages count; strangers might send without end
             if not self.poll_members(0):
                 break
-        for connection in [connection for connection in self.connections if connection.member == member]:
-            self._drop(connection)
+        for connection in list(self.connections):
+            if connection.rank == member:
+                self._drop(connection)
         return self.is_active
 
     def close(self) -> None:
@@ -194,7 +203,7 @@ class Coordinator:
         except OSError:
             part = b""
         limit = MAX_HELLO_BYTES
-        if connection.member >= 0:
+        if connection.rank >= 0:
             connection.last_heard = time.monotonic()
             limit = MAX_MESSAGE_BYTES
         *lines, connection.received = (connection.received + part).split(b"\n")
@@ -211,7 +220,7 @@ class Coordinator:
     def _answer(self, connection: RankConnection, message: dict[str, Any]) -> None:
         if "hello" in message:
             self._identify(connection, message)
-        elif connection.member < 0:
+        elif connection.rank < 0:
             raise ValueError
         elif "sign_in" in message:
             connection.sign_in = message["sign_in"]
@@ -227,7 +236,7 @@ class Coordinator:
             connection.awaited_keys = message["get"]
             self._serve_store()
         elif "lost" in message:
-            self.reasons[connection.member] = str(message["lost"])
+            self.reasons[connection.rank] = str(message["lost"])
             self._count_as_lost(connection)
         elif "bye" in message:
             connection.has_left = True
@@ -235,21 +244,22 @@ class Coordinator:
 
     def _identify(self, connection: RankConnection, message: dict[str, Any]) -> None:
         """Accept a connection as that of a rank. Raises ValueError for a wrong key, or a rank already connected."""
-        member = int(message["hello"])
+        rank = int(message["hello"])
         pid = int(message["pid"])
-        if not hmac.compare_digest(str(message["key"]).encode(), self.key.encode()):
+        key = str(message["key"]).encode()
+        if not hmac.compare_digest(key, self.key.encode()):
             raise ValueError
-        if pid < 2 or member not in range(self.size) or member in self.present:
+        if pid < 2 or rank not in range(self.size) or rank in self.present:
             raise ValueError
-        connection.member = member
+        connection.rank = rank
         connection.joins = bool(message["joins"])
         connection.pid = pid
         connection.irreplaceable = bool(message["irreplaceable"])
         connection.last_heard = time.monotonic()
-        self.reasons.pop(member, None)
+        self.reasons.pop(rank, None)
         if connection.joins and self.finished:
             connection.send(LEAVE_FINISHED_RUN)
-        self.arrived.add(member)
+        self.arrived.add(rank)
         if not self.number and len(self.arrived) == self.size:
             self._start_first_generation()
 
@@ -257,7 +267,7 @@ class Coordinator:
         """Start the first generation after all ranks have connected; some may be lost already."""
         self.number = 1
         self.members = sorted(self.present)
-        self.lost = [rank for rank in range(self.size) if rank not in self.members]
+        self.lost = self.absent
         if self.lost:
             self._end_generation()
         self._try_to_form()
@@ -265,7 +275,8 @@ class Coordinator:
     def _serve_store(self) -> None:
         for connection in self.connections:
             if connection.awaited_keys and all(key in self.store for key in connection.awaited_keys):
-                connection.send({"values": [self.store[key] for key in connection.awaited_keys]})
+                values = [self.store[key] for key in connection.awaited_keys]
+                connection.send({"values": values})
                 connection.awaited_keys = []
 
     def _drop(self, connection: RankConnection) -> None:
@@ -282,10 +293,10 @@ class Coordinator:
     def _remove_member(self, connection: RankConnection, *, failed: bool) -> None:
         if failed and connection.irreplaceable and not self.finished:
             self.broken = Broken.SHARD_LOST
-        if connection.member in self.members and not connection.joins and not self.finished:
-            self.members.remove(connection.member)
+        if connection.rank in self.members and not connection.joins and not self.finished:
+            self.members.remove(connection.rank)
             if failed:
-                self.lost.append(connection.member)
+                self.lost.append(connection.rank)
                 self._end_generation()
         self._try_to_form()
 
@@ -293,7 +304,7 @@ class Coordinator:
         """Count a rank as lost that left orderly before, while it handled the failure that ends it."""
         if connection.has_left and not self.finished:
             connection.has_left = False
-            self.lost.append(connection.member)
+            self.lost.append(connection.rank)
             self._end_generation()
             self._try_to_form()
 
@@ -318,19 +329,17 @@ class Coordinator:
 
     def _try_to_form(self) -> None:
         """Form the next generation if all live members have signed in, or finish the run if all are done."""
-        members = [connection for connection in self.connections if self._is_member(connection)]
-        if not self.is_active or not members or not all(connection.sign_in for connection in members):
+        members = [member for member in self.connections if not member.joins and member.rank in self.members]
+        requests = [member.sign_in for member in members if member.sign_in]
+        if not self.is_active or not members or len(requests) < len(members):
             return
-        if not self.generation_ended and all(member.sign_in["done"] for member in members if member.sign_in):
+        if not self.generation_ended and all(request["done"] for request in requests):
             self.finished = True
             for connection in self.connections:
                 connection.send(LEAVE_FINISHED_RUN if connection.joins else {"generation": {"done": True}})
             return
         joined = [connection for connection in self.connections if connection.joins and connection.sign_in]
-        self._form(sorted([*members, *joined], key=lambda connection: connection.member))
-
-    def _is_member(self, connection: RankConnection) -> bool:
-        return connection.member in self.members and not connection.joins
+        self._form(sorted([*members, *joined], key=lambda connection: connection.rank))
 
     def _form(self, connections: Sequence[RankConnection]) -> None:
         """Form a generation. Its ranks copy the newest state; if no rank has a state, the run is broken."""
@@ -340,7 +349,7 @@ class Coordinator:
             self.broken = Broken.STATE_LOST
             return
         self.number += 1
-        self.members = [connection.member for connection in connections]
+        self.members = [connection.rank for connection in connections]
         self.generation_ended = False
         self.below_minimum |= len(connections) < self.settings.min
         generation = {
@@ -349,7 +358,7 @@ class Coordinator:
             "source": progress.index(newest),
             "copies": any(steps != newest for steps in progress),
             "lost": self.lost,
-            "joined": [connection.member for connection in connections if connection.joins],
+            "joined": [connection.rank for connection in connections if connection.joins],
             "stops": self.below_minimum,
         }
         self.lost = []

@@ -14,16 +14,11 @@ FILE = "generations.json"
 def describe_generation(change: Mapping[str, Any]) -> str:
     """Describe a change of ranks in one line."""
     attempt = f"attempt {change['attempt']}, " if "attempt" in change else ""
-    events = [f"{kind} rank {join_numbers(change[kind])}" for kind in ("lost", "joined") if change[kind]]
+    events = [f"{kind} rank {', '.join(map(str, change[kind]))}" for kind in ("lost", "joined") if change[kind]]
     return (
         f"after {attempt}step {change['step']}: {'; '.join(events) or 'connections failed'}; "
-        f"ranks {join_numbers(change['ranks'])} continued after {change['seconds']:.3f} s"
+        f"ranks {', '.join(map(str, change['ranks']))} continued after {change['seconds']:.3f} s"
     )
-
-
-def join_numbers(ranks: list[int]) -> str:
-    """Return ranks as text, separated by commas."""
-    return ", ".join(map(str, ranks))
 
 
 def read_generations(attempt: Folder) -> list[dict[str, Any]]:

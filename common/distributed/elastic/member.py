@@ -201,9 +201,10 @@ class Member:
         """Send the coordinator the reason why this process ends itself, unless another thread blocks the connection."""
         if not self.send_lock.acquire(timeout=SEND_SECONDS):
             return
+        message = json.dumps({"lost": f"ended itself: {reason}"})
         try:
             with contextlib.suppress(OSError):
-                self.socket.sendall(json.dumps({"lost": f"ended itself: {reason}"}).encode() + b"\n")
+                self.socket.sendall(message.encode() + b"\n")
         finally:
             self.send_lock.release()
 
@@ -223,8 +224,10 @@ class Member:
 
 def read_main_thread() -> tuple[str, int]:
     """Return the state of this process's main thread, a letter as in proc(5), and its processor time in ticks."""
-    fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[11]) + int(fields[12])
+    status = Path(f"/proc/self/task/{os.getpid()}/stat").read_text()
+    fields = status.rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return fields[0], ticks
 
 
 def connect_to_coordinator(address: str, timeout: float) -> socket.socket:

@@ -73,10 +73,10 @@ class Supervisor:
         """Restarted ranks that belong to no generation yet."""
         return self.coordinator.newcomers | self.starting.keys()
 
-    def poll_and_restart_ranks(self, ended: Container[int]) -> None:
+    def poll_and_restart_ranks(self, lost_ranks: Container[int]) -> None:
         """Answer the ranks' messages, and restart missing ranks while the other ranks continue.
 
-        Only ranks in `ended` are restarted: they are known to be lost. Another one may have failed by itself, which
+        Only `lost_ranks` are restarted: they are known to be lost. Another one may have failed by itself, which
         ends the run.
         """
         self.coordinator.poll_members(POLL_SECONDS)
@@ -84,14 +84,14 @@ class Supervisor:
         for rank in self.coordinator.present & self.starting.keys():
             del self.starting[rank]
 
-        overdue = [rank for rank, started in self.starting.items() if now - started > self.start_timeout]
-        for rank in overdue:
-            print(f"restarted rank {rank} did not connect within {self.start_timeout:g} s; killing it", flush=True)
-            del self.starting[rank]
-            self.give_up_start(rank)
+        for rank, started in list(self.starting.items()):
+            if now - started > self.start_timeout:
+                print(f"restarted rank {rank} did not connect within {self.start_timeout:g} s; killing it", flush=True)
+                del self.starting[rank]
+                self.give_up_start(rank)
 
         for rank in self.coordinator.missing_ranks:
-            if rank not in ended or rank in self.starting or self.coordinator.below_minimum:
+            if rank not in lost_ranks or rank in self.starting or self.coordinator.below_minimum:
                 continue
             if self.restarts[rank] < self.settings.rejoin:
                 self.restarts[rank] += 1

@@ -100,7 +100,6 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
         2,
         0,
         1,
-        1,
         2,
         "slurm",
         hosts=("a", "b"),
