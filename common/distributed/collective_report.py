@@ -103,7 +103,7 @@ class CollectiveReport:
         return groups
 
     def fit_lines(self) -> dict[tuple[str, str], Line]:
-        """Fit t = alpha + beta n to the medians, by operation with type and by side; needs two sizes."""
+        """Fit t = alpha + beta n to the medians of each operation, type and side; needs two sizes."""
         times: dict[tuple[str, str], dict[int, float]] = {}
         for cell in self.cells:
             times.setdefault((cell.point.name, cell.side), {})[cell.point.nbytes] = cell.time
@@ -119,7 +119,10 @@ class CollectiveReport:
         return predict_seconds(algorithm, Lines(line), side.compute_vector_bytes(cell.point))
 
     def list_curves(self) -> dict[str, tuple[dict[str, Curve], dict[str, Curve]]]:
-        """Return each side's medians and fitted line, by operation and type, as points (bytes, us, 0)."""
+        """Return the medians and the fitted line of each side, by operation and type.
+
+        Curves are lists of points (bytes, us, 0).
+        """
         lines = self.fit_lines()
         curves = {}
         for name, cells in self.group_cells().items():

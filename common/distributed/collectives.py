@@ -81,7 +81,7 @@ def compute_bus_factor(op: str, ranks: int) -> float:
 
 
 class Side(NamedTuple):
-    """One implementation of the operations, and how to count the bytes that this rank sends for them."""
+    """One implementation of the operations, with its byte counters and its algorithms."""
 
     calls: Mapping[str, Call]
     """The operations by name."""
@@ -121,7 +121,7 @@ def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
 
 
 def count_sent_bytes(group: dist.ProcessGroup | None) -> float:
-    """Return the bytes that this rank has sent in a group of the backend `builtin`, without message headers."""
+    """Return the bytes that this rank has sent in a `builtin` group, without message headers."""
     links = get_communicator(group).outgoing.values()
     return float(sum(link.bytes_sent for link in links))
 
@@ -156,7 +156,7 @@ def open_group(world: World, backend: str) -> dist.ProcessGroup:
 
 
 def describe_builtin(side: Side, group: dist.ProcessGroup | None) -> Side:
-    """Return the side of a `builtin` group with the group's algorithms and counter of sent bytes."""
+    """Return the side with the algorithms and the byte counter of a `builtin` group."""
     algorithms = get_communicator(group).algorithms
     return side._replace(count_sent=partial(count_sent_bytes, group), algorithms=algorithms, widens=True)
 
@@ -214,9 +214,9 @@ def all_reduce_by(
 
 
 def fit_links(world: World) -> dict[str, Line]:
-    """Fit a line to the message times between neighbouring ranks, measured one link at a time; on rank 0 only.
+    """Fit a line to the message times between neighbouring ranks, one link at a time.
 
-    Empty for ranks on GPUs. All ranks call it.
+    Empty for ranks on GPUs, and on all ranks but rank 0. All ranks call it.
     """
     if world.device.type != "cpu":
         return {}

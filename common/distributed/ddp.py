@@ -143,9 +143,9 @@ def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, 
 
 
 def compute_ring_bytes(model: nn.Module) -> int:
-    """Return the bytes that each rank sends per step in a ring all-reduce (as in gloo) of all gradients.
+    """Return the bytes per step that each rank sends in a ring all-reduce of gradients.
 
-    Each of p ranks sends 2 (p - 1) / p of the bytes of its gradients. 0 for a model without DDP.
+    gloo uses such a ring. Each of p ranks sends 2 (p - 1) / p of the bytes of its gradients. 0 without DDP.
     """
     if not isinstance(model, DistributedDataParallel):
         return 0
@@ -155,7 +155,7 @@ def compute_ring_bytes(model: nn.Module) -> int:
 
 
 def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
-    """Run one forward and backward without update, so that all steps reduce gradients in the same order.
+    """Run a forward and backward without update, so that all steps use the same buckets.
 
     DDP rebuilds its buckets before its second forward, in the order in which gradients became ready in the first
     backward. Without the warm-up, the first step after a resume would use other buckets than the same step of an
@@ -172,7 +172,7 @@ def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
 
 @contextlib.contextmanager
 def restore_buffers_and_rng(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the model's buffers and the random state after the block, which runs forwards without training."""
+    """Restore buffers and random state after the block, which runs forwards without training."""
     saved_buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

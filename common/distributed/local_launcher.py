@@ -237,7 +237,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path
 
 
 def redirect_output(log: Path, *, keep_stdout: bool) -> None:
-    """Redirect this process's stderr, and stdout unless kept, to a log file, including output of C++ libraries."""
+    """Redirect stderr, and stdout unless kept, to a log file, including output of C++ libraries."""
     with disk_errors(log):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         handle = os.open(log, flags, 0o644)

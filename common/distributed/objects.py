@@ -108,7 +108,7 @@ def broadcast_bytes(payload: bytes, source: int, device: torch.device, group: di
 
 
 def exchange_bytes(payload: bytes, device: torch.device, senders: Sequence[int], collective: Collective) -> list[bytes]:
-    """Return the bytes of all senders, by one collective, or two if one of them exceeds a packet.
+    """Return the bytes of all senders, by one collective, or two for long ones.
 
     Raises ValueError on all ranks if a sender announces more than MAX_VALUE_BYTES.
     """

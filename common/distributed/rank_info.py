@@ -1,4 +1,4 @@
-"""Position of a rank in its run, as set by torchrun, SLURM or the local launcher. Imports no torch."""
+"""Position of a rank in its run, set by torchrun, SLURM or the local launcher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -131,10 +131,10 @@ def parse_first_host(nodelist: str) -> str:
 
 @contextlib.contextmanager
 def report_refusal_once(rank_info: RankInfo | None) -> Iterator[None]:
-    """Let only rank 0 report a UserError that all ranks raise in the block before the rendezvous.
+    """Let only rank 0 report a UserError that all ranks raise in the block.
 
-    The other ranks wait, and the launcher ends them after rank 0 has exited. A rank that is still running after the
-    wait has a different error and raises it.
+    The block runs before the rendezvous. The other ranks wait, and the launcher ends them after rank 0 has exited. A
+    rank that is still running after the wait has a different error and raises it.
     """
     try:
         yield

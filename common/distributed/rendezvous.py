@@ -257,10 +257,10 @@ def count_usable_cores(rank_info: RankInfo) -> int:
 
 
 def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
-    """Return one GPU per rank and nccl if there are enough GPUs, else the CPU and gloo. Raises UserError.
+    """Return device and backend: a GPU and nccl if there is one per rank, else CPU and gloo.
 
-    With launch.backend=builtin it returns the CPU and builtin. With launch.mixed=true it returns gloo, and a GPU for
-    the first ranks of a host as long as it has some. The GPU becomes torch's current device.
+    With launch.backend=builtin they are the CPU and builtin. With launch.mixed=true they are gloo and, for the first
+    ranks of a host as long as it has some, a GPU. The GPU becomes torch's current device. Raises UserError.
     """
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"

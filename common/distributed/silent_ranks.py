@@ -1,4 +1,7 @@
-"""Detection of ranks that do not answer, through the rendezvous store, which works after collectives have failed."""
+"""Detection of ranks that do not answer.
+
+It uses the rendezvous store, which works after collectives have failed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ ANSWER_SECONDS = 5.0  # time limit of an answer of the rendezvous store
 
 
 class SilenceWatch:
-    """Watchdog that names the ranks a collective waits for when the waiting thread raises no timeout.
+    """Watchdog that names the ranks a collective waits for without raising a timeout.
 
     With NCCL that thread is blocked in the GPU driver until NCCL's own watchdog ends the process without naming a rank.
     """
@@ -59,9 +62,9 @@ class SilenceWatch:
 
 
 def name_silent_ranks(world: World, step_seconds: float, part: str = "") -> str:
-    """Return a message naming the ranks that do not wait for a collective that timed out; empty if all wait.
+    """Return a message naming the ranks that are not in the collective that timed out.
 
-    A rank waits if it calls this function within `step_seconds` of this rank. `part`
+    It is empty if all ranks wait. A rank waits if it calls this function within `step_seconds` of this rank. `part`
     distinguishes the calls of one run. Uses no collective.
     """
     store = world.store

@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks, and averages of buffers and tensors over the ranks."""
+"""BatchNorm over the batches of all ranks, and averages of tensors over the ranks."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, we
 
 @torch.no_grad()
 def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
-    """Replace tensors of one dtype by their weighted means over the ranks of a group, in one all-reduce.
+    """Replace tensors by their weighted means over the ranks of a group, in one all-reduce.
 
-    The mean of the ranks' weights must be 1.
+    The tensors must have the same dtype. The mean of the ranks' weights must be 1.
     """
     if not tensors or dist.get_world_size(group) == 1:
         return

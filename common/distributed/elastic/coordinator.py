@@ -179,7 +179,7 @@ class Coordinator:
         return self.is_active
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, also in a forked child that inherits them."""
         for connection in self.connections:
             connection.socket.close()
         self.listener.close()
@@ -301,7 +301,7 @@ class Coordinator:
         self._try_to_form()
 
     def _count_as_lost(self, connection: RankConnection) -> None:
-        """Count a rank as lost that left orderly before, while it handled the failure that ends it."""
+        """Count a rank as lost that left orderly while it handled its failure."""
         if connection.has_left and not self.finished:
             connection.has_left = False
             self.lost.append(connection.rank)
@@ -328,7 +328,7 @@ class Coordinator:
                 connection.send({"over": self.number})
 
     def _try_to_form(self) -> None:
-        """Form the next generation if all live members have signed in, or finish the run if all are done."""
+        """Form the next generation when all live members have signed in; finish when all are done."""
         members = [member for member in self.connections if not member.joins and member.rank in self.members]
         requests = [member.sign_in for member in members if member.sign_in]
         if not self.is_active or not members or len(requests) < len(members):

@@ -1,4 +1,4 @@
-"""Changes of the ranks of an elastic run (lost, joined), stored in generations.json of an attempt. Imports no torch."""
+"""Changes of the ranks of an elastic run, stored in generations.json of an attempt. Imports no torch."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def free_left_groups() -> None:
 
 
 def update_world(world: World, **facts: Any) -> None:
-    """Change fields of the world in place, for all users of the object, when an elastic run changes its ranks."""
+    """Change fields of the world in place, for all users of the object."""
     for name, fact in facts.items():
         object.__setattr__(world, name, fact)
 
@@ -108,7 +108,7 @@ def list_connections(*excluded: socket.socket) -> Connections:
 
 
 def cut_connections(connections: Connections) -> None:
-    """Shut down the receiving side of connections, so that collectives that wait for data fail at once.
+    """Shut down the receiving side of connections, so that waiting collectives fail at once.
 
     gloo cannot abort a collective, and its timeout would have to exceed every step, evaluation and checkpoint. Shutting
     down both directions would not wake a connection that has received a part of a message.

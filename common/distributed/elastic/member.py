@@ -59,9 +59,10 @@ class Member:
     def __init__(
         self, address: str, number: int, timeout: float, key: str, *, joins: bool, irreplaceable: bool = False
     ) -> None:
-        """`number` is the original rank, `timeout` the seconds without a heartbeat after which a rank is lost.
+        """Connect to the coordinator and start the thread.
 
-        The run ends without an `irreplaceable` rank.
+        `number` is the original rank, `timeout` the seconds without a heartbeat after which a rank is lost. The run
+        ends without an `irreplaceable` rank.
         """
         self.orphan_command: list[str] = json.loads(os.environ.get(ORPHANED, "[]"))
         """Command that replaces this process when it can no longer reach the coordinator."""
@@ -198,7 +199,7 @@ class Member:
         self._leave(f"{reason}; it counts as lost", lost=True)
 
     def _announce_loss(self, reason: str) -> None:
-        """Send the coordinator the reason why this process ends itself, unless another thread blocks the connection."""
+        """Send the coordinator why this process ends itself, unless another thread blocks the connection."""
         if not self.send_lock.acquire(timeout=SEND_SECONDS):
             return
         message = json.dumps({"lost": f"ended itself: {reason}"})
@@ -223,7 +224,7 @@ class Member:
 
 
 def read_main_thread() -> tuple[str, int]:
-    """Return the state of this process's main thread, a letter as in proc(5), and its processor time in ticks."""
+    """Return the main thread's state (a letter, see proc(5)) and its processor time in ticks."""
     status = Path(f"/proc/self/task/{os.getpid()}/stat").read_text()
     fields = status.rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])

@@ -14,7 +14,7 @@ POLL_SECONDS = 0.01
 
 
 def open_listener(address: str, size: int) -> socket.socket:
-    """Listen for the ranks of a run on a UNIX socket (path) or a TCP socket (host:port). Raises OSError."""
+    """Listen for ranks on a UNIX socket (path) or a TCP socket (host:port). Raises OSError."""
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         listener = socket.socket(socket.AF_INET)

@@ -55,7 +55,7 @@ class ServerReport:
         return total_staleness / max(1, self.staleness.total())
 
     def compute_shares(self) -> dict[int, float]:
-        """Return the share of the pushes (0 to 1) by staleness, from 0 to the maximum."""
+        """Return the share of pushes (0 to 1) for each staleness up to the maximum."""
         ages = range(max(self.staleness, default=-1) + 1)
         return {age: self.staleness[age] / self.staleness.total() for age in ages}
 

@@ -181,7 +181,7 @@ class Server:
             self.changed.notify_all()
 
     def _answer(self, workers: Sequence[int]) -> None:
-        """Take the step of these workers' pushes, or prepare it in sync mode, and answer them."""
+        """Answer these workers' pushes and take their step; in sync mode only prepare it."""
         ages = [self.shard.version - self.pulled.pop(worker) for worker in workers]
         tickets, rates = zip(*(self.tickets.pop(worker) for worker in workers), strict=True)
         rate = rates[0]

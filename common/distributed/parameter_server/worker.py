@@ -58,7 +58,7 @@ class Worker:
         damp: bool = False,
         record: bool = False,
     ) -> None:
-        """Flatten the parameters of `network` into one vector. Raises UserError if servers exceed parameters."""
+        """Flatten the parameters of `network` into one vector. Raises UserError for more servers than parameters."""
         self.network = network
         self.world = world
         self.policy = policy
@@ -260,7 +260,7 @@ class Worker:
 
 
 def wait_for(works: Sequence[dist.Work], timeout: datetime.timedelta | None = None) -> None:
-    """Wait for each of the messages, at most `timeout` each, by default as long as the group allows."""
+    """Wait for all messages, each at most `timeout`, by default the timeout of the group."""
     for work in works:
         if timeout is None:
             work.wait()
