@@ -19,7 +19,7 @@ Curve = list[tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
-class SideTimes:
+class CollectiveCell:
     """Measurements of one side at one point."""
 
     point: Point
@@ -81,7 +81,7 @@ class CollectiveReport:
         return self.table.shape[3]
 
     @property
-    def cells(self) -> list[SideTimes]:
+    def cells(self) -> list[CollectiveCell]:
         """The measured points, by size within each operation and type."""
         cells = []
         for i, point in enumerate(self.points):
@@ -92,12 +92,12 @@ class CollectiveReport:
                     continue
                 seconds = rounds[..., 0].amax(1).tolist()
                 sent, interface = rounds[..., 1:].quantile(0.5, dim=0).T.tolist()
-                cells.append(SideTimes(point, side, tuple(seconds), tuple(sent), tuple(interface)))
+                cells.append(CollectiveCell(point, side, tuple(seconds), tuple(sent), tuple(interface)))
         return cells
 
-    def group_cells(self) -> dict[str, list[SideTimes]]:
+    def group_cells(self) -> dict[str, list[CollectiveCell]]:
         """Return the measured points by operation and type."""
-        groups: dict[str, list[SideTimes]] = {}
+        groups: dict[str, list[CollectiveCell]] = {}
         for cell in self.cells:
             groups.setdefault(cell.point.name, []).append(cell)
         return groups
@@ -109,7 +109,7 @@ class CollectiveReport:
             times.setdefault((cell.point.name, cell.side), {})[cell.point.nbytes] = cell.time
         return {key: fit_line(list(by_size.items())) for key, by_size in times.items() if len(by_size) > 1}
 
-    def predict_seconds(self, cell: SideTimes, lines: Mapping[tuple[str, str], Line]) -> float | None:
+    def predict_seconds(self, cell: CollectiveCell, lines: Mapping[tuple[str, str], Line]) -> float | None:
         """Predict the seconds of an all-reduce from its algorithm and the line of its links; None if unknown."""
         side = self.sides[cell.side]
         line = lines.get((f"sendrecv {cell.point.dtype}", side.link))
@@ -144,7 +144,7 @@ class CollectiveReport:
         for name, cells in self.group_cells().items():
             row = [f"{'bytes':>13}  {'side':<{width}}{HEAD}"]
             row += [format_cell(cell, width, self.ranks, lines.get((name, cell.side))) for cell in cells]
-            for cell in select_largest(cells):
+            for cell in select_largest_sizes(cells):
                 notes = []
                 if line := lines.get((name, cell.side)):
                     notes.append(format_line(line))
@@ -163,7 +163,7 @@ class CollectiveReport:
         """Describe sent and computed bytes at the largest size of each operation."""
         rows = []
         for name, cells in self.group_cells().items():
-            for cell in select_largest(cells):
+            for cell in select_largest_sizes(cells):
                 computed = compute_sent_bytes(cell.point, self.sides[cell.side], self.ranks)
                 counts = []
                 if any(cell.sent):
@@ -185,13 +185,13 @@ class CollectiveReport:
             "links": {link: line._asdict() for link, line in self.links.items()},
         }
         all_reduces = [cell for cell in cells if cell.point.op == "all_reduce"]
-        for cell in select_largest(all_reduces):
+        for cell in select_largest_sizes(all_reduces):
             measured[f"all_reduce_{cell.side}_bus_gb_per_s"] = cell.compute_bus_bandwidth(self.ranks) / 1e9
         exact_results = sum(len(cell.seconds) for cell in cells)
         return Facts(outcome={"exact_results": exact_results}, measured=measured)
 
 
-def select_largest(cells: Sequence[SideTimes]) -> list[SideTimes]:
+def select_largest_sizes(cells: Sequence[CollectiveCell]) -> list[CollectiveCell]:
     """Return the last, largest measured point of each side."""
     return list({cell.side: cell for cell in cells}.values())
 
@@ -211,7 +211,7 @@ def join_megabytes(counts: Sequence[float]) -> str:
     return ", ".join(numbers) if len(set(numbers)) > 1 else f"{numbers[0]} by each rank"
 
 
-def format_cell(cell: SideTimes, width: int, ranks: int, line: Line | None) -> str:
+def format_cell(cell: CollectiveCell, width: int, ranks: int, line: Line | None) -> str:
     """Return a line of the table."""
     spread = f"[{1e6 * min(cell.seconds):,.1f}..{1e6 * max(cell.seconds):,.1f}]"
     fitted = f"{1e6 * line.predict_seconds(cell.point.nbytes):,.1f}" if line else ""

@@ -150,9 +150,9 @@ class Coordinator:
         ready = self.selector.select(seconds)
         for key, _ in ready:
             if key.data is None:
-                self._accept()
+                self._accept_connection()
             else:
-                self._read(key.data)
+                self._read_messages(key.data)
 
         now = time.monotonic()
         timeout = self.settings.timeout
@@ -165,7 +165,7 @@ class Coordinator:
                 if connection.rank >= 0 and not connection.has_left:
                     self.reasons[connection.rank] = f"was declared lost: no heartbeat for {timeout:g} s"
                     self.on_unresponsive(connection.rank)
-                self._drop(connection)
+                self._drop_connection(connection)
         return bool(ready)
 
     def note_ended_member(self, member: int) -> bool:
@@ -175,7 +175,7 @@ class Coordinator:
                 break
         for connection in list(self.connections):
             if connection.rank == member:
-                self._drop(connection)
+                self._drop_connection(connection)
         return self.is_active
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Coordinator:
         self.listener.close()
         self.selector.close()
 
-    def _accept(self) -> None:
+    def _accept_connection(self) -> None:
         with contextlib.suppress(OSError):
             accepted, _ = self.listener.accept()
             if len(self.connections) > 2 * self.size + EXTRA_CONNECTIONS:
@@ -197,7 +197,7 @@ class Coordinator:
             self.connections.add(connection)
             self.selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _read(self, connection: RankConnection) -> None:
+    def _read_messages(self, connection: RankConnection) -> None:
         try:
             part = connection.socket.recv(1 << 16)
         except OSError:
@@ -208,18 +208,18 @@ class Coordinator:
             limit = MAX_MESSAGE_BYTES
         *lines, connection.received = (connection.received + part).split(b"\n")
         if not part or len(connection.received) > limit:
-            self._drop(connection)
+            self._drop_connection(connection)
             return
         for line in lines:
             try:
-                self._answer(connection, json.loads(line))
+                self._answer_message(connection, json.loads(line))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-                self._drop(connection)  # a stranger
+                self._drop_connection(connection)  # a stranger
                 return
 
-    def _answer(self, connection: RankConnection, message: dict[str, Any]) -> None:
+    def _answer_message(self, connection: RankConnection, message: dict[str, Any]) -> None:
         if "hello" in message:
-            self._identify(connection, message)
+            self._identify_rank(connection, message)
         elif connection.rank < 0:
             raise ValueError
         elif "sign_in" in message:
@@ -228,13 +228,13 @@ class Coordinator:
                 self._announce_join(connection)
             elif not connection.sign_in["done"] and not connection.sign_in["together"]:
                 self._end_generation()
-            self._try_to_form()
+            self._form_generation_if_ready()
         elif "set" in message:
             self.store[message["set"]] = message["value"]
-            self._serve_store()
+            self._answer_store_requests()
         elif "get" in message:
             connection.awaited_keys = message["get"]
-            self._serve_store()
+            self._answer_store_requests()
         elif "lost" in message:
             self.reasons[connection.rank] = str(message["lost"])
             self._count_as_lost(connection)
@@ -242,7 +242,7 @@ class Coordinator:
             connection.has_left = True
             self._remove_member(connection, failed=False)
 
-    def _identify(self, connection: RankConnection, message: dict[str, Any]) -> None:
+    def _identify_rank(self, connection: RankConnection, message: dict[str, Any]) -> None:
         """Accept a connection as that of a rank. Raises ValueError for a wrong key, or a rank already connected."""
         rank = int(message["hello"])
         pid = int(message["pid"])
@@ -270,16 +270,16 @@ class Coordinator:
         self.lost = self.absent
         if self.lost:
             self._end_generation()
-        self._try_to_form()
+        self._form_generation_if_ready()
 
-    def _serve_store(self) -> None:
+    def _answer_store_requests(self) -> None:
         for connection in self.connections:
             if connection.awaited_keys and all(key in self.store for key in connection.awaited_keys):
                 values = [self.store[key] for key in connection.awaited_keys]
                 connection.send({"values": values})
                 connection.awaited_keys = []
 
-    def _drop(self, connection: RankConnection) -> None:
+    def _drop_connection(self, connection: RankConnection) -> None:
         """Close a connection; the loss of a member ends its generation."""
         if connection not in self.connections:
             return
@@ -298,7 +298,7 @@ class Coordinator:
             if failed:
                 self.lost.append(connection.rank)
                 self._end_generation()
-        self._try_to_form()
+        self._form_generation_if_ready()
 
     def _count_as_lost(self, connection: RankConnection) -> None:
         """Count a rank as lost that left orderly while it handled its failure."""
@@ -306,7 +306,7 @@ class Coordinator:
             connection.has_left = False
             self.lost.append(connection.rank)
             self._end_generation()
-            self._try_to_form()
+            self._form_generation_if_ready()
 
     def _announce_join(self, connection: RankConnection) -> None:
         """Notify the members that a rank waits to join; when all know, they leave together between two steps."""
@@ -327,7 +327,7 @@ class Coordinator:
             if not connection.joins:
                 connection.send({"over": self.number})
 
-    def _try_to_form(self) -> None:
+    def _form_generation_if_ready(self) -> None:
         """Form the next generation when all live members have signed in; finish when all are done."""
         members = [member for member in self.connections if not member.joins and member.rank in self.members]
         requests = [member.sign_in for member in members if member.sign_in]
@@ -339,9 +339,9 @@ class Coordinator:
                 connection.send(LEAVE_FINISHED_RUN if connection.joins else {"generation": {"done": True}})
             return
         joined = [connection for connection in self.connections if connection.joins and connection.sign_in]
-        self._form(sorted([*members, *joined], key=lambda connection: connection.rank))
+        self._form_generation(sorted([*members, *joined], key=lambda connection: connection.rank))
 
-    def _form(self, connections: Sequence[RankConnection]) -> None:
+    def _form_generation(self, connections: Sequence[RankConnection]) -> None:
         """Form a generation. Its ranks copy the newest state; if no rank has a state, the run is broken."""
         progress = [connection.sign_in["progress"] for connection in connections if connection.sign_in]
         newest = max(progress)

@@ -33,15 +33,15 @@ class CoordinatorStore(dist.Store):
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch calls it with bytes
         """Set a value."""
-        self.member.set(key, base64.b64encode(value).decode())
+        self.member.set_value(key, base64.b64encode(value).decode())
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it. Raises GenerationOver."""
-        return base64.b64decode(self.member.get([key])[0])
+        return base64.b64decode(self.member.get_values([key])[0])
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait until all keys are set. Raises GenerationOver."""
-        self.member.get(keys)
+        self.member.get_values(keys)
 
 
 def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None:

@@ -113,11 +113,11 @@ class Member:
             self.last_busy = time.monotonic()
             self.is_wait_bounded = False
 
-    def set(self, key: str, value: str) -> None:
+    def set_value(self, key: str, value: str) -> None:
         """Set a value for all members of this generation."""
         self._send({"set": key, "value": value})
 
-    def get(self, keys: Sequence[str]) -> list[str]:
+    def get_values(self, keys: Sequence[str]) -> list[str]:
         """Wait for values that members of this generation set. Raises GenerationOver."""
         self._send({"get": list(keys)})
         answer = self.answers.get()
@@ -156,17 +156,17 @@ class Member:
                     break
                 *lines, received = (received + part).split(b"\n")
                 for line in lines:
-                    self._receive(json.loads(line))
+                    self._handle_message(json.loads(line))
         except (OSError, ValueError):
             pass
         if not self.closed:
-            self._leave(
+            self._end_process(
                 "the coordinator has declared this rank lost, has ended, or cannot be reached", self.orphan_command
             )
 
-    def _receive(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if "leave" in message:
-            self._leave(message["leave"])
+            self._end_process(message["leave"])
         if "over" in message:
             self.over = True
             self.cpu_ticks = -1
@@ -196,7 +196,7 @@ class Member:
 
     def leave_as_lost(self, reason: str) -> None:
         """End this process as a lost rank, which can be restarted; the launcher reports the reason."""
-        self._leave(f"{reason}; it counts as lost", lost=True)
+        self._end_process(f"{reason}; it counts as lost", lost=True)
 
     def _announce_loss(self, reason: str) -> None:
         """Send the coordinator why this process ends itself, unless another thread blocks the connection."""
@@ -209,7 +209,7 @@ class Member:
         finally:
             self.send_lock.release()
 
-    def _leave(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
+    def _end_process(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
         """End this process at once, or replace it by a command: it must not write any more."""
         print(f"this rank leaves the run: {reason}", file=sys.stderr, flush=True)
         try:

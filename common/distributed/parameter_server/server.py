@@ -144,7 +144,7 @@ class Server:
         """Return the shard's values [n] for the work of a ticket; its push is applied with this learning rate."""
         with self.changed:
             self.pull_queue.append(worker)
-            self._wait(lambda: self.pull_queue[0] == worker and self._admits_pull())
+            self._wait_until(lambda: self.pull_queue[0] == worker and self._admits_pull())
             self.pull_queue.popleft()
             self.changed.notify_all()
             self.pulled[worker] = self.shard.version
@@ -161,9 +161,9 @@ class Server:
         with self.changed:
             self.waiting_pushes[worker] = gradient
             while workers := self.policy.choose_pushes(self.waiting_pushes, self.pulled, self.shard.version):
-                self._answer(workers)
+                self._answer_pushes(workers)
             self.changed.notify_all()
-            self._wait(lambda: worker in self.answers)
+            self._wait_until(lambda: worker in self.answers)
             return self.answers.pop(worker)
 
     def take_prepared_step(self) -> None:
@@ -180,7 +180,7 @@ class Server:
             self.failure = error
             self.changed.notify_all()
 
-    def _answer(self, workers: Sequence[int]) -> None:
+    def _answer_pushes(self, workers: Sequence[int]) -> None:
         """Answer these workers' pushes and take their step; in sync mode only prepare it."""
         ages = [self.shard.version - self.pulled.pop(worker) for worker in workers]
         tickets, rates = zip(*(self.tickets.pop(worker) for worker in workers), strict=True)
@@ -208,7 +208,7 @@ class Server:
         if self.record:
             self.events.append(event | {"version": self.shard.version})
 
-    def _wait(self, is_ready: Callable[[], bool]) -> None:
+    def _wait_until(self, is_ready: Callable[[], bool]) -> None:
         in_time = self.changed.wait_for(lambda: self.failure is not None or is_ready(), self.timeout)
         if self.failure is not None:
             raise RuntimeError(f"a worker is lost: {self.failure}")

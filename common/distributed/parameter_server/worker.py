@@ -90,7 +90,7 @@ class Worker:
             return
         self.server.restart(done, workers)
         remote_workers = [worker for worker in range(workers) if worker != rank]
-        self.threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in remote_workers]
+        self.threads = [threading.Thread(target=self._serve_worker, args=(i,), daemon=True) for i in remote_workers]
         for thread in self.threads:
             thread.start()
 
@@ -215,7 +215,7 @@ class Worker:
 
     # ---- messages
 
-    def _serve(self, worker: int) -> None:
+    def _serve_worker(self, worker: int) -> None:
         """Answer one worker until its last request; runs in its own thread."""
         assert self.server is not None
         request = torch.zeros(2, dtype=torch.float64)

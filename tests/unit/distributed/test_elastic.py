@@ -27,7 +27,7 @@ class Rank(Member):
 
     left = ""
 
-    def _leave(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
+    def _end_process(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
         self.left = reason
 
 
@@ -113,11 +113,11 @@ def test_a_loss_while_a_generation_forms_forms_another_one(path: Path) -> None:
     run = begin(path, 3)
     run.kill(0)
     run.sign_in(r1=3, r2=3)
-    run.members[1].set("1", "address")
-    assert run.members[1].get(["1"]) == ["address"]
+    run.members[1].set_value("1", "address")
+    assert run.members[1].get_values(["1"]) == ["address"]
     run.kill(2)
     with pytest.raises(GenerationOver):
-        run.members[1].get(["2"])
+        run.members[1].get_values(["2"])
     assert run.sign_in(r1=3)["r1"] == Generation(3, [1], 0, False, [2], [], False)
 
 
