@@ -1,6 +1,6 @@
-"""The all-reduce algorithm of a run: `launch.algorithm=auto` is measured once in its life and stands in config.yaml.
+"""All-reduce algorithm of a run: `launch.algorithm=auto` is measured once per run and stored in config.yaml.
 
-Sums of floating-point numbers depend on their order: a resumed run is equal to the bit only with the same algorithms.
+Sums of floating-point numbers depend on their order. A resumed run is bit-identical only with the same algorithms.
 """
 
 from __future__ import annotations
@@ -21,97 +21,114 @@ from common.distributed.transport.cost import Line, Lines, choose_by_size, fit_l
 from common.runs.folder import write_atomic
 from configs.launch import Launch
 
-NAME = "launch.algorithm"
-SIZES = (8, 1 << 16, 1 << 20)  # bytes of the messages that are measured
+CONFIG_KEY = "launch.algorithm"
+MESSAGE_BYTES = (8, 1 << 16, 1 << 20)  # sizes of the measured messages
 REPEATS = 5
 
-Measured = list[list[float]]
-"""(bytes, seconds) of messages of each size."""
+LinkTimes = list[list[float]]
+"""[bytes, seconds] of a message of each size."""
 
 
 def resolve_algorithm(launch: Launch, run: Path, world: World) -> None:
-    """Let the ranks all-reduce as the run does: as it has measured, or by the file that it keeps. All ranks call it.
+    """Set the run's all-reduce algorithm on this rank. All ranks call it.
 
-    The choice of `auto` goes into `launch` and into config.yaml, where a later attempt finds it.
+    The choice of `auto` is stored in `launch` and, for later attempts, in config.yaml of the run folder.
     """
     if world.transport is None:
         return
     if launch.algorithm == "auto":
-        launch.algorithm = choose_algorithm_once(run / "config.yaml", world)
+        launch.algorithm = load_or_choose_algorithm(run / "config.yaml", world)
     replace_algorithm(world.transport, algorithms.use_kept_file(launch, run / "code").algorithm)
 
 
-def choose_algorithm_once(file: Path, world: World) -> str:
-    """Return what config.yaml says, else what measuring shows, and write that there. All ranks call it."""
-    known = world.broadcast(read_config_file(file).get(NAME) if world.is_main else None)
-    if known in (None, "auto"):
-        choice = world.broadcast(choose_by_link_speeds(world))
-        if world.is_main:
-            print(f"{NAME}=auto: {describe_choice(choice)}", flush=True)
-            if known:
-                store_choice(file, choice)
-        return str(choice)
-    return str(known)
+def load_or_choose_algorithm(config_file: Path, world: World) -> str:
+    """Return the algorithm of config.yaml, or choose one and store it there. All ranks call it."""
+    stored = read_config_file(config_file).get(CONFIG_KEY) if world.is_main else None
+    stored = world.broadcast(stored)
+    if stored not in (None, "auto"):
+        return str(stored)
+    choice = world.broadcast(choose_by_link_speeds(world))
+    if world.is_main:
+        print(f"{CONFIG_KEY}=auto: {describe_choice(choice)}", flush=True)
+        if stored:
+            store_choice(config_file, choice)
+    return str(choice)
 
 
 def choose_by_link_speeds(world: World) -> str:
-    """Return the algorithms of the least predicted time on rank 0, an empty text elsewhere. All ranks call it."""
-    found = world.gather(measure_links(world))
+    """Return the fastest algorithms by the predicted time on rank 0, an empty text elsewhere. All ranks call it."""
+    times_by_rank = world.gather(measure_links(world))
     assert world.transport is not None
-    if not world.is_main or world.size == 1:
-        return "ring" if world.is_main else ""
+    if not world.is_main:
+        return ""
+    if world.size == 1:
+        return "ring"
+
     hosts = world.transport.hosts
-    lines: dict[bool, list[Line]] = {False: [], True: []}
-    for rank, measured in enumerate(found):
-        if measured:
-            lines[hosts[rank] == hosts[(rank + 1) % world.size]].append(fit_line([(n, t) for n, t in measured]))
-    # an all-reduce waits for the slowest link
-    between, within = (max(of, key=lambda line: line.predict_seconds(SIZES[-1]), default=None) for of in lines.values())
-    either = between or within
-    assert either is not None
-    return choose_by_size(Lines(either, within), algorithms.NAMES, world.size, hosts)
+    lines_within_hosts: list[Line] = []
+    lines_between_hosts: list[Line] = []
+    for rank, times in enumerate(times_by_rank):
+        if not times:
+            continue
+        is_within_host = hosts[rank] == hosts[(rank + 1) % world.size]
+        lines = lines_within_hosts if is_within_host else lines_between_hosts
+        lines.append(fit_line([(nbytes, seconds) for nbytes, seconds in times]))
+
+    within_hosts = find_slowest_line(lines_within_hosts)
+    slowest = find_slowest_line(lines_between_hosts) or within_hosts
+    assert slowest is not None
+    return choose_by_size(Lines(slowest, within_hosts), algorithms.NAMES, world.size, hosts)
 
 
-def measure_links(world: World) -> Measured:
-    """Measure the link from this rank to the next one; empty where the other way round is measured already.
+def find_slowest_line(lines: list[Line]) -> Line | None:
+    """Return the line of the slowest link, which an all-reduce waits for; None without links."""
+    return max(lines, key=lambda line: line.predict_seconds(MESSAGE_BYTES[-1]), default=None)
+
+
+def measure_links(world: World) -> LinkTimes:
+    """Measure the link from this rank to the next rank; empty if it is measured in the opposite direction.
 
     One link is measured at a time. All ranks call it.
     """
-    found: Measured = []
-    for rank in range(world.size if world.size > 2 else world.size - 1):
-        after = (rank + 1) % world.size
+    times: LinkTimes = []
+    links = world.size if world.size > 2 else world.size - 1
+    for rank in range(links):
+        next_rank = (rank + 1) % world.size
         if world.rank == rank:
-            found = [[nbytes, measure_message(nbytes, after, first=True)] for nbytes in SIZES]
-        elif world.rank == after:
-            for nbytes in SIZES:
-                measure_message(nbytes, rank, first=False)
+            times = [[nbytes, measure_message(nbytes, next_rank, sends_first=True)] for nbytes in MESSAGE_BYTES]
+        elif world.rank == next_rank:
+            for nbytes in MESSAGE_BYTES:
+                measure_message(nbytes, rank, sends_first=False)
         dist.barrier()
-    return found
+    return times
 
 
-def measure_message(nbytes: int, peer: int, *, first: bool) -> float:
-    """Return the seconds of a message: half of those to a rank and back, the median of several."""
-    value, times = torch.zeros(nbytes, dtype=torch.uint8), list[float]()
-    for _ in range(REPEATS + 1):  # the first one starts threads
+def measure_message(nbytes: int, peer: int, *, sends_first: bool) -> float:
+    """Return the seconds of a message: half of the median round trip."""
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    times: list[float] = []
+    for _ in range(REPEATS + 1):
         start = time.perf_counter()
-        for sends in (first, not first):
+        for sends in (sends_first, not sends_first):
             if sends:
-                dist.send(value, peer)
+                dist.send(message, peer)
             else:
-                dist.recv(value, peer)
+                dist.recv(message, peer)
         times.append((time.perf_counter() - start) / 2)
-    return median(times[1:])
+    return median(times[1:])  # the first round trip starts threads
 
 
 def describe_choice(choice: str) -> str:
-    """Return algorithms by size in words."""
-    first, *others = choice.split("<")
-    more = [f"{name} from {int(bound):,} bytes on" for bound, name in zip(others[::2], others[1::2], strict=True)]
-    return ", ".join([first, *more])
+    """Describe algorithms by size, such as `tree, ring from 65,536 bytes on`."""
+    parts = choice.split("<")
+    description = parts[0]
+    for bound, name in zip(parts[1::2], parts[2::2], strict=True):
+        description += f", {name} from {int(bound):,} bytes on"
+    return description
 
 
-def store_choice(file: Path, choice: str) -> None:
-    """Replace the algorithm in a run's config.yaml. Raises UserError where the disk refuses."""
-    tree = OmegaConf.load(file)
-    OmegaConf.update(tree, NAME, choice)
-    write_atomic(file, OmegaConf.to_yaml(tree))
+def store_choice(config_file: Path, choice: str) -> None:
+    """Store the algorithm in a run's config.yaml. Raises UserError if the file cannot be written."""
+    tree = OmegaConf.load(config_file)
+    OmegaConf.update(tree, CONFIG_KEY, choice)
+    write_atomic(config_file, OmegaConf.to_yaml(tree))

@@ -1,4 +1,4 @@
-"""Report of collectives: nccl-tests' table of time and bandwidth, the fitted lines, and the bytes that ranks send."""
+"""Report of the collectives benchmark: nccl-tests' table of times and bandwidths, fitted lines, and sent bytes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from common.distributed.transport.cost import Line, Lines, fit_line, predict_sec
 from common.runs.result import Facts
 
 HEAD = f"{'us':>10}  {'[lowest..highest]':<21}{'GB/s':>7}{'bus GB/s':>10}{'line, us':>11}"
-STOPS = 60  # of a drawn line, which is curved where both axes are logarithmic
+CURVE_SEGMENTS = 60  # of a fitted line, which is curved between logarithmic axes
 Curve = list[tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A point as one side was measured."""
+class CollectiveCell:
+    """Measurements of one side at one point."""
 
     point: Point
     side: str
     seconds: tuple[float, ...]
-    """Of each round: those of the slowest rank."""
+    """Seconds of the slowest rank in each round."""
     sent: tuple[float, ...]
-    """Bytes that each rank sent, headers left out, the median over the rounds; 0 where that is not known."""
-    passed: tuple[float, ...]
-    """Bytes that left each rank's network interface, likewise."""
+    """Bytes that each rank sent, without headers, the median over the rounds; 0 if unknown."""
+    interface: tuple[float, ...]
+    """Bytes that left each rank's network interface, the median over the rounds; 0 if unknown."""
 
     @property
     def time(self) -> float:
@@ -38,13 +38,33 @@ class Cell:
 
     @property
     def bandwidth(self) -> float:
-        """The algorithm bandwidth in bytes a second: the vector's bytes by the time."""
+        """The algorithm bandwidth in bytes per second: bytes of the vector / time."""
         return self.point.nbytes / self.time
+
+    def compute_bus_bandwidth(self, ranks: int) -> float:
+        """Return the bus bandwidth in bytes per second."""
+        return compute_bus_factor(self.point.op, ranks) * self.bandwidth
+
+    def to_dict(self, ranks: int) -> dict[str, Any]:
+        """Return the measurements for result.json."""
+        return {
+            "op": self.point.op,
+            "dtype": self.point.dtype,
+            "bytes": self.point.nbytes,
+            "side": self.side,
+            "seconds": self.time,
+            "least": min(self.seconds),
+            "most": max(self.seconds),
+            "bytes_per_second": self.bandwidth,
+            "bus_bytes_per_second": self.compute_bus_bandwidth(ranks),
+            "bytes_sent": list(self.sent),
+            "interface_bytes": list(self.interface),
+        }
 
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """The report of a measurement.
+    """Report of a measurement.
 
     `table` float64 [rounds, points, sides, ranks, 3] has seconds, bytes sent, and bytes that left the interface.
     Seconds are 0 where nothing was measured.
@@ -54,50 +74,57 @@ class CollectiveReport:
     sides: Mapping[str, Side]
     table: Tensor
     links: Mapping[str, Line] = field(default_factory=dict)
-    """The line of the link between two ranks, by name, measured while no other one was used."""
+    """Lines of the links between two ranks, by name, measured one link at a time."""
 
     @property
     def ranks(self) -> int:
         return self.table.shape[3]
 
     @property
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[CollectiveCell]:
         """The measured points, by size within each operation and type."""
-        found = []
+        cells = []
         for i, point in enumerate(self.points):
             for j, side in enumerate(self.sides):
                 rounds = self.table[:, i, j]
-                done = rounds[(rounds[..., 0] > 0).all(1)]
-                if len(done):
-                    seconds, sent, passed = done[..., 0].amax(1), *done[..., 1:].quantile(0.5, dim=0).T
-                    found.append(Cell(point, side, *(tuple(one.tolist()) for one in (seconds, sent, passed))))
-        return found
+                rounds = rounds[(rounds[..., 0] > 0).all(1)]
+                if not len(rounds):
+                    continue
+                seconds = rounds[..., 0].amax(1).tolist()
+                sent, interface = rounds[..., 1:].quantile(0.5, dim=0).T.tolist()
+                cells.append(CollectiveCell(point, side, tuple(seconds), tuple(sent), tuple(interface)))
+        return cells
 
-    def group_cells(self) -> dict[str, list[Cell]]:
-        """The cells of each operation and type."""
-        groups: dict[str, list[Cell]] = {}
+    def group_cells(self) -> dict[str, list[CollectiveCell]]:
+        """Return the measured points by operation and type."""
+        groups: dict[str, list[CollectiveCell]] = {}
         for cell in self.cells:
             groups.setdefault(cell.point.name, []).append(cell)
         return groups
 
     def fit_lines(self) -> dict[tuple[str, str], Line]:
-        """Fit t = alpha + beta n to the medians, by operation with type and by side, where there are two sizes."""
+        """Fit t = alpha + beta n to the medians of each operation, type and side; needs two sizes."""
         times: dict[tuple[str, str], dict[int, float]] = {}
         for cell in self.cells:
             times.setdefault((cell.point.name, cell.side), {})[cell.point.nbytes] = cell.time
-        return {key: fit_line(list(found.items())) for key, found in times.items() if len(found) > 1}
+        return {key: fit_line(list(by_size.items())) for key, by_size in times.items() if len(by_size) > 1}
 
-    def predict_seconds(self, cell: Cell, lines: Mapping[tuple[str, str], Line]) -> float | None:
-        """Return the seconds of an all-reduce, predicted from its algorithm and the line of the links under it."""
+    def predict_seconds(self, cell: CollectiveCell, lines: Mapping[tuple[str, str], Line]) -> float | None:
+        """Predict the seconds of an all-reduce from its algorithm and the line of its links; None if unknown."""
         side = self.sides[cell.side]
-        line, algorithm = lines.get((f"sendrecv {cell.point.dtype}", side.link)), side.choose_algorithm(cell.point)
+        line = lines.get((f"sendrecv {cell.point.dtype}", side.link))
+        algorithm = side.choose_algorithm(cell.point)
         if line is None or algorithm is None:
             return None
         return predict_seconds(algorithm, Lines(line), side.compute_vector_bytes(cell.point))
 
     def list_curves(self) -> dict[str, tuple[dict[str, Curve], dict[str, Curve]]]:
-        """Return, for each operation and type, the medians of each side and its fitted line: (bytes, us, 0)."""
-        lines, found = self.fit_lines(), {}
+        """Return the medians and the fitted line of each side, by operation and type.
+
+        Curves are lists of points (bytes, us, 0).
+        """
+        lines = self.fit_lines()
+        curves = {}
         for name, cells in self.group_cells().items():
             measured: dict[str, Curve] = {}
             for cell in cells:
@@ -105,84 +132,96 @@ class CollectiveReport:
             fitted: dict[str, Curve] = {}
             for side, curve in measured.items():
                 if line := lines.get((name, side)):
-                    least, most = curve[0][0], curve[-1][0]
-                    across = [least * (most / least) ** (i / STOPS) for i in range(STOPS + 1)]
-                    fitted[f"{side}: {format_line(line)}"] = [(n, 1e6 * line.predict_seconds(n), 0.0) for n in across]
-            found[name] = measured, fitted
-        return found
+                    fitted[f"{side}: {format_line(line)}"] = sample_line(line, curve[0][0], curve[-1][0])
+            curves[name] = (measured, fitted)
+        return curves
 
     def rows(self) -> dict[str, str]:
         """Return the rows of the final table."""
-        lines, rows = self.fit_lines(), {}
+        lines = self.fit_lines()
         width = max(map(len, self.sides))
+        rows = {}
         for name, cells in self.group_cells().items():
-            told = [f"{'bytes':>13}  {'side':<{width}}{HEAD}"]
-            told += [format_cell(cell, width, self.ranks, lines.get((name, cell.side))) for cell in cells]
-            for cell in {cell.side: cell for cell in cells}.values():  # the largest of each side
-                fitted, predicted = lines.get((name, cell.side)), self.predict_seconds(cell, lines)
-                words = [format_line(fitted)] if fitted else []
-                words += [f"{predicted * 1e6:,.1f} us for the last size by the line of its links"] if predicted else []
-                told += [f"{cell.side}: {'; '.join(words)}"] if words else []
-            rows[name] = "\n".join(told)
-        links = [f"ranks {link}: {format_line(line)}" for link, line in self.links.items()]
-        return rows | ({"links": "\n".join(links)} if links else {}) | {"bytes sent": self._format_bytes()}
+            row = [f"{'bytes':>13}  {'side':<{width}}{HEAD}"]
+            row += [format_cell(cell, width, self.ranks, lines.get((name, cell.side))) for cell in cells]
+            for cell in select_largest_sizes(cells):
+                notes = []
+                if line := lines.get((name, cell.side)):
+                    notes.append(format_line(line))
+                if predicted := self.predict_seconds(cell, lines):
+                    notes.append(f"{predicted * 1e6:,.1f} us predicted for the largest size from the line of its links")
+                if notes:
+                    row.append(f"{cell.side}: {'; '.join(notes)}")
+            rows[name] = "\n".join(row)
+        if self.links:
+            links = [f"ranks {link}: {format_line(line)}" for link, line in self.links.items()]
+            rows["links"] = "\n".join(links)
+        rows["bytes sent"] = self._format_bytes()
+        return rows
 
     def _format_bytes(self) -> str:
-        """Say what ranks sent of the largest size of each operation, and what they must send."""
-        told = []
+        """Describe sent and computed bytes at the largest size of each operation."""
+        rows = []
         for name, cells in self.group_cells().items():
-            for cell in {cell.side: cell for cell in cells}.values():
-                must = compute_sent_bytes(cell.point, self.sides[cell.side], self.ranks)
-                words = [f"sent {join_megabytes(cell.sent)}"] if any(cell.sent) else []
-                if sum(cell.passed) > 0.5 * sum(must):  # else they went through memory
-                    words += [f"through the interface {join_megabytes(cell.passed)}"]
-                if words:
-                    words = [f"MB {words[0]}", *words[1:], f"computed {join_megabytes(must)}"]
-                    told.append(f"{name}, {cell.point.nbytes:,} bytes, {cell.side}: {'; '.join(words)}")
-        return "\n".join(told) or "not known"
+            for cell in select_largest_sizes(cells):
+                computed = compute_sent_bytes(cell.point, self.sides[cell.side], self.ranks)
+                counts = []
+                if any(cell.sent):
+                    counts.append(f"sent {join_megabytes(cell.sent)}")
+                if sum(cell.interface) > 0.5 * sum(computed):  # else messages went through memory
+                    counts.append(f"through the interface {join_megabytes(cell.interface)}")
+                if counts:
+                    counts.append(f"computed {join_megabytes(computed)}")
+                    rows.append(f"{name}, {cell.point.nbytes:,} bytes, {cell.side}: MB {'; '.join(counts)}")
+        return "\n".join(rows) or "unknown"
 
     def result(self) -> Facts:
-        """Return what was measured for result.json, and as outcome how many results were compared with exact ones."""
-        cells, lines = self.cells, self.fit_lines()
-        largest = {cell.side: cell for cell in cells if cell.point.op == "all_reduce"}
+        """Return the measurements for result.json; the outcome is the number of results checked for exactness."""
+        cells = self.cells
+        lines = self.fit_lines()
         measured: dict[str, Any] = {
-            "points": [convert_cell_to_json(cell, self.ranks) for cell in cells],
+            "points": [cell.to_dict(self.ranks) for cell in cells],
             "lines": {f"{name} {side}": line._asdict() for (name, side), line in lines.items()},
             "links": {link: line._asdict() for link, line in self.links.items()},
         }
-        for side, cell in largest.items():
-            bus = compute_bus_factor(cell.point.op, self.ranks) * cell.bandwidth
-            measured[f"all_reduce_{side}_bus_gb_per_s"] = bus / 1e9
-        return Facts(outcome={"exact_results": sum(len(cell.seconds) for cell in cells)}, measured=measured)
+        all_reduces = [cell for cell in cells if cell.point.op == "all_reduce"]
+        for cell in select_largest_sizes(all_reduces):
+            measured[f"all_reduce_{cell.side}_bus_gb_per_s"] = cell.compute_bus_bandwidth(self.ranks) / 1e9
+        exact_results = sum(len(cell.seconds) for cell in cells)
+        return Facts(outcome={"exact_results": exact_results}, measured=measured)
+
+
+def select_largest_sizes(cells: Sequence[CollectiveCell]) -> list[CollectiveCell]:
+    """Return the last, largest measured point of each side."""
+    return list({cell.side: cell for cell in cells}.values())
+
+
+def sample_line(line: Line, smallest: float, largest: float) -> Curve:
+    """Return points (bytes, us, 0) of a line at logarithmic distances."""
+    curve = []
+    for i in range(CURVE_SEGMENTS + 1):
+        nbytes = smallest * (largest / smallest) ** (i / CURVE_SEGMENTS)
+        curve.append((nbytes, 1e6 * line.predict_seconds(nbytes), 0.0))
+    return curve
 
 
 def join_megabytes(counts: Sequence[float]) -> str:
-    """Return bytes of each rank in MB (1e6 bytes): one number where all are equal."""
-    words = [f"{count / 1e6:,.2f}" for count in counts]
-    return ", ".join(words) if len(set(words)) > 1 else f"{words[0]} by each rank"
+    """Return each rank's bytes in MB (1e6 bytes): a single number if all are equal."""
+    numbers = [f"{count / 1e6:,.2f}" for count in counts]
+    return ", ".join(numbers) if len(set(numbers)) > 1 else f"{numbers[0]} by each rank"
 
 
-def format_cell(cell: Cell, width: int, ranks: int, line: Line | None) -> str:
+def format_cell(cell: CollectiveCell, width: int, ranks: int, line: Line | None) -> str:
     """Return a line of the table."""
-    times = [1e6 * one for one in (cell.time, min(cell.seconds), max(cell.seconds))]
-    spread, bus = f"[{times[1]:,.1f}..{times[2]:,.1f}]", compute_bus_factor(cell.point.op, ranks) * cell.bandwidth
+    spread = f"[{1e6 * min(cell.seconds):,.1f}..{1e6 * max(cell.seconds):,.1f}]"
     fitted = f"{1e6 * line.predict_seconds(cell.point.nbytes):,.1f}" if line else ""
     return (
-        f"{cell.point.nbytes:>13,}  {cell.side:<{width}}{times[0]:>10,.1f}  {spread:<21}"
-        f"{cell.bandwidth / 1e9:>7.3f}{bus / 1e9:>10.3f}{fitted:>11}"
+        f"{cell.point.nbytes:>13,}  {cell.side:<{width}}{1e6 * cell.time:>10,.1f}  {spread:<21}"
+        f"{cell.bandwidth / 1e9:>7.3f}{cell.compute_bus_bandwidth(ranks) / 1e9:>10.3f}{fitted:>11}"
     )
 
 
 def format_line(line: Line) -> str:
-    """Return a fitted line in words."""
-    rate = f"bytes / {1e-9 / line.beta:.3g} GB/s" if line.beta else "nothing a byte"
-    return f"{line.alpha * 1e6:.1f} us + {rate}"
-
-
-def convert_cell_to_json(cell: Cell, ranks: int) -> dict[str, Any]:
-    """Convert a cell to what result.json holds of it."""
-    found = {"op": cell.point.op, "dtype": cell.point.dtype, "bytes": cell.point.nbytes, "side": cell.side}
-    bus = compute_bus_factor(cell.point.op, ranks) * cell.bandwidth
-    rates = {"bytes_per_second": cell.bandwidth, "bus_bytes_per_second": bus}
-    times = {"seconds": cell.time, "least": min(cell.seconds), "most": max(cell.seconds)}
-    return found | times | rates | {"bytes_sent": list(cell.sent), "interface_bytes": list(cell.passed)}
+    """Format a fitted line, such as `100.0 us + bytes / 1 GB/s`."""
+    latency = f"{line.alpha * 1e6:.1f} us"
+    return f"{latency} + bytes / {1e-9 / line.beta:.3g} GB/s" if line.beta else f"{latency} for any size"

@@ -1,7 +1,8 @@
-"""Collectives of plain values, which travel as JSON: what another rank sends is read, and nothing in it is executed.
+"""Collectives of JSON values: received data is parsed and never executed.
 
-torch's object collectives unpickle what arrives, and a pickle may execute anything (Python's page on `pickle`).
-Values are text, numbers, True, False, None, lists, and dicts whose keys are text: these arrive equal, NaN as NaN.
+torch's object collectives unpickle received bytes, and a pickle can execute arbitrary code (see Python's documentation
+of `pickle`). Values are text, numbers, True, False, None, lists, and dicts with text keys. They arrive equal, NaN as
+NaN.
 """
 
 from __future__ import annotations
@@ -14,112 +15,117 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PACKET = 1024  # bytes of the first message: most values need no second one
-HEADER = 8  # bytes at its start: how many bytes of a value follow, little-endian
-LEAVES = frozenset((str, int, float, bool, type(None)))
-LONGEST = 1 << 30  # bytes of a value; more is refused before memory is taken for it
+PACKET_BYTES = 1024  # size of the first message; most values fit into it
+HEADER_BYTES = 8  # header of the first message: length of the value in bytes, little-endian
+SCALAR_TYPES = frozenset((str, int, float, bool, type(None)))
+MAX_VALUE_BYTES = 1 << 30  # larger values are rejected before memory is allocated for them
 
-Collect = Callable[[Tensor], Sequence[Tensor]]  # a collective: this rank's tensor to those of all senders
+Collective = Callable[[Tensor], Sequence[Tensor]]  # takes this rank's tensor and returns those of all senders
 
 
 def all_gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the plain value of each rank of the group, in its order. All its ranks call it.
+    """Return the JSON value of each rank of the group, ordered by rank. All its ranks call it.
 
-    `device` is one that the group's backend can send from. Raises TypeError, before anything is sent, for a value that
-    is not plain, and ValueError naming the rank that sent what is no JSON.
+    The group's backend must be able to send from `device`. Raises TypeError before sending if this rank's value is not
+    a JSON value, and ValueError naming the rank whose bytes are not valid JSON.
     """
-    found = all_gather_bytes(encode_value(value), device, group)
-    return [decode_value(text, rank) for text, rank in zip(found, dist.get_process_group_ranks(group), strict=True)]
+    texts = all_gather_bytes(encode_value(value), device, group)
+    ranks = dist.get_process_group_ranks(group)
+    return [decode_value(text, rank) for text, rank in zip(texts, ranks, strict=True)]
 
 
 def broadcast_json(value: Any, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the plain value of one rank of the group on all of them; `source` is its rank in the run.
+    """Return the JSON value of one rank of the group on all of them; `source` is its rank in the run.
 
     All ranks of the group call it. Device and errors as for `all_gather_json`.
     """
-    own = encode_value(value) if dist.get_rank() == source else b""
-    return decode_value(broadcast_bytes(own, source, device, group), source)
+    text = encode_value(value) if dist.get_rank() == source else b""
+    return decode_value(broadcast_bytes(text, source, device, group), source)
 
 
 def encode_value(value: Any) -> bytes:
-    """Return a plain value as JSON. Raises TypeError for any other."""
-    check_plain(value, "the value")
+    """Encode a value as JSON. Raises TypeError for a type that JSON would not restore."""
+    check_json_value(value, "the value")
     return json.dumps(value).encode()
 
 
 def decode_value(text: bytes, rank: int) -> Any:
-    """Return the value that a rank has sent. Raises ValueError."""
+    """Decode a value received from a rank. Raises ValueError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError(
-            f"rank {rank} sent {len(text)} bytes that are no JSON; it executes other source than this rank, or is none "
-            "of this run"
+            f"rank {rank} sent {len(text)} bytes that are not valid JSON; it runs different source code, or does not "
+            "belong to this run"
         ) from None
 
 
-def check_plain(value: Any, name: str) -> None:
-    """Raise TypeError, which names the part, where JSON would not give back an equal value."""
+def check_json_value(value: Any, name: str) -> None:
+    """Raise TypeError, naming the part, if JSON would not restore an equal value."""
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{name} has the key {key!r}; between ranks keys are text")
-            if type(part) not in LEAVES:  # saves most of the calls
-                check_plain(part, f"{name}[{key!r}]")
+                raise TypeError(f"{name} has the key {key!r}; keys sent between ranks must be text")
+            if type(part) not in SCALAR_TYPES:  # avoids most of the recursive calls
+                check_json_value(part, f"{name}[{key!r}]")
     elif isinstance(value, list):
         for position, part in enumerate(value):
-            if type(part) not in LEAVES:
-                check_plain(part, f"{name}[{position}]")
+            if type(part) not in SCALAR_TYPES:
+                check_json_value(part, f"{name}[{position}]")
     elif value is not None and not isinstance(value, (str, int, float)):
         raise TypeError(
-            f"{name} is of type {type(value).__name__}; between ranks travel text, numbers, True, False, None, lists, "
-            "and dicts with keys of text"
+            f"{name} is of type {type(value).__name__}; ranks can exchange text, numbers, True, False, None, lists, "
+            "and dicts with text keys"
         )
 
 
 # ---- bytes
 
 
-def all_gather_bytes(own: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return the bytes of each rank of the group, of any lengths. All its ranks call it. Raises ValueError."""
+def all_gather_bytes(payload: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return the bytes of each rank of the group, of any length. All its ranks call it. Raises ValueError."""
     ranks = dist.get_process_group_ranks(group)
 
-    def collect(mine: Tensor) -> list[Tensor]:
-        found = list(mine.new_empty(len(ranks), len(mine)))
-        dist.all_gather(found, mine, group)
-        return found
+    def gather(packet: Tensor) -> list[Tensor]:
+        packets = list(packet.new_empty(len(ranks), len(packet)))
+        dist.all_gather(packets, packet, group)
+        return packets
 
-    return exchange_bytes(own, device, ranks, collect)
+    return exchange_bytes(payload, device, ranks, gather)
 
 
-def broadcast_bytes(own: bytes, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> bytes:
+def broadcast_bytes(payload: bytes, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> bytes:
     """Return the bytes of one rank of the group on all of them. All its ranks call it. Raises ValueError."""
 
-    def collect(mine: Tensor) -> list[Tensor]:
-        # no broadcast: gloo wakes no rank that waits for the rest of one when the connection ends
-        dist.all_reduce(mine, group=group)  # the others give zeros
-        return [mine]
+    def broadcast(packet: Tensor) -> list[Tensor]:
+        # Not dist.broadcast: gloo does not wake a rank that waits for its remainder when the connection ends.
+        dist.all_reduce(packet, group=group)  # the other ranks add zeros
+        return [packet]
 
-    return exchange_bytes(own if dist.get_rank() == source else b"", device, [source], collect)[0]
+    if dist.get_rank() != source:
+        payload = b""
+    return exchange_bytes(payload, device, [source], broadcast)[0]
 
 
-def exchange_bytes(own: bytes, device: torch.device, senders: Sequence[int], collect: Collect) -> list[bytes]:
-    """Return the bytes of all senders by one collective, or by two where a sender has more than fit into a packet.
+def exchange_bytes(payload: bytes, device: torch.device, senders: Sequence[int], collective: Collective) -> list[bytes]:
+    """Return the bytes of all senders, by one collective, or two for long ones.
 
-    Raises ValueError, on all ranks, where a sender announces more than LONGEST.
+    Raises ValueError on all ranks if a sender announces more than MAX_VALUE_BYTES.
     """
 
     def send(part: bytes, size: int) -> list[bytes]:
-        padded = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8)
-        return [tensor.cpu().numpy().tobytes() for tensor in collect(padded.to(device))]
+        padded = bytearray(part.ljust(size, b"\0"))
+        packet = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        return [tensor.cpu().numpy().tobytes() for tensor in collective(packet)]
 
-    own = len(own).to_bytes(HEADER, "little") + own
-    found = send(own[:PACKET], PACKET)
-    lengths = [int.from_bytes(packet[:HEADER], "little") for packet in found]
+    message = len(payload).to_bytes(HEADER_BYTES, "little") + payload
+    received = send(message[:PACKET_BYTES], PACKET_BYTES)
+    lengths = [int.from_bytes(packet[:HEADER_BYTES], "little") for packet in received]
     for rank, length in zip(senders, lengths, strict=True):
-        if length > LONGEST:
-            raise ValueError(f"rank {rank} announces a value of {length} bytes; at most {LONGEST} are read")
-    rest = HEADER + max(lengths) - PACKET
-    if rest > 0:
-        found = [first + more for first, more in zip(found, send(own[PACKET:], rest), strict=True)]
-    return [packet[HEADER : HEADER + length] for packet, length in zip(found, lengths, strict=True)]
+        if length > MAX_VALUE_BYTES:
+            raise ValueError(f"rank {rank} announces a value of {length} bytes; the limit is {MAX_VALUE_BYTES}")
+    remaining = HEADER_BYTES + max(lengths) - PACKET_BYTES
+    if remaining > 0:
+        remainders = send(message[PACKET_BYTES:], remaining)
+        received = [packet + remainder for packet, remainder in zip(received, remainders, strict=True)]
+    return [packet[HEADER_BYTES : HEADER_BYTES + length] for packet, length in zip(received, lengths, strict=True)]

@@ -1,13 +1,13 @@
-"""The private folder of an attempt: its key and certificate for TLS and, on a cluster, the file by which ranks meet.
+"""Private folder of an attempt: key and certificate for TLS and, on a cluster, the file of the rendezvous store.
 
-It lies in the run folder, which all hosts share, with mode 0700: whoever can read it is a rank. Rank 0 makes it, and
-deletes the key when all ranks are connected: later connections need what they hold in memory.
+The folder lies in the run folder, which all hosts share, and has mode 0700: every process that can read it is trusted
+as a rank. Rank 0 creates it and deletes the key after all ranks have connected. Later connections use the copies in
+memory.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -19,76 +19,74 @@ from common.runs import provenance
 from common.runs.folder import Folder
 from configs.launch import Launch
 
-DAYS = 86400.0
-LIFE = 7 * DAYS  # seconds of a certificate where no end is known; it is looked at only when ranks connect
-LONGEST = 365 * DAYS
-PAUSE = 0.05  # seconds between two looks
+DEFAULT_CERTIFICATE_SECONDS = 7 * 86400.0  # without a time limit; certificates are checked on connecting only
+MAX_CERTIFICATE_SECONDS = 365 * 86400.0
+POLL_SECONDS = 0.05
 
 
 def check_tls(settings: Launch, rank_info: RankInfo | None) -> None:
-    """Raise UserError for `launch.tls=true` where it cannot be; `rank_info` is None before ranks are forked here."""
+    """Raise UserError if `launch.tls=true` is impossible; `rank_info` is None before local ranks are forked."""
     if not settings.tls:
         return
     if rank_info is not None and rank_info.launcher == "torchrun":
         raise UserError(
-            "launch.tls=true: ranks of torchrun meet through a store that asks nobody who it is; start the run by make "
-            "exp or srun, or leave launch.tls out"
+            "launch.tls=true: torchrun's rendezvous store does not authenticate its clients; start the run with make "
+            "exp or srun, or omit launch.tls"
         )
     if rank_info is None or rank_info.rank == 0:
         certificates.check_openssl()
 
 
 def name_folder(base: Path, rank_info: RankInfo) -> Path:
-    """Return the private folder of this attempt of a job, in a folder that all its hosts share."""
+    """Return the path of the private folder of a job's attempt; all hosts of the job share `base`."""
     return base / f".private-{rank_info.attempt_id}"
 
 
-def open_identity(folder: Path, rank_info: RankInfo, seconds: float) -> Identity:
-    """Return the identity of this attempt, made by rank 0 in a new private folder; the others wait for it.
+def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> Identity:
+    """Load the identity of this attempt. Rank 0 creates it in a new private folder, the other ranks wait for it.
 
-    Raises UserError, and Unreachable where it is not there after so many seconds.
+    Raises UserError, and Unreachable if the folder does not appear within the timeout.
     """
     if rank_info.rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         certificates.make_identity(folder, compute_certificate_seconds(folder.parent))
-    deadline = time.monotonic() + seconds
-    while not is_listed(folder):
+    deadline = time.monotonic() + timeout_seconds
+    while not is_visible(folder):
         if time.monotonic() > deadline:
             raise Unreachable(
-                f"rank {rank_info.rank} does not see {folder}, which rank 0 makes for launch.tls=true; see its log, "
-                "give runs= a folder that all hosts share, or raise launch.setup_timeout"
+                f"rank {rank_info.rank} does not see {folder}, which rank 0 creates for launch.tls=true; see the log "
+                "of rank 0, set runs= to a folder that all hosts share, or raise launch.setup_timeout"
             )
-        time.sleep(PAUSE)
+        time.sleep(POLL_SECONDS)
     return certificates.load_identity(folder)
 
 
-def is_listed(folder: Path) -> bool:
-    """Return whether a folder is there. Listing the one above asks a network disk anew; rank 0 may make that, too."""
+def is_visible(folder: Path) -> bool:
+    """Return whether a folder exists. It lists the parent folder, because network file systems cache lookups."""
     try:
         return folder in folder.parent.iterdir()
-    except FileNotFoundError:
+    except FileNotFoundError:  # rank 0 may still have to create the parent
         return False
 
 
-def compute_certificate_seconds(run: Path) -> float:
-    """Return for how many seconds a certificate is needed: until the end of the job's time limit, if there is one.
+def compute_certificate_seconds(run_folder: Path) -> float:
+    """Return the required lifetime of a certificate: until the job's time limit if there is one.
 
-    Older versions of SLURM do not tell the end: then the time limit of the profile counts with which it was submitted.
+    Older versions of SLURM do not report the end of a job. Then the time limit of its cluster profile is used.
     """
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
-    if end.isdecimal():
-        return min(max(0.0, int(end) - time.time()), LONGEST)
-    profile = (provenance.read_metadata(Folder(run)).get("job") or {}).get("profile") or {}
+    job_end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if job_end.isdecimal():
+        remaining = int(job_end) - time.time()
+        return min(max(0.0, remaining), MAX_CERTIFICATE_SECONDS)
+    job = provenance.read_metadata(Folder(run_folder)).get("job") or {}
+    profile = job.get("profile") or {}
     minutes = profile.get("time") if "SLURM_JOB_ID" in os.environ else None
-    return min(60.0 * minutes, LONGEST) if isinstance(minutes, int) and minutes > 0 else LIFE
+    if isinstance(minutes, int) and minutes > 0:
+        return min(60.0 * minutes, MAX_CERTIFICATE_SECONDS)
+    return DEFAULT_CERTIFICATE_SECONDS
 
 
 def delete_key(folder: Path) -> None:
-    """Delete key and certificate, which all ranks have read."""
+    """Delete the key and the certificate after all ranks have read them."""
     for name in (certificates.KEY, certificates.CERTIFICATE):
         (folder / name).unlink(missing_ok=True)
-
-
-def delete_folder(folder: Path) -> None:
-    """Delete what is left of the folder."""
-    shutil.rmtree(folder, ignore_errors=True)

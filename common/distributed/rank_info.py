@@ -1,4 +1,4 @@
-"""The position of a rank in its run, as torchrun, SLURM or the local launcher gives it. Imports no torch."""
+"""Position of a rank in its run, set by torchrun, SLURM or the local launcher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,94 +9,114 @@ from dataclasses import dataclass
 
 from common.core.errors import UserError
 
-COORDINATOR = "ELASTIC_COORDINATOR"  # variable with the address of the coordinator of a job's elastic run
-KEY = "ELASTIC_KEY"  # variable with the key that this coordinator asks for
-ORPHANED = "ELASTIC_ORPHANED"  # variable with the command, as JSON, that a rank executes which cannot reach it any more
-JOINS_AS = "ELASTIC_JOINS_AS"  # variable with the rank that a new process takes the place of
-WAIT = 10.0  # seconds in which rank 0 says why all ranks refuse, and the launcher ends the others
+# Environment variables of the ranks of an elastic job.
+COORDINATOR = "ELASTIC_COORDINATOR"  # address of the coordinator
+KEY = "ELASTIC_KEY"  # key that the coordinator requires
+ORPHANED = "ELASTIC_ORPHANED"  # command (JSON) that a rank executes when it can no longer reach the coordinator
+JOINS_AS = "ELASTIC_JOINS_AS"  # original rank of the process that a new process replaces
+
+REFUSAL_DELAY_SECONDS = 10.0  # time for rank 0 to report an error of all ranks before the others exit
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The position of one rank, known before it has joined the others."""
+    """Position of one rank, known before it has joined the other ranks."""
 
     rank: int = 0
     size: int = 1
-    """Ranks of the run (torch: world size)."""
+    """Number of ranks of the run (torch: world size)."""
     local_rank: int = 0
     local_size: int = 1
-    """Ranks on this node."""
-    node: int = 0
+    """Number of ranks on this node."""
     nodes: int = 1
     launcher: str = "local"
     """local, torchrun or slurm."""
     master: str = ""
-    """Where the ranks meet: a file (local), host:port (torchrun) or the host of rank 0 (slurm)."""
+    """Rendezvous address: a file (local), host:port (torchrun) or the host of rank 0 (slurm)."""
     attempt_id: str = ""
-    """Identifier of this attempt of the job or torchrun; ports and keys of the store derive from it."""
+    """Identifier of this attempt of the job or torchrun; the store's ports and keys are derived from it."""
     is_restart: bool = False
     """True if the job or torchrun has started a process in this position before."""
     coordinator: str = ""
-    """Address of the coordinator of an elastic run: the path of a UNIX socket, or host:port."""
+    """Address of the coordinator of an elastic run: path of a UNIX socket, or host:port."""
     joins: bool = False
-    """True for a rank that was lost and joins the others while they train; until then it is alone."""
+    """True for a restarted rank that has not joined the other ranks yet; until then its world has size 1."""
     launched_as: int = -1
-    """Its rank when the run started, where that may be another now."""
+    """Rank at the start of the run if it may differ from `rank`, else -1."""
 
     @property
     def number(self) -> int:
-        """Rank at the start of the run, by which the files of a rank go."""
+        """Rank at the start of the run; it names the files of a rank."""
         return self.rank if self.launched_as < 0 else self.launched_as
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
-    """Read the position from the variables of torchrun or SLURM; None without either: ranks are then forked here.
+    """Read the position from the variables of torchrun or SLURM; None if both are absent.
 
-    torchrun comes first: inside an allocation it is what the user asked for. A batch script or a shell of an allocation
-    is no SLURM task: only srun's tasks count.
+    torchrun has priority: users start it inside a SLURM allocation. Only the tasks of srun count as SLURM ranks, not
+    the batch script or an interactive shell of an allocation.
     """
-    is_restart = any(environ.get(name, "0") != "0" for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
-        size, local_size = int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        return RankInfo(
-            rank=int(environ["RANK"]),
-            size=size,
-            local_rank=int(environ.get("LOCAL_RANK", "0")),
-            local_size=local_size,
-            node=int(environ.get("GROUP_RANK", "0")),
-            nodes=max(1, size // local_size),
-            launcher="torchrun",
-            master=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
-            attempt_id=environ.get("TORCHELASTIC_RESTART_COUNT", ""),
-            is_restart=is_restart,
-        )
-    if {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
-        size, nodes = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_STEP_NUM_NODES"])
-        attempt = (environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0"))
-        coordinator = environ.get(COORDINATOR, "")
-        if JOINS_AS in environ:
-            return RankInfo(
-                nodes=int(environ["SLURM_JOB_NUM_NODES"]),
-                launcher="slurm",
-                master=coordinator.rpartition(":")[0],
-                coordinator=coordinator,
-                joins=True,
-                launched_as=int(environ[JOINS_AS]),
-            )
-        return RankInfo(
-            rank=int(environ["SLURM_PROCID"]),
-            size=size,
-            local_rank=int(environ["SLURM_LOCALID"]),
-            local_size=size // nodes,
-            node=int(environ["SLURM_NODEID"]),
-            nodes=nodes,
-            launcher="slurm",
-            master=parse_first_host(environ["SLURM_STEP_NODELIST"]),
-            attempt_id=".".join(attempt),
-            is_restart=is_restart,
-            coordinator=coordinator,
-        )
-    return None
+        return read_torchrun_rank(environ)
+    if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
+        return None
+    if JOINS_AS in environ:
+        return read_rejoining_rank(environ)
+    return read_slurm_rank(environ)
+
+
+def read_torchrun_rank(environ: Mapping[str, str]) -> RankInfo:
+    """Read the position of a rank that torchrun started."""
+    size = int(environ["WORLD_SIZE"])
+    local_size = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    return RankInfo(
+        rank=int(environ["RANK"]),
+        size=size,
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
+        local_size=local_size,
+        nodes=max(1, size // local_size),
+        launcher="torchrun",
+        master=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+        attempt_id=environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+        is_restart=is_restarted(environ),
+    )
+
+
+def read_slurm_rank(environ: Mapping[str, str]) -> RankInfo:
+    """Read the position of a rank that srun started."""
+    size = int(environ["SLURM_STEP_NUM_TASKS"])
+    nodes = int(environ["SLURM_STEP_NUM_NODES"])
+    return RankInfo(
+        rank=int(environ["SLURM_PROCID"]),
+        size=size,
+        local_rank=int(environ["SLURM_LOCALID"]),
+        local_size=size // nodes,
+        nodes=nodes,
+        launcher="slurm",
+        master=parse_first_host(environ["SLURM_STEP_NODELIST"]),
+        attempt_id=f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}",
+        is_restart=is_restarted(environ),
+        coordinator=environ.get(COORDINATOR, ""),
+    )
+
+
+def read_rejoining_rank(environ: Mapping[str, str]) -> RankInfo:
+    """Read the position of a restarted rank of an elastic job."""
+    coordinator = environ.get(COORDINATOR, "")
+    return RankInfo(
+        nodes=int(environ["SLURM_JOB_NUM_NODES"]),
+        launcher="slurm",
+        master=coordinator.rpartition(":")[0],
+        coordinator=coordinator,
+        joins=True,
+        launched_as=int(environ[JOINS_AS]),
+    )
+
+
+def is_restarted(environ: Mapping[str, str]) -> bool:
+    """Return whether SLURM or torchrun has restarted this process."""
+    counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return any(environ.get(name, "0") != "0" for name in counters)
 
 
 def parse_first_host(nodelist: str) -> str:
@@ -104,21 +124,21 @@ def parse_first_host(nodelist: str) -> str:
     head, bracket, tail = nodelist.partition("[")
     if not bracket or "," in head:
         return head.partition(",")[0]
-    inside, _, suffix = tail.partition("]")
-    number = inside.replace("-", ",").partition(",")[0]
+    ranges, _, suffix = tail.partition("]")
+    number = ranges.replace("-", ",").partition(",")[0]
     return head + number + suffix.partition(",")[0]
 
 
 @contextlib.contextmanager
 def report_refusal_once(rank_info: RankInfo | None) -> Iterator[None]:
-    """Let one rank say what all of them refuse in the block, before they have met: rank 0, at once.
+    """Let only rank 0 report a UserError that all ranks raise in the block.
 
-    The others wait, because the launcher ends all ranks when one has ended. One that is still there then has a reason
-    of its own, and says it.
+    The block runs before the rendezvous. The other ranks wait, and the launcher ends them after rank 0 has exited. A
+    rank that is still running after the wait has a different error and raises it.
     """
     try:
         yield
     except UserError:
         if rank_info is not None and rank_info.rank:
-            time.sleep(WAIT)
+            time.sleep(REFUSAL_DELAY_SECONDS)
         raise

@@ -1,7 +1,7 @@
-"""Rendezvous of the ranks: the store through which they meet, the process group, and what each knows of the others.
+"""Rendezvous of the ranks: store, process group, and the world that describes them.
 
-Forked ranks meet through a file in a private temporary folder and communicate on the loopback interface only: no open
-port, no clash between runs.
+Forked ranks meet through a file in a private temporary folder and communicate over the loopback interface only. They
+open no port, and concurrent runs cannot collide.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,12 @@ from common.distributed.transport.certificates import Identity
 from common.distributed.transport.memory_links import choose_polling_seconds
 from configs.launch import Launch
 
-PROBE_SECONDS = 5.0  # without an answer, after which a port belongs to another program
+PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to another program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World(RankInfo):
-    """All ranks of a run, or a subgroup of them, as one of them sees them."""
+    """The ranks of a run or of a subgroup, as seen from one of them."""
 
     hosts: tuple[str, ...]
     """Host name of each rank."""
@@ -42,17 +43,17 @@ class World(RankInfo):
     backend: str
     threads: int
     timeout: datetime.timedelta = datetime.timedelta(minutes=2)
-    """Time limit of one collective or message; groups made later need it, too."""
+    """Time limit of one collective or message, also in subgroups created later."""
     rendezvous_seconds: float = 0.0
     """Seconds from the start of `joined_world` until this rank has joined."""
     store: dist.Store | None = None
-    """Key-value store of the rendezvous; it works when collectives no longer do."""
+    """Key-value store of the rendezvous; it still works after collectives have failed."""
     global_ranks: tuple[int, ...] = ()
     """In a subgroup, the rank of each member in the run; empty for all ranks."""
     group: dist.ProcessGroup | None = None
     """Process group of a subgroup; None for all ranks."""
     transport: Transport | None = None
-    """Facts by which later process groups connect, with the backend `builtin`."""
+    """With the backend `builtin`, the facts by which later process groups connect."""
 
     @property
     def is_main(self) -> bool:
@@ -60,41 +61,44 @@ class World(RankInfo):
 
     @property
     def message_device(self) -> torch.device:
-        """The device that small messages are sent from: nccl takes GPUs only, and to the others the CPU is nearer."""
+        """Device of the tensors that carry small messages: the GPU under NCCL, else the CPU."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the plain values of all ranks on rank 0, an empty list elsewhere. All ranks call it."""
+        """Return the JSON values of all ranks on rank 0, an empty list elsewhere. All ranks call it."""
         values = self.all_gather(value)
         return values if self.is_main else []
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the plain values of all ranks, which travel as JSON. All ranks call it. Raises TypeError."""
+        """Return the JSON values of all ranks on each rank. All ranks call it. Raises TypeError."""
         return objects.all_gather_json(value, self.message_device, self.group)
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's plain value on all ranks, as `all_gather` does. All ranks call it."""
+        """Return rank 0's JSON value on all ranks. All ranks call it. Raises TypeError."""
         return objects.broadcast_json(value, self.global_rank(0), self.message_device, self.group)
 
     def named_barrier(self, name: str) -> None:
-        """Wait until all ranks have called it with this name, once in a run; keeps no GPU busy."""
+        """Wait until all ranks have called it with this name. Call it once per run and name.
+
+        With NCCL it waits on the store, which keeps no GPU busy.
+        """
         if self.backend != "nccl" or self.store is None:
             dist.barrier(self.group)
             return
-        names = [f"meet/{name}/{rank}" for rank in range(self.size)]
-        self.store.set(names[self.rank], "")
-        self.store.wait(names, self.timeout)
+        keys = [f"meet/{name}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], "")
+        self.store.wait(keys, self.timeout)
 
     def global_rank(self, rank: int) -> int:
         """Return the rank in the run of a member of this subgroup."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
     def make_subgroup(self, global_ranks: Sequence[int]) -> World:
-        """Return the world of some ranks, this one among them; all of them call it."""
+        """Return the world of a subset of the ranks that contains this one. All its members call it."""
         if len(global_ranks) == self.size:
             return self
         group = dist.new_group(list(global_ranks), timeout=self.timeout, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)  # not -100, which is for those outside
+        assert isinstance(group, dist.ProcessGroup)  # non-members get -100 instead
         return dataclasses.replace(
             self,
             rank=global_ranks.index(self.rank),
@@ -109,77 +113,88 @@ class World(RankInfo):
 
 
 @contextlib.contextmanager
-def joined_world(rank_info: RankInfo, settings: Launch, private: Path | None = None) -> Iterator[World]:
+def joined_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = None) -> Iterator[World]:
     """Join the other ranks for the block, and destroy the process group at its end.
 
-    Not when the block fails: the other ranks would fail in turn, and could be found dead before this one has reported
-    why. `private` is a folder for the key of this attempt, which does not exist yet, for `launch.tls=true`.
+    The group is not destroyed if the block fails: the other ranks would fail in turn, possibly before this one has
+    reported its error. `key_folder`, for `launch.tls=true`, is a folder to be created for the key of this attempt.
     Raises UserError naming the ranks that did not join in time.
     """
     start = time.perf_counter()
-    threads = settings.threads or count_own_cores(rank_info)
+    threads = settings.threads or count_usable_cores(rank_info)
     torch.set_num_threads(threads)
     device, backend = choose_device_and_backend(rank_info, settings)
-    setup, step = (datetime.timedelta(seconds=limit) for limit in (settings.setup_timeout, settings.step_timeout))
+    setup_timeout = datetime.timedelta(seconds=settings.setup_timeout)
+    step_timeout = datetime.timedelta(seconds=settings.step_timeout)
+
     identity = None
     if settings.tls:
-        assert private is not None
-        identity = private_folder.open_identity(private, rank_info, settings.setup_timeout)
-    store, interface = set_up_rendezvous(rank_info, settings, setup, private if identity else None)
-    hosts = gather_hosts(store, rank_info, setup)
+        assert key_folder is not None
+        identity = private_folder.open_identity(key_folder, rank_info, settings.setup_timeout)
+    else:
+        key_folder = None
+
+    store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
+    hosts = gather_hosts(store, rank_info, setup_timeout)
     transport = None
     if backend == "builtin":
         transport = describe_transport(rank_info, settings, hosts, interface, identity)
         register_backend(transport)
-    dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step)
-    if private and identity and rank_info.rank == 0:
-        private_folder.delete_key(private)
+    dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step_timeout)
+    if key_folder and rank_info.rank == 0:
+        private_folder.delete_key(key_folder)
     yield World(
         **vars(rank_info),
         hosts=hosts,
         device=device,
         backend=backend,
         threads=threads,
-        timeout=step,
+        timeout=step_timeout,
         rendezvous_seconds=time.perf_counter() - start,
         store=store,
         transport=transport,
     )
     dist.destroy_process_group()
-    if private and identity and rank_info.rank == 0:
-        private_folder.delete_folder(private)
+    if key_folder and rank_info.rank == 0:
+        shutil.rmtree(key_folder, ignore_errors=True)
 
 
 def set_up_rendezvous(
-    rank_info: RankInfo, settings: Launch, setup: datetime.timedelta, private: Path | None
+    rank_info: RankInfo, settings: Launch, timeout: datetime.timedelta, key_folder: Path | None
 ) -> tuple[dist.Store, str]:
     """Open the rendezvous store and set the network interface of gloo and NCCL; return both.
 
-    With a private folder the store is a file there: a TCPStore asks nobody who it is.
+    With a key folder the store is a file in it, because a TCPStore does not authenticate its clients.
     """
+    store: dist.Store
     if rank_info.launcher == "local":
         set_interface("lo")
-        return dist.HashStore() if rank_info.joins else dist.FileStore(rank_info.master, rank_info.size), "lo"
-    chosen = network.check_interface(settings.interface) if settings.interface else ""
-    if private is not None:
+        store = dist.HashStore() if rank_info.joins else dist.FileStore(rank_info.master, rank_info.size)
+        return store, "lo"
+    interface = network.check_interface(settings.interface) if settings.interface else ""
+    if key_folder is not None:
         if rank_info.rank == 0:
             check_rank0_name(rank_info)
-        store: dist.Store = dist.FileStore(str(private / "store"), rank_info.size)
+        store = dist.FileStore(str(key_folder / "store"), rank_info.size)
+    elif rank_info.joins:
+        store = dist.HashStore()
+    elif rank_info.launcher == "torchrun":
+        store = open_torchrun_store(rank_info, timeout)
     else:
-        open_store = open_torchrun_store if rank_info.launcher == "torchrun" else open_slurm_store
-        store = dist.HashStore() if rank_info.joins else open_store(rank_info, setup)
+        store = open_slurm_store(rank_info, timeout)
     address = network.resolve_ipv4(rank_info.master.partition(":")[0])
-    chosen = chosen or ("lo" if rank_info.nodes == 1 else network.find_interface(address))
-    set_interface(chosen)
-    return store, chosen
+    if not interface:
+        interface = "lo" if rank_info.nodes == 1 else network.find_interface(address)
+    set_interface(interface)
+    return store, interface
 
 
-def open_torchrun_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.Store:
-    """Open the store at the port that torchrun names; mostly its agent serves there. Raises Unreachable."""
+def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
+    """Open the store at torchrun's port; usually the torchrun agent serves it. Raises Unreachable."""
     host, _, port = rank_info.master.rpartition(":")
-    serves = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_server = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(host, int(port), rank_info.size, serves, timeout=setup, wait_for_workers=False)
+        store = dist.TCPStore(host, int(port), rank_info.size, is_server, timeout=timeout, wait_for_workers=False)
         return dist.PrefixStore(f"start-{rank_info.attempt_id}", store)  # torchrun keeps its store over restarts
     except (RuntimeError, dist.DistError) as error:
         raise Unreachable(
@@ -187,74 +202,79 @@ def open_torchrun_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.
         ) from None
 
 
-def open_slurm_store(rank_info: RankInfo, setup: datetime.timedelta) -> dist.Store:
-    """Serve on rank 0, on the first free port of a list derived from the attempt's id; other ranks try the list.
+def open_slurm_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
+    """Open a store that rank 0 serves on a port derived from the attempt's id.
 
-    Raises Unreachable where rank 0 does not answer.
+    Rank 0 takes the first free port of a list; the other ranks try the ports of the list. Raises Unreachable if rank 0
+    does not answer.
     """
     candidates = network.derive_ports(rank_info.attempt_id)
 
     def serve(port: int) -> dist.TCPStore:
-        store = dist.TCPStore(rank_info.master, port, rank_info.size, True, timeout=setup, wait_for_workers=False)
+        store = dist.TCPStore(rank_info.master, port, rank_info.size, True, timeout=timeout, wait_for_workers=False)
         store.set("token", rank_info.attempt_id)
         return store
 
     def open_client(port: int) -> dist.TCPStore | None:
-        brief = datetime.timedelta(seconds=PROBE_SECONDS)
-        store = dist.TCPStore(rank_info.master, port, rank_info.size, False, timeout=brief, wait_for_workers=False)
+        limit = datetime.timedelta(seconds=PROBE_SECONDS)
+        store = dist.TCPStore(rank_info.master, port, rank_info.size, False, timeout=limit, wait_for_workers=False)
         return store if store.get("token").decode() == rank_info.attempt_id else None
 
     def connect(port: int) -> dist.TCPStore | None:
-        try:  # another program behind the port may accept and never answer, which TCPStore's time-out does not end
+        try:  # another program on this port may accept and never answer; TCPStore's timeout does not cover that
             store = network.call_with_timeout(PROBE_SECONDS, lambda: open_client(port))
         except (RuntimeError, dist.DistError):
             return None
         if store is not None:
-            store.set_timeout(setup)
+            store.set_timeout(timeout)
         return store
 
     if rank_info.rank == 0:
         check_rank0_name(rank_info)
         return network.serve_on_free_port(candidates, serve)
-    return network.connect_to_rank0(rank_info.master, candidates, connect, setup.total_seconds())
+    return network.connect_to_rank0(rank_info.master, candidates, connect, timeout.total_seconds())
 
 
 def check_rank0_name(rank_info: RankInfo) -> None:
-    """Raise UserError if other hosts cannot find rank 0 by its host name."""
+    """Raise UserError if other hosts cannot reach rank 0 by its host name."""
     network.resolve_for_others(rank_info.master, "the host of rank 0", rank_info.nodes)
 
 
 def set_interface(name: str) -> None:
-    """Let gloo and NCCL use one network interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+    """Set the network interface of gloo and NCCL."""
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
-def count_own_cores(rank_info: RankInfo) -> int:
-    """Return how many cores this rank may use: those SLURM gave it, or an equal part of those of this host."""
+def count_usable_cores(rank_info: RankInfo) -> int:
+    """Return the number of cores for this rank: SLURM's allotment, or an equal part of the host's cores."""
     allowed = len(os.sched_getaffinity(0))
-    given = int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if rank_info.launcher == "slurm" else 0
-    return max(1, min(given, allowed) if given else allowed // rank_info.local_size)
+    if rank_info.launcher == "slurm":
+        allotted = int(os.environ.get("SLURM_CPUS_PER_TASK", "0"))
+        if allotted:
+            return min(allotted, allowed)
+    return max(1, allowed // rank_info.local_size)
 
 
 def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
-    """Return one GPU per rank and nccl where there are enough GPUs, else the CPU and gloo. Raises UserError.
+    """Return device and backend: a GPU and nccl if there is one per rank, else CPU and gloo.
 
-    With launch.backend=builtin it is the CPU and that; with launch.mixed=true it is gloo, and a GPU as far as there are
-    some. The GPU becomes torch's current device.
+    With launch.backend=builtin they are the CPU and builtin. With launch.mixed=true they are gloo and, for the first
+    ranks of a host as long as it has some, a GPU. The GPU becomes torch's current device. Raises UserError.
     """
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"
-    found = 0 if settings.on_cpu else torch.cuda.device_count()
+    gpus = 0 if settings.on_cpu else torch.cuda.device_count()
     if settings.device == "cuda":
-        check_gpus(rank_info.local_size, found)
-    if found >= rank_info.local_size or (settings.mixed and found > rank_info.local_rank):
+        check_gpus(rank_info.local_size, gpus)
+    if gpus >= rank_info.local_size or (settings.mixed and gpus > rank_info.local_rank):
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
     return torch.device("cpu"), "gloo"
 
 
 def check_gpus(ranks: int, gpus: int) -> None:
-    """Raise UserError where launch.device=cuda asks for a GPU for each rank of this host, and there are fewer."""
+    """Raise UserError for launch.device=cuda if this host has fewer GPUs than ranks."""
     if not gpus:
         raise UserError("launch.device=cuda: no GPU is visible; use launch.device=auto or cpu")
     if gpus < ranks:
@@ -267,14 +287,14 @@ def check_gpus(ranks: int, gpus: int) -> None:
 def describe_transport(
     rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str, identity: Identity | None = None
 ) -> Transport:
-    """Return what the backend `builtin` needs to know of this run."""
-    if rank_info.launcher == "local":  # ranks that are laid out as several hosts
+    """Return the facts of this run by which process groups of the backend `builtin` connect."""
+    if rank_info.launcher == "local":  # the ranks may simulate several hosts
         hosts = [str(rank * rank_info.nodes // rank_info.size) for rank in range(rank_info.size)]
     machine = network.identify_host() if settings.transport == "auto" else ""
     return Transport(
         run=rank_info.attempt_id or rank_info.master,
         hosts=hosts,
-        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # until it has been chosen
+        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # until one has been chosen
         address=network.list_interfaces()[interface],
         host=machine and f"{hosts[rank_info.rank]}-{machine}",
         spin=choose_polling_seconds(rank_info.local_size),
@@ -284,15 +304,15 @@ def describe_transport(
 
 
 def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
-    """Wait until each rank has written its host to the store; return them. Raises Unreachable naming missing ranks."""
-    names = [f"here/{rank}" for rank in range(rank_info.size)]
-    store.set(names[rank_info.rank], socket.gethostname())
+    """Exchange the ranks' host names through the store. Raises Unreachable naming the missing ranks."""
+    keys = [f"here/{rank}" for rank in range(rank_info.size)]
+    store.set(keys[rank_info.rank], socket.gethostname())
     try:
-        store.wait(names, timeout)
+        store.wait(keys, timeout)
     except (RuntimeError, dist.DistError):
-        absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+        missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
         raise Unreachable(
-            f"{'ranks' if len(absent) > 1 else 'rank'} {', '.join(absent)} did not join within "
-            f"{timeout.total_seconds():.0f} s; see the logs there, or raise launch.setup_timeout"
+            f"{', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; see its log, or "
+            "raise launch.setup_timeout"
         ) from None
-    return tuple(store.get(name).decode() for name in names)
+    return tuple(store.get(key).decode() for key in keys)

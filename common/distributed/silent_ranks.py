@@ -1,4 +1,7 @@
-"""Ranks that do not answer: found through the rendezvous store, which works when collectives no longer do."""
+"""Detection of ranks that do not answer.
+
+It uses the rendezvous store, which works after collectives have failed.
+"""
 
 from __future__ import annotations
 
@@ -12,65 +15,74 @@ import torch.distributed as dist
 from common.core.network import call_with_timeout
 from common.distributed.rendezvous import World
 
-ANSWER_SECONDS = 5.0  # for an answer of the rendezvous store
+ANSWER_SECONDS = 5.0  # time limit of an answer of the rendezvous store
 
 
 class SilenceWatch:
-    """Watchdog that names the ranks a collective waits for where no time-out is raised in the waiting thread.
+    """Watchdog that names the ranks a collective waits for without raising a timeout.
 
-    With NCCL that thread is blocked in the GPU's driver until NCCL's own watchdog ends the process and names no rank.
+    With NCCL that thread is blocked in the GPU driver until NCCL's own watchdog ends the process without naming a rank.
     """
 
-    def __init__(self, world: World, seconds: float, step: float, tell: Callable[[str], None]) -> None:
-        """Call `tell` once, in a thread, after `seconds` without `restart`; a step takes about `step` seconds."""
-        self.world, self.seconds, self.step, self.tell = world, seconds, step, tell
-        self.closed, self.round = threading.Event(), 0
+    def __init__(
+        self, world: World, timeout_seconds: float, step_seconds: float, report: Callable[[str], None]
+    ) -> None:
+        """Call `report` once, in a thread, when `timeout_seconds` have passed without `restart`.
+
+        A step takes about `step_seconds`.
+        """
+        self.world = world
+        self.timeout_seconds = timeout_seconds
+        self.step_seconds = step_seconds
+        self.report = report
+        self.closed = threading.Event()
+        self.round = 0
         self.restart()
-        threading.Thread(target=self._wait, daemon=True, name="silence").start()
+        threading.Thread(target=self._watch, daemon=True, name="silence").start()
 
     def restart(self) -> None:
-        """Start the time limit anew after a step; all ranks call it equally often."""
+        """Restart the time limit after a step. All ranks call it equally often."""
         self.round += 1
-        self.deadline = time.monotonic() + self.seconds
+        self.deadline = time.monotonic() + self.timeout_seconds
 
     def close(self) -> None:
-        """End the watch."""
+        """Stop the watchdog."""
         self.closed.set()
 
-    def _wait(self) -> None:
+    def _watch(self) -> None:
         while not self.closed.wait(max(0.0, self.deadline - time.monotonic())):
             if time.monotonic() < self.deadline:
                 continue
-            words = name_silent_ranks(self.world, self.step, f"{self.round}/")
-            if words and not self.closed.is_set():
-                self.tell(words)
-            if words:
+            message = name_silent_ranks(self.world, self.step_seconds, f"{self.round}/")
+            if message:
+                if not self.closed.is_set():
+                    self.report(message)
                 return
-            self.deadline = time.monotonic() + self.seconds  # all wait, for what takes long
+            self.deadline = time.monotonic() + self.timeout_seconds  # all ranks wait: the operation is slow
 
 
-def name_silent_ranks(world: World, seconds: float, part: str = "") -> str:
-    """Name the ranks that do not wait, too, after a collective timed out; empty if all wait. Uses no collective.
+def name_silent_ranks(world: World, step_seconds: float, part: str = "") -> str:
+    """Return a message naming the ranks that are not in the collective that timed out.
 
-    A rank counts as waiting if it began to wait within `seconds`, about a step, of this one. `part` distinguishes the
-    waits of one run.
+    It is empty if all ranks wait. A rank waits if it calls this function within `step_seconds` of this rank. `part`
+    distinguishes the calls of one run. Uses no collective.
     """
     store = world.store
     if store is None:
         return ""
 
-    def find_silent() -> list[int]:
+    def list_silent_ranks() -> list[int]:
         store.set(f"waited/{part}{world.rank}", "")
-        time.sleep(seconds)  # the others' time runs out about now
+        time.sleep(step_seconds)  # the other ranks time out in this interval
         return [rank for rank in range(world.size) if not store.check([f"waited/{part}{rank}"])]
 
     silent = None
     with contextlib.suppress(RuntimeError, dist.DistError):
-        # a store whose process stands still lets its callers wait for ever, whatever its own time limit
-        silent = call_with_timeout(seconds + ANSWER_SECONDS, find_silent)
+        # If the process that serves the store hangs, calls block forever despite the store's own timeout.
+        silent = call_with_timeout(step_seconds + ANSWER_SECONDS, list_silent_ranks)
     if silent is None:
         return f"rank 0 on {world.hosts[0]}, which serves the rendezvous store, does not answer"
     if not silent:
         return ""
-    who = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in silent)
-    return f"{who} did not answer within {world.timeout.total_seconds():g} s; its log shows where it stands"
+    names = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in silent)
+    return f"{names} did not answer within {world.timeout.total_seconds():g} s; see the log of that rank"

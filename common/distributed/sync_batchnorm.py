@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks, and buffers averaged over them."""
+"""BatchNorm over the batches of all ranks, and averages of tensors over the ranks."""
 
 from __future__ import annotations
 
@@ -13,35 +13,33 @@ from torch.autograd.function import once_differentiable
 
 
 class AllReduce(torch.autograd.Function):
-    """Sum over all ranks of a tensor of any shape, the same on each.
+    """Sum of a tensor of any shape over all ranks.
 
-    The summand of one rank reaches the loss of every rank, so backward sums the gradients, too. torch.distributed.nn
-    has the same function, deprecated since torch 2.15.
+    The summand of one rank contributes to the loss of every rank, so backward sums the gradients over the ranks.
+    torch.distributed.nn has the same function, deprecated since torch 2.15.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, summand: Tensor) -> Tensor:
+        total = summand.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
+        return AllReduce.forward(ctx, gradient)
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d (arXiv 1502.03167) over the samples [N, C, H, W] of all ranks.
 
-    torch's SyncBatchNorm does not run on CPUs; this one does. Parameters and buffers are BatchNorm2d's. Ranks may hold
-    unequally many samples, or none.
+    It runs on CPUs, unlike torch's SyncBatchNorm, and has the parameters and buffers of BatchNorm2d. Ranks may hold
+    different numbers of samples, including none.
     """
 
     waited = 0.0
-    """Seconds that forwards waited in their all-reduce since it was last set to 0."""
+    """Seconds that forward passes have waited in their all-reduce since the last reset."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -49,27 +47,35 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         assert self.momentum is not None
         channel = (1, -1, 1, 1)
-        # about the running mean, which is near the mean: sums of large squares would lose digits
+
+        # Deviations from the running mean, which is close to the mean: sums of large squares would lose digits.
         pivot = self.running_mean.clone()
-        away = x - pivot.view(channel)
-        own = torch.full_like(pivot, x.numel() // x.shape[1])
-        sums = torch.stack([away.sum((0, 2, 3)), away.square().sum((0, 2, 3)), own])
+        deviation = x - pivot.view(channel)
+        local_count = torch.full_like(pivot, x.numel() // x.shape[1])
+        local_sum = deviation.sum((0, 2, 3))
+        local_squares = deviation.square().sum((0, 2, 3))
+        sums = torch.stack([local_sum, local_squares, local_count])
         start = time.perf_counter()
         sums = cast(Tensor, AllReduce.apply(sums))
         self.waited += time.perf_counter() - start
+
         count = sums[2].detach()
-        offset, square = sums[:2] / count
-        variance = square - offset.square()
+        offset, mean_square = sums[:2] / count
+        variance = mean_square - offset.square()
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(pivot + offset, self.momentum)
-            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+            unbiased_variance = variance * (count / (count - 1))
+            self.running_var.lerp_(unbiased_variance, self.momentum)
         scale = (variance + self.eps).rsqrt() * self.weight
-        return away * scale.view(channel) + (self.bias - offset * scale).view(channel)
+        return deviation * scale.view(channel) + (self.bias - offset * scale).view(channel)
 
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Convert BatchNorm to its synchronised form, torch's with nccl, ours elsewhere; names and values stay."""
+    """Convert BatchNorm to synchronized BatchNorm: torch's with NCCL, else SyncBatchNorm2d.
+
+    Names and values of parameters and buffers stay.
+    """
     if device.type == "cuda" and dist.get_backend() == "nccl":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
     if type(model) is nn.BatchNorm2d:
@@ -82,37 +88,43 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def convert_layer(layer: nn.BatchNorm2d) -> SyncBatchNorm2d:
-    """Return a synchronised layer that shares the parameters and buffers of a BatchNorm2d."""
+    """Return a synchronized layer that shares the parameters and buffers of a BatchNorm2d."""
     synced = SyncBatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-    synced.weight, synced.bias = layer.weight, layer.bias
-    synced.running_mean, synced.running_var = layer.running_mean, layer.running_var
+    synced.weight = layer.weight
+    synced.bias = layer.bias
+    synced.running_mean = layer.running_mean
+    synced.running_var = layer.running_var
     synced.num_batches_tracked = layer.num_batches_tracked
     return synced.train(layer.training)
 
 
 def take_waiting_seconds(model: nn.Module) -> float:
-    """Return the seconds that synchronised BatchNorm waited in forwards since the last call, and reset them."""
+    """Return and reset the seconds that synchronized BatchNorm layers have waited in forward passes."""
     seconds = 0.0
     for module in model.modules():
         if isinstance(module, SyncBatchNorm2d):
-            seconds, module.waited = seconds + module.waited, 0.0
+            seconds += module.waited
+            module.waited = 0.0
     return seconds
 
 
 def list_own_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
-    """Return the BatchNorm layers that see the samples of their own rank only, also as FSDP2 has wrapped them."""
-    norms = (module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
-    return [norm for norm in norms if not isinstance(norm, SyncBatchNorm2d)]
+    """Return the BatchNorm2d layers that are not synchronized, including those that FSDP2 has wrapped."""
+    norms = []
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and not isinstance(module, SyncBatchNorm2d):
+            norms.append(module)
+    return norms
 
 
 def skip_empty_batches(model: nn.Module) -> nn.Module:
-    """Let BatchNorm that is not synchronised pass on a batch of no samples, which has no mean; return the model."""
+    """Let unsynchronized BatchNorm pass an empty batch, which has no mean; return the model."""
 
     def set_mode(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        empty = len(inputs[0]) == 0
-        layer.train(model.training and not empty)
-        if model.training and empty:
-            cast(Tensor, layer.num_batches_tracked).add_(1)  # as on the ranks that have some
+        is_empty = len(inputs[0]) == 0
+        layer.train(model.training and not is_empty)
+        if model.training and is_empty:
+            cast(Tensor, layer.num_batches_tracked).add_(1)  # as on the ranks that have samples
 
     for layer in list_own_norms(model):
         layer.register_forward_pre_hook(set_mode)
@@ -121,23 +133,25 @@ def skip_empty_batches(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
-    """Average the floating buffers over the ranks of a group, which saw different samples. All of them call it.
+    """Average the floating-point buffers over the ranks of a group. All of them call it.
 
-    `weight` is what this rank's count for, 1 in the mean over the ranks: where shards are unequal, `Loader.weight`.
+    `weight` is this rank's weight: 1 for the mean over the ranks, `Loader.weight` for unequal shards.
     """
-    average_tensors([buffer for buffer in model.buffers() if buffer.is_floating_point()], group, weight)
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    average_tensors(buffers, group, weight)
 
 
 @torch.no_grad()
-def average_tensors(values: Sequence[Tensor], group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
-    """Replace tensors of one dtype, of any shapes, by their means over the ranks of a group, in one all-reduce.
+def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
+    """Replace tensors by their weighted means over the ranks of a group, in one all-reduce.
 
-    Each rank's count with its `weight`; the mean of the weights is 1.
+    The tensors must have the same dtype. The mean of the ranks' weights must be 1.
     """
-    if not values or dist.get_world_size(group) == 1:
+    if not tensors or dist.get_world_size(group) == 1:
         return
-    flat = torch.cat([value.flatten() for value in values]) * weight
+    flat = torch.cat([tensor.flatten() for tensor in tensors]) * weight
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
-    for value, mean in zip(values, flat.split([v.numel() for v in values]), strict=True):
-        value.copy_(mean.view_as(value))
+    means = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.copy_(mean.view_as(tensor))

@@ -42,8 +42,8 @@ MISTAKES = [
     Mistake(
         "norm-gradient-not-summed",  # the backward of synchronised BatchNorm sees this process's loss alone
         "common/distributed/sync_batchnorm.py",
-        "        total = gradient.clone(memory_format=torch.contiguous_format)\n        dist.all_reduce(total)\n",
-        "        total = gradient.clone(memory_format=torch.contiguous_format)\n",
+        "        return AllReduce.forward(ctx, gradient)",
+        "        return gradient",
     ),
     Mistake(
         "losses-summed",  # the mean over ranks without its division
@@ -114,8 +114,8 @@ MISTAKES = [
     Mistake(
         "buffers-sent-in-forwards",  # rank 0's BatchNorm statistics replace those of the others
         "common/distributed/ddp.py",
-        'else "broadcast_buffers": False}',
-        'else "broadcast_buffers": True}',
+        "    return {name: False}",
+        "    return {name: True}",
     ),
     Mistake(
         "saves-by-last-look",  # the clock of saving begins anew at every look

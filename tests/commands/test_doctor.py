@@ -215,7 +215,7 @@ def test_the_ranks_that_an_elastic_run_lost_are_told(damaged: bool, tmp_path: Pa
     folder = Made().write(tmp_path)
     change = {"step": 16, "lost": [1], "joined": [], "ranks": [0, 2], "seconds": 0.05}
     write_json(folder.attempts()[-1].attempt / "generations.json", ["damaged"] if damaged else [change])
-    told = "  ranks changed: after step 16: lost rank 1; ranks 0, 2 go on after 0.050 s"
+    told = "  ranks changed: after step 16: lost rank 1; ranks 0, 2 continued after 0.050 s"
     assert (told in doctor(f"--run={folder.path}")) is not damaged
 
 

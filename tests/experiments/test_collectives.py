@@ -96,8 +96,8 @@ def test_the_table_of_known_times() -> None:
     assert (line["alpha"], line["beta"]) == (pytest.approx(1e-4), pytest.approx(1e-9))
     shown = report.rows()
     assert "gloo: 100.0 us + bytes / 1 GB/s\n" in shown["sendrecv float32"] + "\n"
-    assert "4,200.0 us for the last size by the line of its links" in shown["all_reduce float32"]
-    assert shown["links"] == "ranks 0 - 1: 20.0 us + nothing a byte"
+    assert "4,200.0 us predicted for the largest size from the line of its links" in shown["all_reduce float32"]
+    assert shown["links"] == "ranks 0 - 1: 20.0 us for any size"
     assert shown["bytes sent"].splitlines()[-2:] == [
         f"all_reduce float32, 4,000,000 bytes, {side}: MB {counted} by each rank; computed 4.00 by each rank"
         for side, counted in (("gloo", "through the interface 4.00"), ("isend ring", "sent 6.00"))
@@ -110,7 +110,7 @@ def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
     table[0, 0, 0, :, 0] = 1e-3
     report = CollectiveReport(points, {"gloo": OTHER}, table)
     assert report.fit_lines() == {} and len(report.cells) == 1
-    assert report.rows()["bytes sent"] == "not known"
+    assert report.rows()["bytes sent"] == "unknown"
 
 
 # ---- results
@@ -120,13 +120,13 @@ def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
 def test_a_wrong_number_is_found_and_named(op: str) -> None:
     vectors, (point,) = Vectors(0, RankInfo(1, 3), torch.device("cpu")), list_points([op], ["bfloat16"], [6000], 3)
     x, out = vectors.fill(point)
-    with pytest.raises(RuntimeError, match=f"mine is wrong: {op} of 3000 bfloat16 gives rank 1 "):
+    with pytest.raises(RuntimeError, match=f"mine returned a wrong result: {op} of 3000 bfloat16 on rank 1, "):
         vectors.check(point, x, out, "mine")
     expected = vectors.compute_expected(point)
     (x if op in ("broadcast", "all_reduce") else out).copy_(expected)
     vectors.check(point, x, out, "mine")
     (x if op in ("broadcast", "all_reduce") else out)[7] += 1
-    with pytest.raises(RuntimeError, match=r"at position 7, and \d+ is right"):
+    with pytest.raises(RuntimeError, match=r"position 7: got \d+, expected \d+"):
         vectors.check(point, x, out, "mine")
 
 
@@ -138,7 +138,7 @@ def test_a_side_that_is_wrong_ends_the_measurement(monkeypatch: pytest.MonkeyPat
     try:
         sides = {"right": Side({"all_reduce": lambda x, out: x}), "other": Side({"broadcast": print})}
         assert list(script.measure_sides(sides, 1, point, vectors, world)) == ["right"]
-        with pytest.raises(RuntimeError, match="wrong is wrong: all_reduce of 8 int64 gives rank 0 "):
+        with pytest.raises(RuntimeError, match="wrong returned a wrong result: all_reduce of 8 int64 on rank 0, "):
             script.measure_sides({"wrong": Side({"all_reduce": lambda x, out: x.add_(1)})}, 0, point, vectors, world)
     finally:
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ def test_the_losses_are_those_of_one_process_though_rank_0_is_killed(
     assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
     assert list_changes(done.folder) == [([0], [])]
     assert done.result["steps_redone"] == 1
-    assert "after step 6: lost rank 0; ranks 1, 2 go on after" in done.out
+    assert "after step 6: lost rank 0; ranks 1, 2 continued after" in done.out
 
 
 def test_the_losses_of_a_parameter_server_are_those_of_one_process_though_a_worker_is_killed(

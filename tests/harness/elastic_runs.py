@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from common.distributed.elastic.coordinator import Broken
 from common.distributed.elastic.member import STUCK
 from common.runs.folder import Folder
 from tests.harness import warm
@@ -47,7 +48,7 @@ def train_like(alone: Folder, faults: str, *settings: str, runs: Path, name: str
         done = train(faults, *settings, runs=runs / str(number), name=name)
         logs = [file.read_text() for file in done.folder.path.glob("attempts/*/logs/rank-*.log")]
         stuck = ":block" not in faults and any(STUCK in log for log in logs)
-        if stuck and "alone had a part of the state" in done.err:
+        if stuck and Broken.SHARD_LOST.value in done.err:
             resumed = resume(BY_NAME[name], done.folder)
             assert resumed.returncode == 0, (faults, resumed.stderr, logs)
         else:

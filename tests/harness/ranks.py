@@ -69,7 +69,8 @@ def send_values(place: RankInfo, folder: Path) -> None:
             assert world.broadcast(sent[2 - world.rank]) == sent[2]
             assert own.all_gather(sent[world.rank]) == [sent[rank] for rank in some]
             assert own.broadcast(sent[world.rank]) == sent[some[0]]
-        for length in range(objects.PACKET - objects.HEADER - 4, objects.PACKET + 2):  # just one message, just two
+        # just one message, just two
+        for length in range(objects.PACKET_BYTES - objects.HEADER_BYTES - 4, objects.PACKET_BYTES + 2):
             text = "z" * length
             assert world.broadcast(text) == text and world.all_gather(text) == [text] * 3
         assert math.isnan(world.broadcast(math.nan))
@@ -107,11 +108,11 @@ def one_sends_pickles(place: RankInfo, folder: Path) -> None:
                 objects.all_gather_bytes(given, world.device)
                 objects.broadcast_bytes(given, 1, world.device)
                 continue
-            words = f"rank 1 sent {len(given)} bytes that are no JSON"
+            words = f"rank 1 sent {len(given)} bytes that are not valid JSON"
             assert words in refuse(lambda: world.gather(world.rank))
             assert words in refuse(lambda: objects.broadcast_json(None, 1, world.device))
         if world.rank == 1:
-            packets = [torch.empty(objects.PACKET, dtype=torch.uint8) for _ in range(3)]
+            packets = [torch.empty(objects.PACKET_BYTES, dtype=torch.uint8) for _ in range(3)]
             dist.all_gather(packets, torch.full_like(packets[0], 255))
         else:
             assert f"rank 1 announces a value of {2**64 - 1} bytes" in refuse(lambda: world.gather(world.rank))

@@ -93,7 +93,7 @@ def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
     ("rank", "faults", "reason"),
     [
         (0, "push:0:11:kill", "was killed by SIGKILL"),
-        (1, "push:1:11:stop", "was given up: no heartbeat for 0.5 s"),
+        (1, "push:1:11:stop", "was declared lost: no heartbeat for 0.5 s"),
         (1, "push:2:11:kill,push:1:11:block", f"ended itself: {STUCK}"),
     ],
 )
@@ -108,7 +108,7 @@ def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
     """Killed, frozen, or in a collective that does not end once a worker is lost, or before, on a busy machine."""
     more = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
     done = train(faults, *words, *more, runs=tmp_path / "runs", name=NAME)
-    assert done.status == 137 and f"rank {rank} (pid" in done.err and "cannot go on without it" in done.err, done.err
+    assert done.status == 137 and f"rank {rank} (pid" in done.err and "the run cannot continue" in done.err, done.err
     assert reason in done.err and reason in done.folder.result["reason"], done.err
     assert [row["global_step"] for row in done.folder.metrics() if "loss" in row][-1] >= 8
     again = resume(BY_NAME[NAME], done.folder)

@@ -1,8 +1,8 @@
-"""Coordinator of an elastic run: it knows which ranks live, and forms a new generation when one is lost or joins.
+"""Coordinator of an elastic run: tracks the live ranks and forms a new generation when a rank is lost or joins.
 
-It runs in the launcher, never in a rank, and loads no torch. Each rank has one connection to it, which carries
-heartbeats, the rank's message that its step has failed, and the addresses by which the ranks of a generation connect.
-Messages are JSON objects, one a line.
+It runs in the launcher, never in a rank, and does not load torch. Each rank has one connection to it, which carries
+heartbeats, reports of failed steps, and the addresses by which the ranks of a generation connect. Messages are JSON
+objects, one per line.
 """
 
 from __future__ import annotations
@@ -14,150 +14,168 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.distributed.elastic.member import send_at_once
 from configs.elastic import Elastic
 
-LONGEST = 1 << 20  # bytes of a line; a member sends far less
-FIRST = 1 << 12  # bytes of the first one
-STRANGERS = 16  # connections beside two for each rank
-OVER = {"leave": "the run is over"}
+MAX_MESSAGE_BYTES = 1 << 20  # messages of members are far smaller
+MAX_HELLO_BYTES = 1 << 12  # size limit of the first message
+EXTRA_CONNECTIONS = 16  # connections allowed in addition to two per rank
+FINAL_POLLS = 100
+LEAVE_FINISHED_RUN = {"leave": "the run is over"}
 
 
 class Broken(enum.Enum):
-    """Reason why the ranks that are left cannot continue the run."""
+    """Reason why the remaining ranks cannot continue the run."""
 
-    SHARD_LOST = "that rank alone had a part of the state: elastic=true cannot go on without it"
+    SHARD_LOST = "the lost rank held a part of the state that no other rank has: the run cannot continue"
     STATE_LOST = (
-        "no rank is left that has the state of the run: all that had it were lost before a new rank had a complete copy"
+        "no remaining rank has the state of the run: every rank that had it was lost before a new rank had a full copy"
     )
 
 
 @dataclass(eq=False)
-class Connection:
-    """The connection of a member."""
+class RankConnection:
+    """Connection of a rank to the coordinator."""
 
     socket: socket.socket
-    heard: float
+    last_heard: float
     pid: int = 0
-    member: int = -1
-    """The rank's number at the start of the run; -1 until it has said so."""
+    rank: int = -1
+    """Original rank; -1 until the rank has introduced itself."""
     joins: bool = False
-    """True for a rank that was started again, until it belongs to a generation."""
+    """True for a restarted rank until it belongs to a generation."""
     irreplaceable: bool = False
-    """True for a rank without which the others cannot go on."""
+    """True for a rank without which the others cannot continue."""
     received: bytes = b""
-    signed: dict[str, Any] | None = None
-    """Its request for a new generation: `progress`; `done` where it has nothing left to do; `together` where all
-    leave this one after the same step. `progress` begins with the steps done, -1 for a rank without the state."""
-    wanted: list[str] = field(default_factory=list)
-    """Keys of the store that it waits for."""
-    left: bool = False
-    """True once nobody waits for it any more; the connection lasts as long as the process."""
+    sign_in: dict[str, Any] | None = None
+    """Request for the next generation: `progress`; `done` if the rank has finished; `together` if all ranks leave their
+    generation after the same step. `progress` starts with the number of steps, -1 for a rank without the state."""
+    awaited_keys: list[str] = field(default_factory=list)
+    """Keys of the store that the rank waits for."""
+    has_left: bool = False
+    """True after an orderly exit; the connection lasts as long as the process."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message to a rank, if it still reads any."""
-        if self.member >= 0:
+        """Send a message to a rank unless its connection is closed."""
+        if self.rank >= 0:
             with contextlib.suppress(OSError):
                 self.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
 class Coordinator:
-    """Coordinator of one run. The launcher calls `poll_members` again and again; everything happens in there.
+    """Coordinator of one run. The launcher calls `poll_members` repeatedly, which does all the work.
 
-    Losses count once all ranks have come, and until all are done: before and after, the launcher ends the run.
+    Losses are handled from the time when all ranks have connected until all are done. Before and after, the launcher
+    ends the run.
     """
 
     def __init__(self, listener: socket.socket, size: int, settings: Elastic, key: str = "") -> None:
-        self.listener, self.size, self.settings, self.key = listener, size, settings, key
+        self.listener = listener
+        self.size = size
+        self.settings = settings
+        self.key = key
         self.selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ)
-        self.connections: set[Connection] = set()
+        self.connections: set[RankConnection] = set()
         self.number = 0
-        self.came: set[int] = set()
+        """Number of the newest generation; 0 before the first."""
+        self.arrived: set[int] = set()
+        """Ranks that have ever connected."""
         self.members: list[int] = []
-        """Members of the newest generation that live."""
-        self.over = False
+        """Live members of the newest generation."""
+        self.generation_ended = False
         """True from the first failure in a generation until the next one is formed."""
         self.finished = False
         self.broken: Broken | None = None
-        """Why the ranks that are left cannot continue: the launcher ends the run."""
-        self.stops = False
-        """True once too few members are left."""
+        """Reason why the remaining ranks cannot continue: the launcher ends the run."""
+        self.below_minimum = False
+        """True after a generation with fewer than `elastic.min` members."""
         self.lost: list[int] = []
         """Members lost since the newest generation was formed."""
         self.reasons: dict[int, str] = {}
-        """Of a rank whose newest process has ended itself, or was given up: that it has, and the cause."""
+        """Why the newest process of a rank ended itself or was declared lost."""
         self.store: dict[str, str] = {}
         self.polled = time.monotonic()
-        self.on_silence: Callable[[int], None] = lambda member: None
+        self.on_unresponsive: Callable[[int], None] = lambda member: None
         """Called with a member that is lost because it does not answer."""
 
     @property
     def is_active(self) -> bool:
-        """True while the loss of a rank does not end the run."""
+        """True while the run can survive the loss of a rank."""
         return bool(self.members) and not self.finished and not self.broken
 
     @property
-    def vacant(self) -> list[int]:
-        """Ranks that are missing in a generation that works."""
-        return [] if not self.is_active or self.over else sorted(set(range(self.size)) - self.present)
+    def missing_ranks(self) -> list[int]:
+        """Ranks without a connection while a generation works."""
+        return self.absent if self.is_active and not self.generation_ended else []
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks that have no connection."""
+        return sorted(set(range(self.size)) - self.present)
 
     @property
     def present(self) -> set[int]:
         """Ranks that have a connection."""
-        return {connection.member for connection in self.connections} - {-1}
+        return {connection.rank for connection in self.connections} - {-1}
 
     @property
     def newcomers(self) -> set[int]:
-        """Ranks that were started again and wait to belong to a generation."""
-        return {connection.member for connection in self.connections if connection.joins}
+        """Restarted ranks that are connected and belong to no generation yet."""
+        return {connection.rank for connection in self.connections if connection.joins}
 
     def find_end(self) -> Broken | None:
-        """Find out why the run ends where a rank was killed; None where that ends any run."""
+        """Return why the run ends after a rank was killed; None if the loss would end any run."""
         if self.broken or self.finished or not self.number:
             return self.broken
         return None if self.members else Broken.STATE_LOST
 
     def find_pid(self, member: int) -> int:
-        """Return the process id of a member, as its host counts; 0 for one that is not there."""
-        return next((connection.pid for connection in self.connections if connection.member == member), 0)
+        """Return the process id of a member on its host; 0 if it is not connected."""
+        for connection in self.connections:
+            if connection.rank == member:
+                return connection.pid
+        return 0
 
     def poll_members(self, seconds: float) -> bool:
-        """Wait at most so long for messages, and answer them; then look for members that are silent.
+        """Wait up to `seconds` for messages, answer them, then drop members that do not answer.
 
-        Returns whether there were any.
+        Returns whether there were messages.
         """
         ready = self.selector.select(seconds)
         for key, _ in ready:
             if key.data is None:
-                self._accept()
+                self._accept_connection()
             else:
-                self._read(key.data)
+                self._read_messages(key.data)
+
         now = time.monotonic()
-        stalled = now - self.polled > self.settings.timeout / 2  # this process stood still: nobody else is to blame
+        timeout = self.settings.timeout
+        was_suspended = now - self.polled > timeout / 2  # this process did not run: no rank is late
         self.polled = now
         for connection in list(self.connections):
-            if stalled:
-                connection.heard = now
-            elif now - connection.heard > self.settings.timeout:
-                if connection.member >= 0 and not connection.left:
-                    self.reasons[connection.member] = f"was given up: no heartbeat for {self.settings.timeout:g} s"
-                    self.on_silence(connection.member)
-                self._drop(connection)
+            if was_suspended:
+                connection.last_heard = now
+            elif now - connection.last_heard > timeout:
+                if connection.rank >= 0 and not connection.has_left:
+                    self.reasons[connection.rank] = f"was declared lost: no heartbeat for {timeout:g} s"
+                    self.on_unresponsive(connection.rank)
+                self._drop_connection(connection)
         return bool(ready)
 
     def note_ended_member(self, member: int) -> bool:
-        """Note that a member's process has ended; return False where the run cannot go on without it."""
-        for _ in range(100):  # what came before its end counts; strangers may go on sending
+        """Handle the end of a member's process; return False if the run cannot continue without it."""
+        for _ in range(FINAL_POLLS):  # its last messages count; strangers might send without end
             if not self.poll_members(0):
                 break
-        for connection in [connection for connection in self.connections if connection.member == member]:
-            self._drop(connection)
+        for connection in list(self.connections):
+            if connection.rank == member:
+                self._drop_connection(connection)
         return self.is_active
 
     def close(self) -> None:
@@ -167,172 +185,187 @@ class Coordinator:
         self.listener.close()
         self.selector.close()
 
-    def _accept(self) -> None:
+    def _accept_connection(self) -> None:
         with contextlib.suppress(OSError):
             accepted, _ = self.listener.accept()
-            if len(self.connections) > 2 * self.size + STRANGERS:
+            if len(self.connections) > 2 * self.size + EXTRA_CONNECTIONS:
                 accepted.close()
                 return
-            accepted.settimeout(1.0)  # for sending; it is read only when there is something
+            accepted.settimeout(1.0)  # limits sending; the socket is only read when it is ready
             send_at_once(accepted)
-            connection = Connection(accepted, time.monotonic())
+            connection = RankConnection(accepted, time.monotonic())
             self.connections.add(connection)
             self.selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _read(self, connection: Connection) -> None:
+    def _read_messages(self, connection: RankConnection) -> None:
         try:
             part = connection.socket.recv(1 << 16)
         except OSError:
             part = b""
-        connection.received += part
-        if connection.member >= 0:  # others have to say who they are
-            connection.heard = time.monotonic()
-        *complete, connection.received = connection.received.split(b"\n")
-        if not part or len(connection.received) > (LONGEST if connection.member >= 0 else FIRST):
-            self._drop(connection)
+        limit = MAX_HELLO_BYTES
+        if connection.rank >= 0:
+            connection.last_heard = time.monotonic()
+            limit = MAX_MESSAGE_BYTES
+        *lines, connection.received = (connection.received + part).split(b"\n")
+        if not part or len(connection.received) > limit:
+            self._drop_connection(connection)
             return
-        for text in complete:
+        for line in lines:
             try:
-                self._answer(connection, json.loads(text))
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):  # a stranger
-                self._drop(connection)
+                self._answer_message(connection, json.loads(line))
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+                self._drop_connection(connection)  # a stranger
                 return
 
-    def _answer(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _answer_message(self, connection: RankConnection, message: dict[str, Any]) -> None:
         if "hello" in message:
-            self._greet(connection, message)
-        elif connection.member < 0:
+            self._identify_rank(connection, message)
+        elif connection.rank < 0:
             raise ValueError
         elif "sign_in" in message:
-            connection.signed = message["sign_in"]
+            connection.sign_in = message["sign_in"]
             if connection.joins:
                 self._announce_join(connection)
-            elif not connection.signed["done"] and not connection.signed["together"]:
+            elif not connection.sign_in["done"] and not connection.sign_in["together"]:
                 self._end_generation()
-            self._try_to_form()
+            self._form_generation_if_ready()
         elif "set" in message:
             self.store[message["set"]] = message["value"]
-            self._serve_store()
+            self._answer_store_requests()
         elif "get" in message:
-            connection.wanted = message["get"]
-            self._serve_store()
+            connection.awaited_keys = message["get"]
+            self._answer_store_requests()
         elif "lost" in message:
-            self.reasons[connection.member] = str(message["lost"])
+            self.reasons[connection.rank] = str(message["lost"])
             self._count_as_lost(connection)
         elif "bye" in message:
-            connection.left = True
+            connection.has_left = True
             self._remove_member(connection, failed=False)
 
-    def _greet(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Take a connection for that of a rank. Raises ValueError where it is not, or has another one already."""
-        member, pid = int(message["hello"]), int(message["pid"])
-        if not hmac.compare_digest(str(message["key"]).encode(), self.key.encode()):
+    def _identify_rank(self, connection: RankConnection, message: dict[str, Any]) -> None:
+        """Accept a connection as that of a rank. Raises ValueError for a wrong key, or a rank already connected."""
+        rank = int(message["hello"])
+        pid = int(message["pid"])
+        key = str(message["key"]).encode()
+        if not hmac.compare_digest(key, self.key.encode()):
             raise ValueError
-        if pid < 2 or member not in range(self.size) or member in self.present:
+        if pid < 2 or rank not in range(self.size) or rank in self.present:
             raise ValueError
-        connection.member, connection.joins, connection.pid = member, bool(message["joins"]), pid
+        connection.rank = rank
+        connection.joins = bool(message["joins"])
+        connection.pid = pid
         connection.irreplaceable = bool(message["irreplaceable"])
-        connection.heard = time.monotonic()
-        self.reasons.pop(member, None)
+        connection.last_heard = time.monotonic()
+        self.reasons.pop(rank, None)
         if connection.joins and self.finished:
-            connection.send(OVER)
-        self.came.add(connection.member)
-        if not self.number and len(self.came) == self.size:
-            self.number, self.members = 1, sorted({one.member for one in self.connections} - {-1})
-            self.lost = [rank for rank in range(self.size) if rank not in self.members]
-            if self.lost:
-                self._end_generation()
-            self._try_to_form()
+            connection.send(LEAVE_FINISHED_RUN)
+        self.arrived.add(rank)
+        if not self.number and len(self.arrived) == self.size:
+            self._start_first_generation()
 
-    def _serve_store(self) -> None:
+    def _start_first_generation(self) -> None:
+        """Start the first generation after all ranks have connected; some may be lost already."""
+        self.number = 1
+        self.members = sorted(self.present)
+        self.lost = self.absent
+        if self.lost:
+            self._end_generation()
+        self._form_generation_if_ready()
+
+    def _answer_store_requests(self) -> None:
         for connection in self.connections:
-            if connection.wanted and all(key in self.store for key in connection.wanted):
-                connection.send({"values": [self.store[key] for key in connection.wanted]})
-                connection.wanted = []
+            if connection.awaited_keys and all(key in self.store for key in connection.awaited_keys):
+                values = [self.store[key] for key in connection.awaited_keys]
+                connection.send({"values": values})
+                connection.awaited_keys = []
 
-    def _drop(self, connection: Connection) -> None:
-        """Forget a connection; if it is that of a member of this generation, the generation is over."""
+    def _drop_connection(self, connection: RankConnection) -> None:
+        """Close a connection; the loss of a member ends its generation."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
         self.selector.unregister(connection.socket)
         with contextlib.suppress(OSError):
-            connection.socket.shutdown(socket.SHUT_RDWR)  # a rank that was forked since has a copy, too
+            connection.socket.shutdown(socket.SHUT_RDWR)  # ranks forked since then have copies of the socket
         connection.socket.close()
-        self._remove_member(connection, failed=not connection.left)
+        self._remove_member(connection, failed=not connection.has_left)
 
-    def _remove_member(self, connection: Connection, *, failed: bool) -> None:
+    def _remove_member(self, connection: RankConnection, *, failed: bool) -> None:
         if failed and connection.irreplaceable and not self.finished:
             self.broken = Broken.SHARD_LOST
-        if connection.member in self.members and not connection.joins and not self.finished:
-            self.members.remove(connection.member)
+        if connection.rank in self.members and not connection.joins and not self.finished:
+            self.members.remove(connection.rank)
             if failed:
-                self.lost.append(connection.member)
+                self.lost.append(connection.rank)
                 self._end_generation()
-        self._try_to_form()
+        self._form_generation_if_ready()
 
-    def _count_as_lost(self, connection: Connection) -> None:
-        """Count a rank as lost that has left orderly before, on its way out of the failure that ends it."""
-        if connection.left and not self.finished:
-            connection.left = False
-            self.lost.append(connection.member)
+    def _count_as_lost(self, connection: RankConnection) -> None:
+        """Count a rank as lost that left orderly while it handled its failure."""
+        if connection.has_left and not self.finished:
+            connection.has_left = False
+            self.lost.append(connection.rank)
             self._end_generation()
-            self._try_to_form()
+            self._form_generation_if_ready()
 
-    def _announce_join(self, connection: Connection) -> None:
-        """Tell the members that a rank waits: once all know it they leave together, between two steps."""
+    def _announce_join(self, connection: RankConnection) -> None:
+        """Notify the members that a rank waits to join; when all know, they leave together between two steps."""
         if self.finished:
-            connection.send(OVER)
-        elif self.is_active and not self.over:
+            connection.send(LEAVE_FINISHED_RUN)
+        elif self.is_active and not self.generation_ended:
             for member in self.connections:
                 if not member.joins:
                     member.send({"join": True})
 
     def _end_generation(self) -> None:
-        """Tell all members that their generation is over: their collectives will not end otherwise."""
-        if self.over or not self.is_active:
+        """Notify all members that their generation has ended, because their collectives would not end otherwise."""
+        if self.generation_ended or not self.is_active:
             return
-        self.over = True
+        self.generation_ended = True
         for connection in self.connections:
-            connection.wanted = []
+            connection.awaited_keys = []
             if not connection.joins:
                 connection.send({"over": self.number})
 
-    def _try_to_form(self) -> None:
-        """Form the next generation if all members that live have signed in; let them end if all are done.
-
-        Without a member that has the state there is none: the others would begin at step 0.
-        """
-        connections = [
-            connection for connection in self.connections if connection.member in self.members and not connection.joins
-        ]
-        if not self.is_active or not connections or not all(connection.signed for connection in connections):
+    def _form_generation_if_ready(self) -> None:
+        """Form the next generation when all live members have signed in; finish when all are done."""
+        members = [member for member in self.connections if not member.joins and member.rank in self.members]
+        requests = [member.sign_in for member in members if member.sign_in]
+        if not self.is_active or not members or len(requests) < len(members):
             return
-        if not self.over and all(connection.signed["done"] for connection in connections if connection.signed):
+        if not self.generation_ended and all(request["done"] for request in requests):
             self.finished = True
             for connection in self.connections:
-                connection.send(OVER if connection.joins else {"generation": {"done": True}})
+                connection.send(LEAVE_FINISHED_RUN if connection.joins else {"generation": {"done": True}})
             return
-        joined = [connection for connection in self.connections if connection.joins and connection.signed]
-        connections = sorted([*connections, *joined], key=lambda connection: connection.member)
-        progress = [connection.signed["progress"] for connection in connections if connection.signed]
+        joined = [connection for connection in self.connections if connection.joins and connection.sign_in]
+        self._form_generation(sorted([*members, *joined], key=lambda connection: connection.rank))
+
+    def _form_generation(self, connections: Sequence[RankConnection]) -> None:
+        """Form a generation. Its ranks copy the newest state; if no rank has a state, the run is broken."""
+        progress = [connection.sign_in["progress"] for connection in connections if connection.sign_in]
         newest = max(progress)
         if newest[0] < 0:
             self.broken = Broken.STATE_LOST
             return
-        self.number, self.members, self.over = self.number + 1, [connection.member for connection in connections], False
-        self.stops |= len(connections) < self.settings.min
+        self.number += 1
+        self.members = [connection.rank for connection in connections]
+        self.generation_ended = False
+        self.below_minimum |= len(connections) < self.settings.min
         generation = {
             "number": self.number,
             "members": self.members,
             "source": progress.index(newest),
-            "copies": any(one != newest for one in progress),
+            "copies": any(steps != newest for steps in progress),
             "lost": self.lost,
-            "joined": [connection.member for connection in joined],
-            "stops": self.stops,
+            "joined": [connection.rank for connection in connections if connection.joins],
+            "stops": self.below_minimum,
         }
-        self.lost, self.store = [], {}
+        self.lost = []
+        self.store = {}
         for connection in connections:
-            connection.signed, connection.joins, connection.wanted = None, False, []
+            connection.sign_in = None
+            connection.joins = False
+            connection.awaited_keys = []
         for connection in connections:
             connection.send({"generation": generation})

@@ -1,7 +1,4 @@
-"""Generations of an elastic run: which ranks it lost and got back, as generations.json of an attempt tells it.
-
-Imports no torch.
-"""
+"""Changes of the ranks of an elastic run, stored in generations.json of an attempt. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,15 +12,17 @@ FILE = "generations.json"
 
 
 def describe_generation(change: Mapping[str, Any]) -> str:
-    """Describe a change of ranks in a line."""
-    words = [f"{word} rank {', '.join(map(str, change[word]))}" for word in ("lost", "joined") if change[word]]
-    left = f"ranks {', '.join(map(str, change['ranks']))} go on after {change['seconds']:.3f} s"
-    place = f"attempt {change['attempt']}, step" if "attempt" in change else "step"
-    return f"after {place} {change['step']}: {'; '.join(words) or 'connections failed'}; {left}"
+    """Describe a change of ranks in one line."""
+    attempt = f"attempt {change['attempt']}, " if "attempt" in change else ""
+    events = [f"{kind} rank {', '.join(map(str, change[kind]))}" for kind in ("lost", "joined") if change[kind]]
+    return (
+        f"after {attempt}step {change['step']}: {'; '.join(events) or 'connections failed'}; "
+        f"ranks {', '.join(map(str, change['ranks']))} continued after {change['seconds']:.3f} s"
+    )
 
 
 def read_generations(attempt: Folder) -> list[dict[str, Any]]:
-    """Read the changes of an attempt's ranks; none where the file is missing or cut off."""
+    """Read the changes of an attempt's ranks; empty if the file is missing or truncated."""
     try:
         return list(json.loads((attempt.attempt / FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -31,8 +30,8 @@ def read_generations(attempt: Folder) -> list[dict[str, Any]]:
 
 
 def read_earlier_generations(attempt: Folder) -> list[dict[str, Any]]:
-    """Read the changes of ranks in the attempts before this one, each with its attempt; none of a damaged file."""
-    found = []
+    """Read the changes of ranks in earlier attempts, each with its attempt. Damaged files are skipped."""
+    all_changes = []
     for earlier in attempt.attempts():
         if earlier.number >= attempt.number:
             break
@@ -43,12 +42,12 @@ def read_earlier_generations(attempt: Folder) -> list[dict[str, Any]]:
                 float(change["discarded"])
         except (TypeError, ValueError, LookupError):
             continue
-        found += changes
-    return found
+        all_changes += changes
+    return all_changes
 
 
 def describe_generations(attempt: Folder) -> list[str]:
-    """Describe the changes of an attempt's ranks; none where the file is damaged."""
+    """Describe the changes of an attempt's ranks; empty if the file is damaged."""
     try:
         return [describe_generation(change) for change in read_generations(attempt)]
     except (TypeError, ValueError, LookupError):

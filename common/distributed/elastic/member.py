@@ -1,4 +1,4 @@
-"""Line of a rank to the coordinator of an elastic run: heartbeats from a thread, sign-in to the next generation.
+"""Connection of a rank to the coordinator of an elastic run: heartbeats, and sign-in to generations.
 
 Imports no torch.
 """
@@ -23,93 +23,101 @@ from typing import Any
 
 from common.distributed.rank_info import ORPHANED
 
-BEATS = 5  # heartbeats in the time after which a rank is lost
-GRACE = 2.0  # seconds more that a rank may sleep after its generation is over
-SLEEPING = "S"  # as proc(5) has it; not D, which is a wait for a disk
+HEARTBEATS_PER_TIMEOUT = 5
+GRACE_SECONDS = 2.0  # added to the timeout before a rank that sleeps after the end of its generation counts as stuck
+SLEEPING_STATE = "S"  # in proc(5); not D, which waits for a disk
 STUCK = "a collective of gloo does not end"
-SEND_SECONDS = 1.0  # for the last message of a rank that leaves
+SEND_SECONDS = 1.0  # time limit of the last message of a rank that leaves
 
 
 class GenerationOver(RuntimeError):
-    """A member of this generation is lost: its collectives do not end any more. Or all leave it because one joins."""
+    """The generation has ended: a member is lost and collectives no longer end, or all leave it for a joining rank."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The ranks that go on together, until one of them is lost or another one joins."""
+    """Ranks that train together until one of them is lost or another one joins."""
 
     number: int = 1
     members: Sequence[int] = ()
-    """Each one's rank at the start of the run, in the order of the ranks of this generation."""
+    """The original rank of each member, ordered by its rank in this generation."""
     source: int = 0
-    """The rank whose state is the newest."""
+    """Rank that has the newest state."""
     copies: bool = False
-    """True where not all ranks have that state."""
+    """True if some ranks do not have that state and copy it."""
     lost: Sequence[int] = ()
     joined: Sequence[int] = ()
     stops: bool = False
-    """True where these are too few: they save and stop."""
+    """True if there are fewer ranks than elastic.min: they save and stop."""
     done: bool = False
-    """True where nothing is left to do, and the members go on without a coordinator."""
+    """True if the run has finished; the members continue without a coordinator."""
 
 
 class Member:
-    """Connection of this rank to the coordinator. A thread sends heartbeats and receives."""
+    """Connection of this rank to the coordinator. A thread sends heartbeats and receives messages."""
 
     def __init__(
         self, address: str, number: int, timeout: float, key: str, *, joins: bool, irreplaceable: bool = False
     ) -> None:
-        """`number` is this rank's at the start of the run, `timeout` that after which it counts as lost.
+        """Connect to the coordinator and start the thread.
 
-        Without an `irreplaceable` rank the run ends.
+        `number` is the original rank, `timeout` the seconds without a heartbeat after which a rank is lost. The run
+        ends without an `irreplaceable` rank.
         """
-        self.orphaned: list[str] = json.loads(os.environ.get(ORPHANED, "[]"))
-        """Command that this process executes instead once it cannot reach the coordinator."""
-        self.socket, self.pause = connect_to_coordinator(address, timeout), timeout / BEATS
+        self.orphan_command: list[str] = json.loads(os.environ.get(ORPHANED, "[]"))
+        """Command that replaces this process when it can no longer reach the coordinator."""
+        self.socket = connect_to_coordinator(address, timeout)
+        self.heartbeat_seconds = timeout / HEARTBEATS_PER_TIMEOUT
         self.generation = Generation(0 if joins else 1)
         self.on_end: Callable[[], None] = lambda: None
-        """Called in the thread when the generation is over, and again until `sign_in`, to wake the main thread."""
+        """Called in the thread when the generation has ended, repeatedly until `sign_in`, to wake the main thread."""
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
-        os.register_at_fork(after_in_child=self.socket.close)  # it would last as long as a data worker
-        self.sending, self.closed, self.over, self.signed = threading.Lock(), False, joins, False
+        os.register_at_fork(after_in_child=self.socket.close)  # data workers would keep it open
+        self.send_lock = threading.Lock()
+        self.closed = False
+        self.over = joins
+        """True from the end of a generation until the next one is formed."""
+        self.has_signed_in = False
         self.join_waits = False
-        """True where a rank waits to belong to the next generation."""
-        self.patience = timeout + GRACE
-        """Seconds that the main thread may sleep once the generation is over."""
-        self.wait_ends = False
-        """True while the main thread is in a wait with a time limit of its own."""
-        self.busy, self.used = 0.0, -1
-        """When the main thread was last seen busy since the generation is over, and its processor time then."""
-        hello = {"hello": number, "key": key, "joins": joins, "irreplaceable": irreplaceable, "pid": os.getpid()}
-        self._send(hello)
+        """True if a rank waits to belong to the next generation."""
+        self.max_sleep_seconds = timeout + GRACE_SECONDS
+        """Seconds that the main thread may sleep after the end of a generation."""
+        self.is_wait_bounded = False
+        """True while the main thread is in a wait with its own time limit."""
+        self.last_busy = 0.0
+        """When the main thread was last seen busy since the end of the generation."""
+        self.cpu_ticks = -1
+        """Processor time of the main thread then."""
+        self._send({"hello": number, "key": key, "joins": joins, "irreplaceable": irreplaceable, "pid": os.getpid()})
         threading.Thread(target=self._listen, daemon=True, name="elastic").start()
 
     def sign_in(self, progress: Sequence[int], *, done: bool = False, together: bool = False) -> Generation:
-        """Ask for the next generation and wait until it is formed. `progress` orders states, the newest is highest.
+        """Request the next generation and wait until it is formed. `progress` orders states; the newest is highest.
 
-        Without `done` and `together`, which all members say after the same step, it ends the generation of the others.
+        The request ends the current generation of the other ranks, except with `done` or `together`, which all members
+        request after the same step.
         """
-        self.signed = True
+        self.has_signed_in = True
         self._send({"sign_in": {"progress": list(progress), "done": done, "together": together}})
         while "generation" not in self.answers.get():
-            pass  # of the generation before
+            pass  # an answer that belongs to the previous generation
         return self.generation
 
     @contextlib.contextmanager
     def in_bounded_wait(self) -> Iterator[None]:
-        """Mark a wait of the main thread that has a time limit: during it, this rank is not stuck."""
-        self.wait_ends = True
+        """Mark a wait of the main thread that has its own time limit: this rank is not stuck during it."""
+        self.is_wait_bounded = True
         try:
             yield
         finally:
-            self.busy = time.monotonic()
-            self.wait_ends = False
+            self.last_busy = time.monotonic()
+            self.is_wait_bounded = False
 
-    def set(self, key: str, value: str) -> None:
+    def set_value(self, key: str, value: str) -> None:
         """Set a value for all members of this generation."""
         self._send({"set": key, "value": value})
 
-    def get(self, keys: Sequence[str]) -> list[str]:
+    def get_values(self, keys: Sequence[str]) -> list[str]:
         """Wait for values that members of this generation set. Raises GenerationOver."""
         self._send({"get": list(keys)})
         answer = self.answers.get()
@@ -118,89 +126,97 @@ class Member:
         return list(answer["values"])
 
     def close(self) -> None:
-        """Leave orderly: nobody waits for this rank any more. The connection ends with the process."""
+        """Leave orderly: the other ranks no longer wait for this one. The connection ends with the process."""
         self.closed = True
         with contextlib.suppress(OSError):
             self._send({"bye": True})
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self.sending:
+        with self.send_lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
-        received, next_beat = b"", 0.0
-        poller = select.poll()  # select() takes no descriptor above 1023
+        received = b""
+        next_heartbeat = 0.0
+        poller = select.poll()  # select() does not support descriptors above 1023
         poller.register(self.socket, select.POLLIN)
         try:
             while True:
                 now = time.monotonic()
-                if now >= next_beat:
-                    next_beat = now + self.pause
+                if now >= next_heartbeat:
+                    next_heartbeat = now + self.heartbeat_seconds
                     self._send({"beat": True})
-                    if self.over and not self.signed:  # it may be in a collective that began meanwhile
+                    if self.over and not self.has_signed_in:  # another collective may have started since
                         self.on_end()
                         self._leave_if_stuck(now)
-                if not poller.poll(1000 * max(0.0, next_beat - now)):
+                if not poller.poll(1000 * max(0.0, next_heartbeat - now)):
                     continue
                 part = self.socket.recv(1 << 16)
                 if not part:
                     break
-                *complete, received = (received + part).split(b"\n")
-                for text in complete:
-                    self._receive(json.loads(text))
+                *lines, received = (received + part).split(b"\n")
+                for line in lines:
+                    self._handle_message(json.loads(line))
         except (OSError, ValueError):
             pass
         if not self.closed:
-            self._leave("the coordinator has given up this rank, or has ended, or cannot be reached", self.orphaned)
+            self._end_process(
+                "the coordinator has declared this rank lost, has ended, or cannot be reached", self.orphan_command
+            )
 
-    def _receive(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if "leave" in message:
-            self._leave(message["leave"])
+            self._end_process(message["leave"])
         if "over" in message:
-            self.over, self.used = True, -1
+            self.over = True
+            self.cpu_ticks = -1
             self.on_end()
         elif "join" in message:
             self.join_waits = True
             return
         elif "generation" in message:
             self.generation = Generation(**({"number": 0} | message["generation"]))
-            self.over = self.signed = self.join_waits = False
+            self.over = False
+            self.has_signed_in = False
+            self.join_waits = False
         self.answers.put(message)
 
     def _leave_if_stuck(self, now: float) -> None:
-        """Leave where the main thread does not come to sign in, and sleeps: a collective of gloo may never end.
+        """Leave if the main thread sleeps instead of signing in: a collective of gloo may never end.
 
-        A connection on which a message has begun for a collective that has failed is not read again, not to its end
-        either, and another collective that waits for it cannot be woken. As a lost rank this one can come back.
+        After a collective has failed in the middle of a message, gloo no longer reads that connection. Another
+        collective that waits for it cannot be woken. As a lost rank, this one can be restarted.
         """
-        state, used = read_main_thread()
-        if self.wait_ends or state != SLEEPING or used != self.used:
-            self.busy, self.used = now, used
-        elif now - self.busy > self.patience:
+        state, ticks = read_main_thread()
+        if self.is_wait_bounded or state != SLEEPING_STATE or ticks != self.cpu_ticks:
+            self.last_busy = now
+            self.cpu_ticks = ticks
+        elif now - self.last_busy > self.max_sleep_seconds:
             self.leave_as_lost(STUCK)
 
-    def leave_as_lost(self, why: str) -> None:
-        """End this process as a lost rank, which can be started again; the launcher reports the reason."""
-        self._leave(f"{why}; it counts as lost", lost=True)
+    def leave_as_lost(self, reason: str) -> None:
+        """End this process as a lost rank, which can be restarted; the launcher reports the reason."""
+        self._end_process(f"{reason}; it counts as lost", lost=True)
 
-    def _announce_loss(self, why: str) -> None:
-        """Send the coordinator the reason why this process ends itself, unless another thread blocks the connection."""
-        if not self.sending.acquire(timeout=SEND_SECONDS):
+    def _announce_loss(self, reason: str) -> None:
+        """Send the coordinator why this process ends itself, unless another thread blocks the connection."""
+        if not self.send_lock.acquire(timeout=SEND_SECONDS):
             return
+        message = json.dumps({"lost": f"ended itself: {reason}"})
         try:
             with contextlib.suppress(OSError):
-                self.socket.sendall(json.dumps({"lost": f"ended itself: {why}"}).encode() + b"\n")
+                self.socket.sendall(message.encode() + b"\n")
         finally:
-            self.sending.release()
+            self.send_lock.release()
 
-    def _leave(self, why: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
-        """End this process at once, or execute a command in its place: it must not write any more."""
-        print(f"this rank leaves the run: {why}", file=sys.stderr, flush=True)
+    def _end_process(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
+        """End this process at once, or replace it by a command: it must not write any more."""
+        print(f"this rank leaves the run: {reason}", file=sys.stderr, flush=True)
         try:
             if command:
                 os.execvp(command[0], [*command])
             if lost:
-                self._announce_loss(why)
+                self._announce_loss(reason)
                 faulthandler.dump_traceback(sys.stderr)
                 os.kill(os.getpid(), signal.SIGKILL)
         finally:
@@ -208,15 +224,17 @@ class Member:
 
 
 def read_main_thread() -> tuple[str, int]:
-    """Read the state of this process's main thread, a letter as in proc(5), and its processor time in ticks."""
-    fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[11]) + int(fields[12])
+    """Return the main thread's state (a letter, see proc(5)) and its processor time in ticks."""
+    status = Path(f"/proc/self/task/{os.getpid()}/stat").read_text()
+    fields = status.rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    return fields[0], ticks
 
 
 def connect_to_coordinator(address: str, timeout: float) -> socket.socket:
-    """Connect to a coordinator: the path of a UNIX socket, or host:port. Raises OSError.
+    """Connect to a coordinator at the path of a UNIX socket or at host:port. Raises OSError.
 
-    A TCP connection fails where its other host has acknowledged nothing for so many seconds.
+    A TCP connection fails if the other host has not acknowledged data for `timeout` seconds.
     """
     if address.startswith("/"):
         connection = socket.socket(socket.AF_UNIX)
@@ -231,6 +249,6 @@ def connect_to_coordinator(address: str, timeout: float) -> socket.socket:
 
 
 def send_at_once(connection: socket.socket) -> None:
-    """Let a TCP connection send each message at once, however short."""
+    """Disable Nagle's algorithm on a TCP connection, so that short messages are sent at once."""
     if connection.family == socket.AF_INET:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

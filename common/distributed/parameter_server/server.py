@@ -1,12 +1,12 @@
-"""Servers of a parameter server (Li et al. 2014, OSDI): each keeps a shard of the parameters and takes its steps.
+"""Servers of a parameter server (Li et al. 2014, OSDI): each holds a shard of the parameters and updates it.
 
-A server answers pulls with its shard and applies pushed gradients by torch's own optimizer. Each optimizer step makes a
-new version of the shard. The staleness of a push is the number of versions that were made between the pull that its
-gradient was computed from and its application.
+A server answers pulls with its shard and applies pushed gradients with a torch optimizer. Each optimizer step creates a
+new version of the shard. The staleness of a push is the number of versions created between the pull that its gradient
+was computed from and its application.
 
-In sync mode a step is taken in two parts: all pushes of it are answered once all are there, and `take_prepared_step`
-takes it. A worker that has its answers knows that every server has all pushes, so that a step of an elastic run, once
-it counts on one rank, can be taken on each server, and until then on none.
+In sync mode a step has two phases: when all pushes have arrived, the server prepares the step and answers them; then
+`take_prepared_step` takes it. A worker that has all answers knows that every server has all pushes. Thus, in an elastic
+run, a step that one rank has completed can be taken on every server, and until then it is taken on none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def split_vector(length: int, servers: int) -> list[slice]:
-    """Return the nearly equal shards of a vector. Raises UserError where a server would have none."""
+    """Return nearly equal shards of a vector. Raises UserError if a shard would be empty."""
     if servers > length:
         raise UserError(f"servers={servers}: the model has {format_count(length, 'parameter')}; use fewer servers")
     return [slice(length * i // servers, length * (i + 1) // servers) for i in range(servers)]
@@ -41,12 +41,13 @@ class Shard:
 
     def __init__(self, values: Tensor, make_optimizer: MakeOptimizer, workers: int) -> None:
         self.values = nn.Parameter(values.detach().clone())
-        self.optimizer, self.workers = make_optimizer([self.values]), workers
+        self.optimizer = make_optimizer([self.values])
+        self.workers = workers
         self.version = 0
         """Number of optimizer steps."""
 
     def step(self, gradients: Sequence[Tensor], rate: float) -> None:
-        """Apply pushed gradients [n] together; each counts as its worker's share of the batch."""
+        """Apply pushed gradients [n] together; each is the gradient of one worker's share of the batch."""
         self.values.grad = functools.reduce(torch.add, gradients) / self.workers
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
@@ -55,11 +56,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules of when a pull is answered and a push applied.
+    """Rules for when a pull is answered and a push is applied.
 
-    sync waits for the pushes of all workers, to apply them together; async applies each at once. bounded answers a
-    pull, or applies a push, only if every outstanding push can still be applied with a staleness of at most
-    `staleness`: stale synchronous parallel (Ho et al. 2013), counted in versions.
+    sync waits for the pushes of all workers and applies them together. async applies each push at once. bounded is
+    stale synchronous parallel (Ho et al. 2013), counted in versions: it answers a pull or applies a push only if every
+    outstanding push can still be applied with a staleness of at most `staleness`.
     """
 
     mode: Literal["sync", "async", "bounded"]
@@ -67,96 +68,106 @@ class Policy:
     workers: int
 
     def admits_pull(self, pulled: Collection[int], version: int) -> bool:
-        """Check whether a pull may be answered now; `pulled` are the versions that other workers compute with."""
-        return self.mode != "bounded" or self._is_in_time([*pulled, version], version)
+        """Return whether a pull may be answered now; `pulled` are the versions other workers compute with."""
+        return self.mode != "bounded" or self._limits_staleness([*pulled, version], version)
 
-    def choose_pushes(self, held: Collection[int], pulled: Mapping[int, int], version: int) -> list[int]:
+    def choose_pushes(self, waiting: Collection[int], pulled: Mapping[int, int], version: int) -> list[int]:
         """Return the workers whose pushes are applied now, together; none if all must wait.
 
-        `held` are the workers whose pushes wait, in the order of arrival; `pulled` has, for each worker
-        whose push is not applied yet, the version that it pulled.
+        `waiting` are the workers whose pushes wait, in the order of arrival. `pulled` is the pulled version of each
+        worker whose push has not been applied yet.
         """
         if self.mode == "sync":
-            return sorted(held) if len(held) == self.workers else []
-        for worker in held:
-            others = [of for other, of in pulled.items() if other != worker]
-            if self.mode == "async" or self._is_in_time(others, version + 1):
+            return sorted(waiting) if len(waiting) == self.workers else []
+        for worker in waiting:
+            other_versions = [pulled_version for other, pulled_version in pulled.items() if other != worker]
+            if self.mode == "async" or self._limits_staleness(other_versions, version + 1):
                 return [worker]
         return []
 
-    def _is_in_time(self, pulled: Iterable[int], version: int) -> bool:
-        """Check that pushes, applied from `version` on with the oldest pull first, do not become too stale."""
-        return all(version + place - of <= self.staleness for place, of in enumerate(sorted(pulled)))
+    def _limits_staleness(self, pulled: Iterable[int], version: int) -> bool:
+        """Return whether pushes stay within the limit if applied from `version` on, oldest pull first."""
+        return all(version + i - pulled_version <= self.staleness for i, pulled_version in enumerate(sorted(pulled)))
 
 
 class Server:
-    """Server of one shard. A worker calls `pull` and `push` in turn; workers may call them at the same time.
+    """Server of one shard. Each worker alternates `pull` and `push`; workers may call them concurrently.
 
-    Pulls are answered in the order in which they come, so that none waits for ever. Both wait as long as the policy
-    demands, and raise TimeoutError after `timeout` seconds, RuntimeError after `fail`.
+    Pulls are answered in order of arrival, so that none waits forever. Both methods block as long as the policy
+    demands. They raise TimeoutError after `timeout` seconds, and RuntimeError after `fail`.
     """
 
     def __init__(
         self, shard: Shard, policy: Policy, timeout: float, *, damp: bool = False, record: bool = False
     ) -> None:
-        """With `damp` a push is applied at the learning rate divided by its staleness (arXiv 1511.05950).
+        """With `damp`, divide the learning rate of a push by its staleness (arXiv 1511.05950).
 
-        With `record` all that is served is kept in `events`.
+        With `record`, record all pulls and steps in `events`.
         """
-        self.shard, self.policy, self.timeout, self.damp, self.record = shard, policy, timeout, damp, record
+        self.shard = shard
+        self.policy = policy
+        self.timeout = timeout
+        self.damp = damp
+        self.record = record
         self.changed = threading.Condition()
-        self.asking: deque[int] = deque()
+        self.pull_queue: deque[int] = deque()
+        """Workers whose pulls wait, in order of arrival."""
         self.pulled: dict[int, int] = {}
+        """Pulled version of each worker whose push has not been applied yet."""
         self.tickets: dict[int, tuple[int, float]] = {}
-        self.held: dict[int, Tensor] = {}
+        """Ticket and learning rate of the same workers."""
+        self.waiting_pushes: dict[int, Tensor] = {}
         self.answers: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
         self.prepared: Callable[[], None] | None = None
-        """In sync mode, the step whose pushes are all there, until it is taken."""
+        """In sync mode, the step whose pushes have all arrived, until it is taken."""
         self.next_ticket = 0
         self.pulls = 0
-        """Answered pulls."""
+        """Number of answered pulls."""
         self.staleness: Counter[int] = Counter()
-        """Applied pushes by their staleness."""
+        """Number of applied pushes by staleness."""
         self.events: list[dict[str, Any]] = []
-        """Record of what was served, in its order: {"pull": ticket, "version": n} with the version that was given, and
-        {"push": [tickets], "rate": x, "version": n} with the version that these pushes made."""
+        """Recorded pulls and steps in order: {"pull": ticket, "version": n} with the pulled version, and {"push":
+        [tickets], "rate": x, "version": n} with the version that these pushes created."""
 
     def restart(self, done: int, workers: int) -> None:
-        """Begin to serve these workers after so many steps; requests and pushes of a step that failed are dropped."""
+        """Start to serve `workers` workers after `done` steps; drop requests and pushes of a failed step."""
         self.policy = dataclasses.replace(self.policy, workers=workers)
-        self.shard.workers, self.next_ticket = workers, (done + 1) * workers
-        self.failure = self.prepared = None
-        for waiting in (self.asking, self.pulled, self.tickets, self.held, self.answers):
-            waiting.clear()
+        self.shard.workers = workers
+        self.next_ticket = (done + 1) * workers
+        self.failure = None
+        self.prepared = None
+        for pending in (self.pull_queue, self.pulled, self.tickets, self.waiting_pushes, self.answers):
+            pending.clear()
 
     def pull(self, worker: int, ticket: int, rate: float) -> Tensor:
-        """Return the shard's values [n] for the work of a ticket, whose push is to be applied at a learning rate."""
+        """Return the shard's values [n] for the work of a ticket; its push is applied with this learning rate."""
         with self.changed:
-            self.asking.append(worker)
-            self._wait(lambda: self.asking[0] == worker and self._admits_pull())
-            self.asking.popleft()
+            self.pull_queue.append(worker)
+            self._wait_until(lambda: self.pull_queue[0] == worker and self._admits_pull())
+            self.pull_queue.popleft()
             self.changed.notify_all()
-            self.pulled[worker], self.tickets[worker] = self.shard.version, (ticket, rate)
+            self.pulled[worker] = self.shard.version
+            self.tickets[worker] = (ticket, rate)
             self.pulls += 1
             self._record_event({"pull": ticket})
             return self.shard.values.detach().clone()
 
     def push(self, worker: int, gradient: Tensor) -> tuple[int, int]:
-        """Hand over a gradient [n]; return the worker's next ticket and the push's staleness.
+        """Push a gradient [n]; return the worker's next ticket and the push's staleness.
 
-        It returns once the push is applied, in sync mode once the pushes of all workers are there.
+        It returns after the push is applied; in sync mode, after the pushes of all workers have arrived.
         """
         with self.changed:
-            self.held[worker] = gradient
-            while chosen := self.policy.choose_pushes(self.held, self.pulled, self.shard.version):
-                self._answer(chosen)
+            self.waiting_pushes[worker] = gradient
+            while workers := self.policy.choose_pushes(self.waiting_pushes, self.pulled, self.shard.version):
+                self._answer_pushes(workers)
             self.changed.notify_all()
-            self._wait(lambda: worker in self.answers)
+            self._wait_until(lambda: worker in self.answers)
             return self.answers.pop(worker)
 
     def take_prepared_step(self) -> None:
-        """Take the step whose pushes are all there, if there is one: pulls are answered again."""
+        """Take the prepared step, if any; afterwards pulls are answered again."""
         with self.changed:
             if self.prepared is not None:
                 self.prepared()
@@ -164,17 +175,19 @@ class Server:
                 self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Let all who wait raise: one of the workers is lost."""
+        """Make all waiting calls raise: a worker is lost."""
         with self.changed:
             self.failure = error
             self.changed.notify_all()
 
-    def _answer(self, workers: Sequence[int]) -> None:
-        """Take the step of these workers' pushes, or prepare it, and answer them."""
+    def _answer_pushes(self, workers: Sequence[int]) -> None:
+        """Answer these workers' pushes and take their step; in sync mode only prepare it."""
         ages = [self.shard.version - self.pulled.pop(worker) for worker in workers]
         tickets, rates = zip(*(self.tickets.pop(worker) for worker in workers), strict=True)
-        rate = rates[0] / max(1, ages[0]) if self.damp else rates[0]
-        gradients = [self.held.pop(worker) for worker in workers]
+        rate = rates[0]
+        if self.damp:
+            rate /= max(1, ages[0])
+        gradients = [self.waiting_pushes.pop(worker) for worker in workers]
 
         def take_step() -> None:
             self.shard.step(gradients, rate)
@@ -185,7 +198,7 @@ class Server:
         if self.policy.mode != "sync":
             self.take_prepared_step()
         for worker, age in zip(workers, ages, strict=True):
-            self.answers[worker] = self.next_ticket, age
+            self.answers[worker] = (self.next_ticket, age)
             self.next_ticket += 1
 
     def _admits_pull(self) -> bool:
@@ -195,12 +208,12 @@ class Server:
         if self.record:
             self.events.append(event | {"version": self.shard.version})
 
-    def _wait(self, is_ready: Callable[[], bool]) -> None:
+    def _wait_until(self, is_ready: Callable[[], bool]) -> None:
         in_time = self.changed.wait_for(lambda: self.failure is not None or is_ready(), self.timeout)
         if self.failure is not None:
             raise RuntimeError(f"a worker is lost: {self.failure}")
         if not in_time:
-            raise TimeoutError(f"timed out: a server has waited {self.timeout:.0f} s for the other workers' pushes")
+            raise TimeoutError(f"timed out: a server waited {self.timeout:.0f} s for the pushes of the other workers")
 
 
 def repeat_served_steps(
@@ -210,31 +223,33 @@ def repeat_served_steps(
     workers: int,
     compute_gradient: Callable[[int, Tensor], Tensor],
 ) -> Tensor:
-    """Repeat in this process what servers have served; return the parameters [n] at the end.
+    """Repeat recorded steps of servers in this process; return the final parameters [n].
 
-    `logs` are the events of each server, in the order of the shards, and `values` [n] the parameters before.
-    `compute_gradient` gets a ticket and the parameters [n] that its worker had pulled, which the servers may have given
-    in different versions. With the same number of threads the result is equal to the bit. Raises ValueError for logs
-    that lack an event.
+    `logs` are the events of each server, ordered by shard; `values` [n] are the initial parameters. `compute_gradient`
+    takes a ticket and the parameters [n] that its worker pulled; the servers may have sent them in different versions.
+    With the same number of threads the result is bit-identical. Raises ValueError if a log lacks an event.
     """
     parts = split_vector(len(values), len(logs))
     shards = [Shard(values[part], make_optimizer, workers) for part in parts]
-    left = [deque(log) for log in logs]
-    pulled: dict[int, list[Tensor | None]] = {}
-    gradients: dict[int, Tensor] = {}
-    while any(left):
-        before = sum(map(len, left))
-        for number, (shard, events) in enumerate(zip(shards, left, strict=True)):
+    queues = [deque(log) for log in logs]
+    pulled: dict[int, dict[int, Tensor]] = {}  # by ticket and server
+    gradients: dict[int, Tensor] = {}  # by ticket
+    while any(queues):
+        events_before = sum(map(len, queues))
+        for server, (shard, events) in enumerate(zip(shards, queues, strict=True)):
             while events and gradients.keys() >= set(events[0].get("push", ())):
                 event = events.popleft()
                 if "push" in event:
-                    shard.step([gradients[ticket][parts[number]] for ticket in event["push"]], event["rate"])
+                    pushed = [gradients[ticket][parts[server]] for ticket in event["push"]]
+                    shard.step(pushed, event["rate"])
                     continue
-                given = pulled.setdefault(event["pull"], [None] * len(logs))
-                given[number] = shard.values.detach().clone()
-                held = [part for part in given if part is not None]
-                if len(held) == len(logs):
-                    gradients[event["pull"]] = compute_gradient(event["pull"], torch.cat(held))
-        if sum(map(len, left)) == before:
-            raise ValueError(f"no log goes on: {[events[0] for events in left if events]}; an event is missing")
+                ticket = event["pull"]
+                pulls = pulled.setdefault(ticket, {})
+                pulls[server] = shard.values.detach().clone()
+                if len(pulls) == len(logs):
+                    parameters = torch.cat([pulls[i] for i in range(len(logs))])
+                    gradients[ticket] = compute_gradient(ticket, parameters)
+        if sum(map(len, queues)) == events_before:
+            next_events = [events[0] for events in queues if events]
+            raise ValueError(f"the logs cannot be continued at {next_events}; an event is missing")
     return torch.cat([shard.values.detach() for shard in shards])

@@ -27,8 +27,8 @@ class Rank(Member):
 
     left = ""
 
-    def _leave(self, why: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
-        self.left = why
+    def _end_process(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
+        self.left = reason
 
 
 class Run:
@@ -113,11 +113,11 @@ def test_a_loss_while_a_generation_forms_forms_another_one(path: Path) -> None:
     run = begin(path, 3)
     run.kill(0)
     run.sign_in(r1=3, r2=3)
-    run.members[1].set("1", "address")
-    assert run.members[1].get(["1"]) == ["address"]
+    run.members[1].set_value("1", "address")
+    assert run.members[1].get_values(["1"]) == ["address"]
     run.kill(2)
     with pytest.raises(GenerationOver):
-        run.members[1].get(["2"])
+        run.members[1].get_values(["2"])
     assert run.sign_in(r1=3)["r1"] == Generation(3, [1], 0, False, [2], [], False)
 
 
@@ -125,10 +125,10 @@ def test_a_rank_that_comes_late_belongs_to_no_generation(path: Path) -> None:
     """A frozen one that wakes is told to leave, whatever it wants."""
     run = begin(path, 2, timeout=0.3)
     frozen = run.members[1]
-    frozen.pause = 3600
+    frozen.heartbeat_seconds = 3600
     wait_until(lambda: run.silent == [1], "silence")
     assert run.sign_in(r0=5)["r0"].members == [0]
-    wait_until(lambda: "given up" in frozen.left, "it leaves")
+    wait_until(lambda: "declared this rank lost" in frozen.left, "it leaves")
 
 
 def test_a_rank_joins_with_nothing_and_gets_all(path: Path) -> None:
@@ -166,7 +166,7 @@ def test_without_a_rank_that_has_the_state_the_run_is_over(path: Path) -> None:
     threading.Thread(target=run.sign_in, kwargs={"r1": -1}, daemon=True).start()
     wait_until(lambda: run.coordinator.broken, "the loss of the state")
     assert run.coordinator.broken is Broken.STATE_LOST and run.coordinator.number == found["r1"].number
-    assert not run.coordinator.is_active and not run.coordinator.vacant
+    assert not run.coordinator.is_active and not run.coordinator.missing_ranks
 
 
 def test_fewer_than_the_minimum_are_told_to_stop(path: Path) -> None:
@@ -188,7 +188,7 @@ def test_without_an_irreplaceable_rank_the_run_is_over(path: Path) -> None:
     assert not run.coordinator.is_active and not run.supervisor.accept_loss(1, -9)
     for rank in (0, 2):
         threading.Thread(target=run.sign_in, kwargs={f"r{rank}": 4}, daemon=True).start()
-    wait_until(lambda: sum(bool(one.signed) for one in run.coordinator.connections) == 2, "the others sign in")
+    wait_until(lambda: sum(bool(one.sign_in) for one in run.coordinator.connections) == 2, "the others sign in")
     assert run.coordinator.number == 2 and run.started == [3]
 
 

@@ -44,9 +44,9 @@ BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_
     [
         ({}, None),
         (BATCH, None),
-        (TORCHRUN, RankInfo(3, 4, 1, 2, 1, 2, "torchrun", "a:29400")),
-        (SLURM, RankInfo(2, 4, 0, 2, 1, 2, "slurm", "gpu07", "40017.0.0")),
-        (SLURM | TORCHRUN, RankInfo(3, 4, 1, 2, 1, 2, "torchrun", "a:29400")),
+        (TORCHRUN, RankInfo(3, 4, 1, 2, 2, "torchrun", "a:29400")),
+        (SLURM, RankInfo(2, 4, 0, 2, 2, "slurm", "gpu07", "40017.0.0")),
+        (SLURM | TORCHRUN, RankInfo(3, 4, 1, 2, 2, "torchrun", "a:29400")),
     ],
     ids=["laptop", "batch script", "torchrun", "srun", "torchrun in an allocation"],
 )
@@ -199,7 +199,7 @@ def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(t
 def test_rank_that_does_not_arrive_is_named(tmp_path: Path) -> None:
     done = fork_ranks("one_does_not_arrive", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "error: rank 1 did not join within 3 s; see the logs there, or raise launch.setup_timeout\n"
+    assert done.stderr == "error: rank 1 did not join within 3 s; see its log, or raise launch.setup_timeout\n"
 
 
 def test_rank_that_hangs_ends_the_run_after_the_step_timeout(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, d
         os.killpg(first.pid, signal.SIGINT)  # what Ctrl-C on a terminal does
         _, err = first.communicate(PATIENCE)
         assert first.returncode == 128 + signal.SIGINT
-        assert "it saves after the next step; before the first one there is nothing to save; Ctrl-C" in err
+        assert "will save after the current step (before the first step there is nothing to save)" in err
         assert "metrics up to step" in err and "Traceback" not in err
         folder = only_folder(a)
         assert folder.result["exit_status"] == first.returncode and folder.result["last_step"] > 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.core import config
 from common.core.errors import UserError
-from common.distributed.parameter_server.report import Served, ServerReport
+from common.distributed.parameter_server.report import ServerCounts, ServerReport
 from common.distributed.parameter_server.server import Policy, Server, Shard, repeat_served_steps, split_vector
 from common.training.optimizers import SGD
 from configs.param_server import Config
@@ -101,7 +101,7 @@ def test_a_synchronous_server_applies_the_mean_of_all_pushes_once_all_are_there(
         assert server.pull(worker, worker, 0.5).tolist() == [0, 0]
     waiting = threading.Thread(target=lambda: found.update({1: server.push(1, torch.tensor([2.0, 0]))}))
     waiting.start()
-    wait_until(lambda: 1 in server.held, "the first push has come")
+    wait_until(lambda: 1 in server.waiting_pushes, "the first push has come")
     assert server.shard.version == 0
     server.next_ticket = 2
     found[0] = server.push(0, torch.tensor([0.0, 4]))
@@ -144,7 +144,7 @@ def test_pulls_that_wait_are_answered_in_the_order_in_which_they_came() -> None:
         threads = [threading.Thread(target=take_turn, args=(server, worker)) for worker in (2, 1)]
         for number, thread in enumerate(threads):
             thread.start()
-            wait_until(lambda server=server, number=number: len(server.asking) > number, "it asks", pause=0.001)  # type: ignore[misc]
+            wait_until(lambda server=server, number=number: len(server.pull_queue) > number, "it asks", pause=0.001)  # type: ignore[misc]
         server.push(0, torch.ones(2))
         server.pull(0, 3, 1.0)
         for thread in threads:
@@ -174,7 +174,7 @@ def test_a_log_is_replayed_with_the_versions_that_were_pulled_and_a_gap_is_notic
 
 
 def test_the_report_counts_the_pushes_of_all_servers() -> None:
-    served = [Served(4, 400, 400, {"0": 1, "1": 3}), Served(4, 400, 400, {"1": 2, "5": 2})]
+    served = [ServerCounts(4, 400, 400, {"0": 1, "1": 3}), ServerCounts(4, 400, 400, {"1": 2, "5": 2})]
     report = ServerReport(Policy("bounded", 5, 3), served)
     assert report.compute_shares() == {0: 1 / 8, 1: 5 / 8, 2: 0, 3: 0, 4: 0, 5: 2 / 8}
     assert report.mean == pytest.approx(15 / 8)

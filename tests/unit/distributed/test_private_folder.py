@@ -18,13 +18,15 @@ def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.Mon
     for end, least, most in (
         (str(now + 5000), 4000, 5000),
         (str(now - 5), 0, 0),
-        ("4294967294", private_folder.LONGEST, private_folder.LONGEST),  # no limit
-        ("", private_folder.LIFE, private_folder.LIFE),
+        ("4294967294", private_folder.MAX_CERTIFICATE_SECONDS, private_folder.MAX_CERTIFICATE_SECONDS),  # no limit
+        ("", private_folder.DEFAULT_CERTIFICATE_SECONDS, private_folder.DEFAULT_CERTIFICATE_SECONDS),
     ):
         monkeypatch.setenv("SLURM_JOB_END_TIME", end)
         assert least <= private_folder.compute_certificate_seconds(tmp_path) <= most, end
     write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": {"time": 90}}})
-    assert private_folder.compute_certificate_seconds(tmp_path) == private_folder.LIFE, "this attempt is in no job"
+    assert private_folder.compute_certificate_seconds(tmp_path) == private_folder.DEFAULT_CERTIFICATE_SECONDS, (
+        "this attempt is in no job"
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert private_folder.compute_certificate_seconds(tmp_path) == 90 * 60
 

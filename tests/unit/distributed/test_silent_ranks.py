@@ -42,7 +42,7 @@ def found() -> Iterator[tuple[World, int]]:
     store = dist.TCPStore("127.0.0.1", ours.recv(), 2, False, SECONDS, wait_for_workers=False)
     yield (
         World(
-            rank=1, size=2, local_rank=0, local_size=1, node=1, nodes=2, launcher="slurm", hosts=("a", "b"),
+            rank=1, size=2, local_rank=0, local_size=1, nodes=2, launcher="slurm", hosts=("a", "b"),
             device=torch.device("cpu"), backend="gloo", threads=1, timeout=SECONDS, store=store,
         ),
         process.pid or 0,

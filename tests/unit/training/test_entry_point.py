@@ -36,7 +36,7 @@ def test_rank_0_says_at_once_why_all_refuse(rank: int, monkeypatch: pytest.Monke
     waited = list[float]()
     monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setattr("sys.argv", ["ddp_multinode.py", "no_such_key=1"])
-    info = RankInfo(rank, 4, rank % 2, 2, rank // 2, 2, launcher="torchrun")
+    info = RankInfo(rank, 4, rank % 2, 2, 2, launcher="torchrun")
     with pytest.raises(UserError, match="unknown key no_such_key"):
         run_command_line(lambda cfg, run: None, Config, info)
     assert bool(waited) == (rank > 0), "the launcher ends the others meanwhile"
