@@ -80,12 +80,11 @@ def find_local_processes(folder: Folder) -> list[Mapping[str, Any]]:
 def list_jobs(folder: Folder, recorded_job: str) -> list[str]:
     """List the jobs that may train the run: the recorded one, and those of attempts that may not have ended."""
     jobs = [recorded_job]
-    array = recorded_job.partition("_")[0]
+    if "_" in recorded_job:  # a task of an array; its claim names the same job by another id
+        return jobs
     for attempt in folder.attempts():
         claim = claims.Claim.read(attempt)
-        if claim is None or not claim.job or array != recorded_job:
-            continue
-        if claim.judge() is not claims.Life.ENDED:
+        if claim is not None and claim.job and claim.judge() is not claims.Life.ENDED:
             jobs.append(claim.job)
     return list(dict.fromkeys(jobs))
 
@@ -106,8 +105,8 @@ def wait_for_metadata(folder: Folder) -> dict[str, Any]:
     """Wait for meta.json of an attempt whose ranks train while it is being written; returns its content."""
     file = folder.path / "meta.json"
     deadline = time.monotonic() + METADATA_SECONDS
-    while folder.attempts() and (not file.exists() or read_json(file).get("history") == []):
-        if time.monotonic() > deadline:
+    while folder.attempts() and time.monotonic() < deadline:
+        if file.exists() and read_json(file).get("history") != []:
             break
         time.sleep(0.1)
     return provenance.read_metadata(folder)

@@ -73,11 +73,6 @@ class RunFacts:
         """True if the run is not finished or its result cannot be read."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
-    @property
-    def trains(self) -> bool:
-        """False for a run that only measures: its metrics are not evaluations."""
-        return selection.trains_model(self.settings)
-
     def find_value(self, name: str) -> float | None:
         """Return a number of the result, or of the newest evaluation if there is no result yet."""
         number = self.result.find_number(name)
@@ -221,7 +216,9 @@ def format_table(runs: list[RunFacts], width: int) -> str:
     runs = list(chain(*groups.values()))
     rows = [run.to_dict() for run in runs]
     keys = list_differences_within_experiments(runs)
-    settings = [Column(key, [format_setting(run, key) for run in runs]) for key in keys]
+    settings = []
+    for key in keys:
+        settings.append(Column(key, [format_setting(run, key) for run in runs]))
     label_count = len(set[str]().union(*(run.label_settings for run in runs)))
 
     columns = [Column("state", [row["state"] for row in rows], left=True)]
@@ -254,7 +251,7 @@ def hide_measurements_beside_training(runs: list[RunFacts]) -> list[str]:
 
     A measurement has a chart and a column for each of its many points, which a training run does not have.
     """
-    measuring = [run for run in runs if not run.trains]
+    measuring = [run for run in runs if not selection.trains_model(run.settings)]
     if len(measuring) == len(runs):
         return []
     for run in measuring:

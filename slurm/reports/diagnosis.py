@@ -87,9 +87,13 @@ class RankFacts:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts for JSON."""
-        facts = dataclasses.asdict(self.heartbeat)
-        facts |= {"when": self.error_time, "error": self.error, "stands": self.stack, "ended": self.exit_reason}
-        return facts | {"age": self.age}
+        return dataclasses.asdict(self.heartbeat) | {
+            "when": self.error_time,
+            "error": self.error,
+            "stands": self.stack,
+            "ended": self.exit_reason,
+            "age": self.age,
+        }
 
 
 def read_job_log(folder: Folder, rank: int) -> str:
@@ -180,11 +184,6 @@ def find_known_cause(detail: str, failed: list[RankFacts]) -> str:
     return ""
 
 
-def find_no_answer_message(failed: list[RankFacts]) -> str:
-    """Find the message of the first rank that reports another one as not answering."""
-    return next((rank.error for rank in failed if "did not answer within" in rank.error), "")
-
-
 def describe_lost_ranks(ranks: list[RankFacts]) -> str:
     """Describe the ranks that ended without an error while others failed because they lost the connection."""
     silent = [rank for rank in ranks if not rank.error]
@@ -232,10 +231,14 @@ def explain_failure(folder: Folder, detail: str, ranks: list[RankFacts]) -> str:
     """Find the likely cause of a failure: a rank whose error no other rank caused, else what is known of the others."""
     failed = list_failed_ranks(ranks)
     culprits = [rank for rank in failed if not PEER_ERROR.search(rank.error)]
-    first_error = f"{culprits[0].name} failed first: {culprits[0].error}" if culprits else ""
-    cause = find_known_cause(detail, culprits) or first_error or find_no_answer_message(failed)
-    if cause:
-        return cause
+    known_cause = find_known_cause(detail, culprits)
+    if known_cause:
+        return known_cause
+    if culprits:
+        return f"{culprits[0].name} failed first: {culprits[0].error}"
+    for rank in failed:
+        if "did not answer within" in rank.error:
+            return rank.error
     if "was killed by" in detail:
         return detail
     last_resort = failed[0].error if failed else describe_exit(folder)

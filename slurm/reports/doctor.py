@@ -146,11 +146,11 @@ def run_examination(command: list[str], scheduler: Scheduler | None, job_name: s
             hosts = list_job_hosts(scheduler, job_name)
         reader.join(REPORT_TIMEOUT)
         has_timed_out = reader.is_alive()
-        if has_timed_out and scheduler is not None:
-            hosts = hosts or list_job_hosts(scheduler, job_name)
-            with contextlib.suppress(UserError):
-                scheduler.call("scancel", f"--name={job_name}")
         if has_timed_out:
+            if scheduler is not None:
+                hosts = hosts or list_job_hosts(scheduler, job_name)
+                with contextlib.suppress(UserError):
+                    scheduler.call("scancel", f"--name={job_name}")
             process.terminate()
             reader.join(5)
             process.kill()

@@ -37,15 +37,12 @@ def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
     heartbeats = []
     for rank in sorted(ranks):
         content = read_json(attempt.attempt / f"heartbeat-{rank}.json")
-        heartbeat = Heartbeat(
-            rank,
-            host=hosts[rank] if rank < len(hosts) else "?",
-            step=int(to_number(content.get("step")) or 0),
-            time=to_number(content.get("time")) or 0.0,
-            before_backward=to_number(content.get("before_backward")),
-            samples=int(to_number(content.get("samples")) or 0) or None,
-        )
-        heartbeats.append(heartbeat)
+        host = hosts[rank] if rank < len(hosts) else "?"
+        step = int(to_number(content.get("step")) or 0)
+        time = to_number(content.get("time")) or 0.0
+        before_backward = to_number(content.get("before_backward"))
+        samples = int(to_number(content.get("samples")) or 0) or None
+        heartbeats.append(Heartbeat(rank, host, step, time, before_backward, samples))
     return heartbeats
 
 

@@ -94,8 +94,7 @@ def find_exit_status(folder: Folder) -> int:
         with contextlib.suppress(UserError):
             match = EXIT_CODE.search(scheduler.call(*command))
             if match:
-                code = int(match[1])
-                signal_number = int(match[2])
+                code, signal_number = map(int, match.groups())
                 return code or (128 + signal_number if 0 < signal_number < 32 else 1)
     return 1
 

@@ -187,16 +187,10 @@ def matches_short_name(short: str, full: str) -> bool:
     return full == short or full.endswith(f".{short}")
 
 
-def find_setting(settings: Mapping[str, str], short: str) -> str | None:
-    """Find a setting by its full name, else by a short one."""
-    if short in settings:
-        return settings[short]
-    return next((text for key, text in settings.items() if matches_short_name(short, key)), None)
-
-
 def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expected: str) -> bool:
     """Check one condition on a run's settings; numbers are compared as numbers. Raises UserError."""
-    actual = find_setting(settings, key)
+    first_match = next((text for name, text in settings.items() if matches_short_name(key, name)), None)
+    actual = settings.get(key, first_match)
     if actual is None:
         return False
     actual_number = parse_float(actual)

@@ -255,7 +255,7 @@ def print_statuses(statuses: Iterable[Status], as_json: bool) -> None:
         print(status.format_line())
 
 
-def list_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
+def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
     """Print the newest runs, or all, and how many are not listed."""
     folders = selection.list_runs(runs)[::-1]
     selected = folders if lists_all else folders[:MAX_LISTED_RUNS]
@@ -284,7 +284,7 @@ def main(args: argparse.Namespace) -> int:
     if args.all and args.run:
         raise UserError("ALL cannot be combined with RUN; omit one of them")
     if not args.run:
-        list_runs(runs, lists_all, as_json)
+        print_newest_runs(runs, lists_all, as_json)
         return 0
     folder = selection.find_run(args.run, runs)
     seconds = args.wait or "0"
