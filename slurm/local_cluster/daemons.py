@@ -213,7 +213,7 @@ def power_off(plan: Plan, number: int) -> None:
 def power_on(plan: Plan, number: int) -> None:
     """Start a host that is off. Raises UserError."""
     if Process.load(locate_process_record(plan, number)):
-        raise UserError(f"{format_host_name(number)} is on")
+        raise UserError(f"{format_host_name(number)} is already on")
     start_host(plan, number)
 
 

@@ -75,7 +75,7 @@ def check_user(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
-        raise UserError(f"user {uid} has no name in /etc/passwd, as SLURM requires; run this as a named user") from None
+        raise UserError(f"user {uid} has no name in /etc/passwd, which SLURM needs; run this as a named user") from None
 
 
 def become_root(uid: int, gid: int) -> None:

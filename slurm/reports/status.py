@@ -75,7 +75,7 @@ def list_trained_attempts(folder: Folder) -> list[Folder]:
 
 
 def read_last_rows(attempts: list[Folder], size: int) -> list[dict[str, Any]]:
-    """Read the rows in the last `size` bytes of the first attempt's metrics."""
+    """Read the rows in the last `size` bytes of the first attempt's metrics; none without attempts."""
     rows = []
     for attempt in attempts[:1]:
         for line in read_tail(attempt.metrics_file, size).splitlines():
@@ -124,9 +124,10 @@ def read_status(folder: Folder) -> Status:
 
     state, detail = read_state(folder, timeout=QUICK)
     if state == "RUNNING":
-        details = [detail, heartbeats.describe_shards(beats), heartbeats.describe_slow_rank(beats)]
+        details = [detail]
         if attempts:
-            details[1:1] = describe_generations(attempts[-1])[-1:]
+            details += describe_generations(attempts[-1])[-1:]
+        details += [heartbeats.describe_shards(beats), heartbeats.describe_slow_rank(beats)]
         detail = "; ".join(filter(None, details))
 
     trained = list_trained_attempts(folder)

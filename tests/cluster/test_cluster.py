@@ -364,7 +364,7 @@ def test_a_cut_host_lives_on_and_one_without_power_falls_silent(tool: Tool, tmp_
     assert [row[2] for row in table] == ["cut", "off"]
     for verb in ("power-off", "cut", "join"):
         assert "power-on 2" in tool(verb, "2", status=2).stderr
-    assert "is on" in tool("power-on", "1", status=2).stderr
+    assert "is already on" in tool("power-on", "1", status=2).stderr
 
     size = beats.stat().st_size
     until("hosts are down", lambda: tool.node(1) == tool.node(2) == "down*")

@@ -89,7 +89,7 @@ def test_cables_and_power_are_those_of_the_host_that_is_named(up: Up) -> None:
     assert changes == ["link set node2 down", "link set node2 up", "link set node1 down", "link del node1"]
     assert up.hosts[1].wait(timeout=5) == -9 and up.hosts[2].poll() is None
     assert up.tool("cut", "3", status=2) == "error: node3 is powered off; python -m slurm cluster power-on 3"
-    assert up.tool("power-on", "2", status=2) == "error: node2 is on"
+    assert up.tool("power-on", "2", status=2) == "error: node2 is already on"
     assert "N='4': write a number from 1 to 3" in up.tool("cut", "4", status=2)
     up.fake.answer("ip", "echo 'Cannot find device \"node2\"' >&2; exit 1")
     assert 'ip: Cannot find device "node2" (link set node2 down)' in up.tool("cut", "2", status=2)
