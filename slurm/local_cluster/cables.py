@@ -1,7 +1,7 @@
-"""Slow cables: the rate and the delay of both ends of each cable, by tc(8).
+"""Slow cables: the rate and the delay of both ends of each cable, set with tc(8).
 
-A rate is a token bucket (tc-tbf(8)), a delay netem's (tc-netem(8)), which not every kernel has. What two hosts send
-each other passes two cables, that of the sender and that of the receiver.
+A rate is a token bucket (tc-tbf(8)), a delay is set with netem (tc-netem(8)), which not every kernel has. Packets
+between two hosts pass two cables: that of the sender and that of the receiver.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import NamedTuple
 from common.core.errors import UserError
 from slurm.local_cluster.slurm_conf import find_program
 
-RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-DELAYS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-SLOWEST, FASTEST = 100e3, 100e9  # bits per second
-LONGEST = 1.0  # seconds of delay
-BUCKET, SMALLEST_BUCKET = 0.005, 4096  # seconds of the rate that may pass at once, and bytes at least
-QUEUE = "400ms"  # of the rate that waits before packets are dropped
-PACKETS = "100000"  # that netem holds; more are dropped
+RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+DELAY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+MIN_RATE = 100e3  # bits per second
+MAX_RATE = 100e9
+MIN_DELAY = 1e-6  # seconds
+MAX_DELAY = 1.0
+BUCKET_SECONDS = 0.005  # seconds of the rate that may pass at once
+MIN_BUCKET_BYTES = 4096
+QUEUE_TIME = "400ms"  # time of the rate that waits before packets are dropped
+QUEUE_PACKETS = "100000"  # number of packets that netem queues before it drops packets
 
 
 class Shape(NamedTuple):
@@ -30,95 +33,109 @@ class Shape(NamedTuple):
     rate: float = 0.0
     """Bits per second; 0 is as fast as the machine."""
     delay: float = 0.0
-    """Seconds that each packet is held back."""
+    """Delay of each packet in seconds."""
 
     @property
     def bucket(self) -> int:
-        """Bytes that pass at once after a pause."""
-        return max(SMALLEST_BUCKET, int(self.rate / 8 * BUCKET))
+        """Bytes that may pass at once after a pause."""
+        return max(MIN_BUCKET_BYTES, int(self.rate / 8 * BUCKET_SECONDS))
 
     def describe(self) -> str:
-        """Return the rate and the delay as people write them; `-` where there is none."""
-        rate = format_unit(self.rate, RATES) if self.rate else ""
-        delay = format_unit(self.delay, DELAYS) if self.delay else ""
-        return " ".join(filter(None, (rate, delay))) or "-"
+        """Return the rate and the delay with units; `-` without either."""
+        rate = format_unit(self.rate, RATE_UNITS) if self.rate else ""
+        delay = format_unit(self.delay, DELAY_UNITS) if self.delay else ""
+        return f"{rate} {delay}".strip() or "-"
 
 
 def parse_shape(rate: str, delay: str) -> Shape:
-    """Parse texts such as `200mbit` and `5ms`, empty ones as none. Raises UserError."""
+    """Parse texts such as `200mbit` and `5ms`; empty ones mean none. Raises UserError."""
     return Shape(
-        parse_unit("RATE", rate, RATES, SLOWEST, FASTEST, "from 100kbit to 100gbit, such as 200mbit"),
-        parse_unit("DELAY", delay, DELAYS, 1e-6, LONGEST, "from 1us to 1s, such as 5ms"),
+        parse_unit("RATE", rate, RATE_UNITS, MIN_RATE, MAX_RATE, "from 100kbit to 100gbit, such as 200mbit"),
+        parse_unit("DELAY", delay, DELAY_UNITS, MIN_DELAY, MAX_DELAY, "from 1us to 1s, such as 5ms"),
     )
 
 
-def parse_unit(name: str, text: str, units: dict[str, float], low: float, high: float, words: str) -> float:
-    """Parse a number with its unit, empty text as 0. Raises UserError where it is not from `low` to `high`."""
+def parse_unit(name: str, text: str, units: dict[str, float], low: float, high: float, expected: str) -> float:
+    """Parse a number with its unit; empty text is 0. Raises UserError if it is not from `low` to `high`."""
     if not text:
         return 0.0
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([a-z]+)", text)
-    value = float(match[1]) * units.get(match[2], 0) if match else 0.0
-    if not low <= value <= high:
-        raise UserError(f"{name}={text!r}: write a number with its unit, {words}")
-    return value
+    number = float(match[1]) * units.get(match[2], 0) if match else 0.0
+    if not low <= number <= high:
+        raise UserError(f"{name}={text!r}: write a number with its unit, {expected}")
+    return number
 
 
-def format_unit(value: float, units: dict[str, float]) -> str:
-    """Write a number with the largest unit that leaves at least 1."""
-    unit = max((u for u in units if value >= units[u] * (1 - 1e-9)), key=units.__getitem__)
-    return f"{value / units[unit]:g}{unit}"
+def format_unit(number: float, units: dict[str, float]) -> str:
+    """Format a number with the largest unit in which it is at least 1."""
+    fitting = [unit for unit in units if number >= units[unit] * (1 - 1e-9)]
+    unit = max(fitting, key=units.__getitem__)
+    return f"{number / units[unit]:g}{unit}"
 
 
 def check_shaping_support(shape: Shape) -> None:
-    """Raise UserError where this machine cannot shape a cable so; nothing is changed."""
+    """Raise UserError if this machine cannot shape a cable like this; changes nothing."""
     if not (shape.rate or shape.delay):
         return
     if not find_program("tc"):
         raise UserError("RATE and DELAY need tc; on Debian or Ubuntu: apt-get install iproute2")
+    if shape.rate:
+        check_kernel_module("RATE", "tbf", Shape(rate=1e6))
+    if shape.delay:
+        check_kernel_module("DELAY", "netem", Shape(delay=1e-3))
+
+
+def check_kernel_module(setting: str, module: str, probe: Shape) -> None:
+    """Raise UserError if the kernel lacks a module of tc: shape a device of a new network namespace."""
     user = ["--user", "--map-root-user"] if os.getuid() else []
-    for name, wanted, module in (("RATE", Shape(rate=1e6), "tbf"), ("DELAY", Shape(delay=1e-3), "netem")):
-        if not getattr(shape, name.lower()):
-            continue
-        tried = [["unshare", *user, "--net", *command] for command in list_tc_commands("lo", wanted)]
-        done = [subprocess.run(command, capture_output=True, text=True, check=False) for command in tried]
-        if any(each.returncode for each in done):
+    for command in list_tc_commands("lo", probe):
+        process = run_program("unshare", *user, "--net", *command)
+        if process.returncode:
             raise UserError(
-                f"{name} needs the kernel's {module}, which is not here ({done[0].stderr.strip()}): modprobe "
-                f"sch_{module} as root where the kernel has it, or leave {name} out"
+                f"{setting} needs the kernel module sch_{module}, which is not available ({process.stderr.strip()}); "
+                f"load it as root: modprobe sch_{module}, or omit {setting}"
             )
 
 
 def list_tc_commands(device: str, shape: Shape) -> list[list[str]]:
     """List the tc commands that shape what a network device sends."""
-    commands, parent = [], ["root", "handle", "1:"]
+    replace = ["tc", "qdisc", "replace", "dev", device]
+    commands = []
+    parent = ["root", "handle", "1:"]
     if shape.delay:
-        commands.append([*parent, "netem", "delay", f"{shape.delay * 1e6:.0f}us", "limit", PACKETS])
+        commands.append([*replace, *parent, "netem", "delay", f"{shape.delay * 1e6:.0f}us", "limit", QUEUE_PACKETS])
         parent = ["parent", "1:1", "handle", "10:"]
     if shape.rate:
-        rate = ["rate", f"{shape.rate:.0f}bit", "burst", f"{shape.bucket}b", "latency", QUEUE]
-        commands.append([*parent, "tbf", *rate])
-    return [["tc", "qdisc", "replace", "dev", device, *command] for command in commands]
+        rate = ["rate", f"{shape.rate:.0f}bit", "burst", f"{shape.bucket}b", "latency", QUEUE_TIME]
+        commands.append([*replace, *parent, "tbf", *rate])
+    return commands
+
+
+def run_program(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program and capture its output."""
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def shape_device(device: str, shape: Shape) -> None:
     """Shape what a network device of this network namespace sends. Raises UserError."""
     for command in list_tc_commands(device, shape):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(f"{' '.join(command)}: {done.stderr.strip()}")
+        process = run_program(*command)
+        if process.returncode:
+            raise UserError(f"{' '.join(command)}: {process.stderr.strip()}")
 
 
 def read_shapes() -> dict[str, Shape]:
-    """Return how the devices of this network namespace are shaped, by the kernel's own account."""
+    """Return the shapes of the devices of this network namespace, as the kernel reports them."""
     if not find_program("tc"):
         return {}
-    done = subprocess.run(["tc", "-json", "qdisc", "show"], capture_output=True, text=True, check=True)
-    found: dict[str, Shape] = {}
-    for entry in json.loads(done.stdout):
-        shape, options = found.get(entry["dev"], Shape()), entry.get("options", {})
-        if entry["kind"] == "tbf":
-            shape = shape._replace(rate=8.0 * options["rate"])
-        elif entry["kind"] == "netem":
-            shape = shape._replace(delay=float(options["delay"]["delay"]))
-        found[entry["dev"]] = shape
-    return found
+    process = subprocess.run(["tc", "-json", "qdisc", "show"], capture_output=True, text=True, check=True)
+    shapes: dict[str, Shape] = {}
+    for qdisc in json.loads(process.stdout):
+        device = qdisc["dev"]
+        shape = shapes.get(device, Shape())
+        if qdisc["kind"] == "tbf":
+            shape = shape._replace(rate=8.0 * qdisc["options"]["rate"])
+        elif qdisc["kind"] == "netem":
+            shape = shape._replace(delay=float(qdisc["options"]["delay"]["delay"]))
+        shapes[device] = shape
+    return shapes

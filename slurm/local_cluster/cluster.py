@@ -1,4 +1,4 @@
-"""A local cluster that is up: where it keeps its state, and programs that run inside it."""
+"""A local cluster that is up: the folder of its state, and programs that run inside it."""
 
 from __future__ import annotations
 
@@ -24,82 +24,87 @@ class Cluster:
 
     plan: Plan
     process: Process
-    """Its first process: every other one ends with it."""
+    """Its first process; all others end with it."""
 
     def build_command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
         """Prefix `argv` so that it runs inside as the caller, on the controller or on a node, in `cwd`."""
-        doors = ["--net", "--uts", "--mount", "--pid"]
+        namespaces = ["--net", "--uts", "--mount", "--pid", "--"]
         user = ["--user", "--preserve-credentials"] if self.plan.uid else []
-        prefix = ["nsenter", f"--target={self.process.pid}", *user, *doors, "--"]
+        prefix = ["nsenter", f"--target={self.process.pid}", *user, *namespaces]
         if node:
             pid = daemons.locate_process_record(self.plan, node).read_text().split()[0]
-            prefix += ["nsenter", f"--target={pid}", *doors, "--"]
+            prefix += ["nsenter", f"--target={pid}", *namespaces]
         variables = [f"{key}={value}" for key, value in self.plan.environment.items()]
-        # env changes the folder last: a namespace's mounts are entered at their root
+        # env changes the folder last: nsenter starts at the root of the entered mounts
         env = ["env", f"--chdir={cwd or Path.cwd()}", *variables]
         return [*prefix, *daemons.make_caller_prefix(self.plan), *env, *argv]
 
     def run(self, *argv: str, check: bool = True) -> str:
-        """Run a program on the controller; returns its output. Raises UserError with its complaint."""
-        done = subprocess.run(self.build_command(argv), capture_output=True, text=True, check=False)
-        if check and done.returncode:
-            raise UserError(f"{argv[0]}: {done.stderr.strip().rpartition('error: ')[2] or done.returncode}")
-        return done.stdout.strip()
+        """Run a program on the controller; returns its output. Raises UserError with its error message."""
+        process = subprocess.run(self.build_command(argv), capture_output=True, text=True, check=False)
+        if check and process.returncode:
+            raise UserError(f"{argv[0]}: {process.stderr.strip().rpartition('error: ')[2] or process.returncode}")
+        return process.stdout.strip()
 
     def run_as_root(self, function: Callable[[], object]) -> None:
         """Run a function as root of the cluster's namespaces; exit with its status if it fails."""
         status = run_in_namespaces(self.process, function)
         if status:
-            sys.exit(status)  # it has said why
+            sys.exit(status)  # it has printed the reason
 
 
 def find_cluster_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Find the folder of a cluster's state. Raises UserError."""
+    """Return the folder of a cluster's state. Raises UserError."""
     base = environ.get("CLUSTER_DIR") or environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 (checked on use)
     return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.check_cluster_name(name)}"
 
 
 def find_running_cluster(name: str = DEFAULT) -> Cluster | None:
-    """Find the cluster of that name, if it is up. Inside a cluster the answer is None: sbatch works there as it is."""
+    """Find the cluster of that name, if it is up. Inside a cluster the result is None: sbatch works there directly."""
     folder = find_cluster_folder(name)
     process = Process.load(folder / "holder")
     return Cluster(Plan.load(folder), process) if process else None
 
 
 def is_own_folder(path: Path) -> bool:
-    """Check for a folder of this user: /tmp is everybody's."""
+    """Check whether a folder belongs to this user: anyone may create folders in /tmp."""
     try:
         return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # a cluster that ends
+    except FileNotFoundError:  # a cluster that is ending
         return False
 
 
 def list_running_clusters() -> list[str]:
     """List the names of the clusters of this user that are up."""
     default = find_cluster_folder(DEFAULT)
-    begin = default.name.removesuffix(DEFAULT)
-    own = [path for path in sorted(default.parent.glob(f"{begin}*")) if is_own_folder(path)]
-    return [path.name.removeprefix(begin) for path in own if Process.load(path / "holder")]
+    prefix = default.name.removesuffix(DEFAULT)
+    names = []
+    for folder in sorted(default.parent.glob(f"{prefix}*")):
+        if is_own_folder(folder) and Process.load(folder / "holder"):
+            names.append(folder.name.removeprefix(prefix))
+    return names
 
 
 def choose_running_cluster() -> Cluster | None:
     """Choose the cluster that programs use: that of the default name if it is up, else the only one that is.
 
-    Raises UserError where several others are up.
+    Raises UserError if several others are up.
     """
     names = list_running_clusters()
-    if len(names) > 1 and DEFAULT not in names:
+    if DEFAULT in names:
+        return find_running_cluster(DEFAULT)
+    if len(names) > 1:
         raise UserError(
             f"the local clusters {', '.join(names)} are up; name one: LAUNCH=slurm:{names[0]} (NAME={names[0]} with "
-            "make cluster-status and the like), or use LAUNCH=local"
+            "make cluster-status and similar commands), or use LAUNCH=local"
         )
-    return find_running_cluster(DEFAULT if DEFAULT in names else names[0]) if names else None
+    return find_running_cluster(names[0]) if names else None
 
 
 def require_running_cluster(name: str) -> Cluster:
     """Find the cluster of that name. Raises UserError if it is not up."""
     cluster = find_running_cluster(name)
     if not cluster:
-        named = "" if name == DEFAULT else f" NAME={name}"
-        raise UserError(f"cluster {name} is not up; start it with: make cluster-up{named}")
+        setting = "" if name == DEFAULT else f" NAME={name}"
+        raise UserError(f"cluster {name} is not up; start it with: make cluster-up{setting}")
     return cluster

@@ -1,4 +1,4 @@
-"""The files of a cluster as text: slurm.conf and others; and the programs it needs."""
+"""The configuration files of a cluster, such as slurm.conf, and the programs it needs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from pathlib import Path
 
 from common.core.errors import UserError
 
-MOST_NODES = 64
-LONGEST = 67  # characters of the path of a cluster's folder
-CONTROLLER = "10.77.0.254"  # the controller's address; every cluster has a network of its own, so all use the same
+MAX_NODES = 64
+MAX_FOLDER_LENGTH = 67  # characters of the path of a cluster's folder
+CONTROLLER = "10.77.0.254"  # the controller's address, the same in the private network of every cluster
+CONTROLLER_PORT = 16817
+DATABASE_DAEMON_PORT = 16819
+DATABASE_PORT = 13306
 FOLDERS = ("bin", "db", "etc", "hosts", "log", "run", "spool", "state")
-ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # slurmctld, slurmd and ip lie here, which is not on every user's PATH
+ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # of slurmctld, slurmd and ip; not on every user's PATH
 PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", "scontrol", "sinfo", "sbatch", "srun"),
     "iproute2": ("ip",),
     "util-linux": ("nsenter", "unshare"),
 }
-DATABASE = {"mariadb-server": ("mariadbd", "mariadb-install-db"), "slurmdbd": ("slurmdbd",)}
-MUNGE = {"munge": ("munged",)}
+DATABASE_PACKAGES = {"mariadb-server": ("mariadbd", "mariadb-install-db"), "slurmdbd": ("slurmdbd",)}
+MUNGE_PACKAGES = {"munge": ("munged",)}
 
-SACCT = r"""#!/bin/sh
-# sacct without accounting: what the controller still remembers, as `sacct --parsable2 -o JobID,State,NodeList`.
+SACCT_SCRIPT = r"""#!/bin/sh
+# sacct without accounting: the jobs that the controller remembers, as `sacct --parsable2 -o JobID,State,NodeList`.
 jobs=
 while [ $# -gt 0 ]; do
   case $1 in
@@ -55,15 +58,15 @@ else scontrol -o show job; fi | awk '
 
 @dataclass(frozen=True)
 class Plan:
-    """The fixed facts of a cluster that is up."""
+    """The properties of a cluster, fixed when it starts."""
 
     name: str
     folder: Path
-    """All that the cluster writes lies here."""
+    """Contains everything that the cluster writes."""
     nodes: int
     cpus: int
     memory: int
-    """MiB that each host claims to have."""
+    """MiB that each host reports to SLURM."""
     user: str
     uid: int
     gid: int
@@ -72,29 +75,32 @@ class Plan:
     database: bool
     first_job: int
     settings: dict[str, str]
-    """Lines of slurm.conf that replace or extend the ones below."""
+    """Lines of slurm.conf that replace or extend the default ones."""
     rate: float = 0.0
     """Bits per second of each cable in each direction; 0 is as fast as the machine."""
     delay: float = 0.0
-    """Seconds that each cable holds a packet back, in each direction."""
+    """Seconds by which each cable delays a packet, in each direction."""
 
     def save(self) -> None:
+        """Write plan.json into the cluster's folder."""
         (self.folder / "plan.json").write_text(json.dumps(asdict(self), default=str, indent=2))
 
     @staticmethod
     def load(folder: Path) -> Plan:
+        """Read plan.json of a cluster's folder."""
         return Plan(**json.loads((folder / "plan.json").read_text()) | {"folder": folder})
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables SLURM_CONF and PATH with which a program finds this cluster and its tools."""
+        """The variables SLURM_CONF and PATH that a program needs to find this cluster and its tools."""
         path = f"{self.folder / 'bin'}:{make_search_path()}"
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
 
 def make_search_path() -> str:
     """Join PATH and the folders of administrators' programs, each folder once."""
-    return ":".join(dict.fromkeys(f"{os.environ.get('PATH', '')}:{ADMIN_PATH}".strip(":").split(":")))
+    folders = f"{os.environ.get('PATH', '')}:{ADMIN_PATH}".strip(":").split(":")
+    return ":".join(dict.fromkeys(folders))
 
 
 def format_host_name(number: int) -> str:
@@ -108,32 +114,32 @@ def format_host_address(number: int) -> str:
 
 
 def check_cluster_name(text: str) -> str:
-    """Return a cluster's name: part of a folder's name, of slurm.conf and of a database table. Raises UserError."""
+    """Return a name that is valid in folder names, slurm.conf and database tables. Raises UserError."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", text):
-        raise UserError(f"NAME={text}: a cluster's name has only a-z, 0-9 and _, begins with a letter, at most 31")
+        raise UserError(f"NAME={text}: write at most 31 characters of a-z, 0-9 and _, starting with a letter")
     return text
 
 
 def parse_settings(lines: list[str]) -> dict[str, str]:
     """Parse `Key=Value` pairs for slurm.conf. Raises UserError."""
-    found = {}
+    settings = {}
     for line in lines:
         match = re.fullmatch(r"([A-Za-z][A-Za-z0-9]*)=([^\s#]+)", line)
         if not match:
             raise UserError(f"--conf {line!r}: write one Key=Value of slurm.conf, such as KillWait=5")
         if match[1].lower() in ("nodename", "partitionname", "include"):
-            raise UserError(f"--conf {line!r}: hosts and partitions are laid out by the cluster; set --nodes or --cpus")
-        found[match[1]] = match[2]
-    return found
+            raise UserError(f"--conf {line!r}: the cluster defines hosts and partitions; set --nodes or --cpus")
+        settings[match[1]] = match[2]
+    return settings
 
 
 def check_folder(folder: Path) -> Path:
-    """Return a folder whose path slurm.conf can hold. Raises UserError.
+    """Return a folder whose path is valid in slurm.conf. Raises UserError.
 
-    A socket there has a name of at most 107 bytes: /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
+    The path of a socket may have 107 bytes. The longest is /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
     """
-    if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > LONGEST:
-        raise UserError(f"{folder}: slurm.conf needs a short path without blanks; set CLUSTER_DIR, as in /tmp/mine")
+    if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > MAX_FOLDER_LENGTH:
+        raise UserError(f"{folder}: slurm.conf needs a short path without blanks; set CLUSTER_DIR, such as /tmp/mine")
     return folder
 
 
@@ -141,50 +147,59 @@ def check_programs(auth: str, database: bool) -> None:
     """Raise UserError with the packages to install if a program is missing."""
     if sys.platform != "linux":
         raise UserError("a cluster needs Linux (network namespaces); use a Linux machine, a container or a virtual one")
-    wanted = PACKAGES | (MUNGE if auth == "munge" else {}) | (DATABASE if database else {})
-    lacking = {name: package for package, names in wanted.items() for name in names if not find_program(name)}
-    if lacking:
-        packages = " ".join(dict.fromkeys(lacking.values()))
-        raise UserError(f"{', '.join(lacking)} not found; on Debian or Ubuntu: apt-get install {packages}")
+    required = dict(PACKAGES)
+    if auth == "munge":
+        required |= MUNGE_PACKAGES
+    if database:
+        required |= DATABASE_PACKAGES
+    missing: dict[str, str] = {}
+    for package, programs in required.items():
+        missing |= {program: package for program in programs if not find_program(program)}
+    if missing:
+        packages = " ".join(dict.fromkeys(missing.values()))
+        raise UserError(f"{', '.join(missing)} not found; on Debian or Ubuntu: apt-get install {packages}")
 
 
 def find_program(name: str) -> str | None:
-    """Find a program, also one for administrators; None where there is none."""
+    """Find a program on PATH or among those for administrators."""
     return shutil.which(name, path=make_search_path())
 
 
 def choose_auth() -> str:
-    """Choose `none` where SLURM was built with it: one daemon less. The network is private either way."""
+    """Return `none` if SLURM was built with it, which saves a daemon, else `munge`. The network is private anyway."""
     daemon = find_program("slurmctld")
-    prefix = Path(daemon).resolve().parent.parent if daemon else Path("/usr")
-    libraries = [path for pattern in ("lib*/slurm*", "lib/*/slurm*") for path in prefix.glob(pattern)]
-    complete = any((path / "auth_none.so").exists() and (path / "cred_none.so").exists() for path in libraries)
-    return "none" if complete or not daemon else "munge"
+    if not daemon:
+        return "none"
+    prefix = Path(daemon).resolve().parent.parent
+    for plugins in [*prefix.glob("lib*/slurm*"), *prefix.glob("lib/*/slurm*")]:
+        if (plugins / "auth_none.so").exists() and (plugins / "cred_none.so").exists():
+            return "none"
+    return "munge"
 
 
 def choose_first_job_id(last: int, now: float) -> int:
-    """Choose the first job id: above all earlier ones, even if the state folder was deleted in between.
+    """Choose a first job id above all earlier ones, even if the state folder was deleted in between.
 
-    Result files and logs are found by job id, so an id that comes twice would show old results.
+    Result files and logs are found by job id, so a repeated id would show old results.
     """
     since_2025 = now - 1735689600
     return max(last + 1000, int(since_2025) // 10)
 
 
 def list_default_values(plan: Plan) -> dict[str, str]:
-    """List the values of slurm.conf that the plan's own settings may replace."""
+    """Return the values of slurm.conf that the settings of the plan may replace."""
     folder = plan.folder
     values = {
         "ClusterName": plan.name,
         "SlurmctldHost": f"ctl({CONTROLLER})",
-        "SlurmctldPort": "16817",
+        "SlurmctldPort": str(CONTROLLER_PORT),
         "SlurmdPort": "16818",
         "SrunPortRange": "60001-63000",
         "SlurmUser": plan.user,
         "SlurmdUser": plan.user,
         "AuthType": f"auth/{plan.auth}",
         "CredType": f"cred/{plan.auth}",
-        "AuthInfo": "cred_expire=5",  # a requeued job waits this long; the default is two minutes
+        "AuthInfo": "cred_expire=5",  # a requeued job waits for this time; the default is two minutes
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool/%n",
         "SlurmctldPidFile": f"{folder}/run/slurmctld.pid",
@@ -193,7 +208,7 @@ def list_default_values(plan: Plan) -> dict[str, str]:
         "SlurmdLogFile": f"{folder}/log/slurmd-%n.log",
         "SlurmctldDebug": "verbose",
         "SlurmdDebug": "verbose",
-        # Hosts share one kernel: no cgroups, no binding, and the CPUs that the plan says.
+        # Hosts share one kernel: no cgroups, no binding, and the number of CPUs set by the plan.
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
         "JobAcctGatherType": "jobacct_gather/none",
@@ -204,9 +219,9 @@ def list_default_values(plan: Plan) -> dict[str, str]:
         "SchedulerType": "sched/backfill",
         "SchedulerParameters": "batch_sched_delay=1,sched_interval=1,bf_interval=1",
         "FirstJobId": str(plan.first_job),
-        "MinJobAge": "86400",  # the sacct stand-in knows only what the controller remembers
+        "MinJobAge": "86400",  # the replacement of sacct knows only jobs that the controller remembers
         "JobRequeue": "1",
-        "ReturnToService": "2",  # a host that comes back is used again, without an administrator
+        "ReturnToService": "2",  # a host that returns is used again, without an administrator
         "SlurmdTimeout": "10",
         "KillWait": "5",
         "MailProg": "/bin/true",
@@ -216,20 +231,25 @@ def list_default_values(plan: Plan) -> dict[str, str]:
     }
     if plan.auth == "munge":
         values["AuthInfo"] += f",socket={folder}/run/munge.sock"
-        values["AccountingStoragePass"] = f"{folder}/run/munge.sock"  # its name for the same socket
+        values["AccountingStoragePass"] = f"{folder}/run/munge.sock"  # the same socket
     if plan.database:
-        values |= {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageHost": "ctl"}
-        values["AccountingStoragePort"] = "16819"
+        values["AccountingStorageType"] = "accounting_storage/slurmdbd"
+        values["AccountingStorageHost"] = "ctl"
+        values["AccountingStoragePort"] = str(DATABASE_DAEMON_PORT)
     return values
 
 
 def make_slurm_conf(plan: Plan) -> str:
-    """Write the text of slurm.conf."""
-    given = {key.lower(): (key, value) for key, value in plan.settings.items()}
-    grace = given.pop("gracetime", ("", "0"))[1]  # belongs to a partition, not to the whole
-    lines = {key.lower(): (key, value) for key, value in list_default_values(plan).items()} | given
-    rows = [f"{key}={value}" for key, value in lines.values()]
-    rows += [
+    """Return the text of slurm.conf."""
+    grace = "0"
+    lines = {key.lower(): f"{key}={value}" for key, value in list_default_values(plan).items()}
+    for key, value in plan.settings.items():
+        if key.lower() == "gracetime":  # a setting of a partition
+            grace = value
+        else:
+            lines[key.lower()] = f"{key}={value}"
+    rows = [
+        *lines.values(),
         f"NodeName=node[1-{plan.nodes}] CPUs={plan.cpus} RealMemory={plan.memory} State=UNKNOWN",
         f"PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}",
         "PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF",
@@ -238,33 +258,35 @@ def make_slurm_conf(plan: Plan) -> str:
 
 
 def make_slurmdbd_conf(plan: Plan) -> str:
-    """Write the text of slurmdbd.conf. The database asks for no password: nobody else reaches its network."""
+    """Return the text of slurmdbd.conf. The database needs no password, as its network is private."""
     rows = [
         f"AuthType=auth/{plan.auth}",
-        *([f"AuthInfo=socket={plan.folder}/run/munge.sock"] if plan.auth == "munge" else []),
         "DbdHost=ctl",
-        "DbdPort=16819",
+        f"DbdPort={DATABASE_DAEMON_PORT}",
         f"SlurmUser={plan.user}",
         "StorageType=accounting_storage/mysql",
         "StorageHost=127.0.0.1",
-        "StoragePort=13306",
+        f"StoragePort={DATABASE_PORT}",
         "StorageUser=slurm",
         "StorageLoc=slurm_acct_db",
         f"LogFile={plan.folder}/log/slurmdbd.log",
         f"PidFile={plan.folder}/run/slurmdbd.pid",
     ]
+    if plan.auth == "munge":
+        rows.append(f"AuthInfo=socket={plan.folder}/run/munge.sock")
     return "\n".join(rows) + "\n"
 
 
 def make_hosts_file(plan: Plan) -> str:
-    """Write the text of /etc/hosts: every name has an address of its own, never 127.x, as ranks tell it each other."""
+    """Return the text of /etc/hosts. No host has an address 127.x, as ranks send their addresses to each other."""
     rows = ["127.0.0.1 localhost", f"{CONTROLLER} ctl"]
-    rows += [f"{format_host_address(n)} {format_host_name(n)}" for n in range(1, plan.nodes + 1)]
+    for number in range(1, plan.nodes + 1):
+        rows.append(f"{format_host_address(number)} {format_host_name(number)}")
     return "\n".join(rows) + "\n"
 
 
 def write_cluster_files(plan: Plan) -> None:
-    """Write all files of a cluster into its folder, which is emptied first: old jobs would come back and run on."""
+    """Write all files of a cluster into its folder, which is emptied first: otherwise old jobs would continue."""
     for name in FOLDERS:
         shutil.rmtree(plan.folder / name, ignore_errors=True)
         (plan.folder / name).mkdir()
@@ -273,16 +295,17 @@ def write_cluster_files(plan: Plan) -> None:
     texts = {
         "slurm.conf": make_slurm_conf(plan),
         "slurmdbd.conf": make_slurmdbd_conf(plan),
-        "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # unused, but slurmd loads one, and detecting it can fail
+        "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # unused, but slurmd loads a plugin, and its detection can fail
         "etc/hosts": make_hosts_file(plan),
         "etc/nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
-        "etc/resolv.conf": "",  # nobody to ask, so nothing to wait for
+        "etc/resolv.conf": "",  # no name server, so no delay
         "first_job": f"{plan.first_job}\n",
     }
     for name, text in texts.items():
         (plan.folder / name).write_text(text)
-    (plan.folder / "slurmdbd.conf").chmod(0o600)  # slurmdbd insists
+    (plan.folder / "slurmdbd.conf").chmod(0o600)  # required by slurmdbd
     if not plan.database:
-        (plan.folder / "bin" / "sacct").write_text(SACCT)
-        (plan.folder / "bin" / "sacct").chmod(0o755)
+        sacct = plan.folder / "bin" / "sacct"
+        sacct.write_text(SACCT_SCRIPT)
+        sacct.chmod(0o755)
     plan.save()

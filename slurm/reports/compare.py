@@ -1,6 +1,6 @@
 """The verb `compare`: runs side by side, as a table on the terminal and as one page for a browser. Imports no torch.
 
-The page holds everything: it opens from disk, without a network.
+The page is self-contained: it opens from disk, without a network.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,16 +27,16 @@ from common.runs.folder import Folder, disk_errors, read_json, write_atomic
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
 from slurm.reports.logs import find_rank_0_log
-from slurm.reports.selection import Choice
+from slurm.reports.selection import RunFilter
 from slurm.reports.status import Status
 
-LOGS = 4  # ranks whose logs have links of their own
-NAMED = 3  # settings that may stand in a run's label
+MAX_LOG_LINKS = 4  # ranks whose logs are linked one by one
+MAX_LABEL_SETTINGS = 3
 
 
 @dataclasses.dataclass
-class Compared:
-    """One run, with everything that the table and the page show."""
+class RunFacts:
+    """Everything that the table and the page show of one run."""
 
     folder: Folder
     status: Status
@@ -43,49 +44,51 @@ class Compared:
     result: results.Result
     world: dict[str, Any]
     curves: metric_curves.RunCurves
-    telling: list[str] = dataclasses.field(default_factory=list)
-    """Settings that tell it from the other runs of its experiment, at most NAMED."""
+    label_settings: list[str] = dataclasses.field(default_factory=list)
+    """Settings that distinguish it from the other runs of its experiment, at most MAX_LABEL_SETTINGS."""
     label: str = ""
 
     @classmethod
-    def from_folder(cls, folder: Folder) -> Compared:
-        world = next((read_json(a.attempt / "world.json") for a, _ in folder.trace_attempts()[:1]), {})
-        own = selection.read_settings(folder)
-        bounds = {bound for _, bound in folder.trace_attempts() if bound is not None}
-        drawn = metric_curves.read_curves(folder.read_rows(), bounds)
-        return cls(folder, status.read_status(folder), own, results.parse_result(folder.result), world, drawn)
+    def from_folder(cls, folder: Folder) -> RunFacts:
+        """Read a run folder."""
+        attempts = folder.trace_attempts()
+        world = read_json(attempts[0][0].attempt / "world.json") if attempts else {}
+        bounds = {bound for _, bound in attempts if bound is not None}
+        return cls(
+            folder,
+            status.read_status(folder),
+            selection.read_settings(folder),
+            results.parse_result(folder.result),
+            world,
+            metric_curves.read_curves(folder.read_rows(), bounds),
+        )
 
     @property
     def short_id(self) -> str:
-        """The last characters of the id, which commands take as well."""
+        """The last characters of the id, which commands also accept."""
         return self.folder.path.name.rpartition("-")[2]
 
     @property
-    def lacks_result(self) -> bool:
-        """True where numbers do not tell its state: it is not finished, or its result cannot be read."""
+    def is_incomplete(self) -> bool:
+        """True if the run is not finished or its result cannot be read."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
-    @property
-    def trains(self) -> bool:
-        """False for a run that only measures: its metrics are no evaluations."""
-        return selection.trains_model(self.settings)
-
     def find_value(self, name: str) -> float | None:
-        """A number of the result; of an evaluation so far where there is none yet."""
-        value = self.result.find_number(name)
-        if value is None and name in self.curves.tests:
-            value = results.to_number(self.curves.tests[name].value[-1])
-        return value
+        """Return a number of the result, or of the newest evaluation if there is no result yet."""
+        number = self.result.find_number(name)
+        if number is None and name in self.curves.tests:
+            return results.to_number(self.curves.tests[name].value[-1])
+        return number
 
     def to_dict(self) -> dict[str, Any]:
-        """The columns of the table, null where a run has no such number."""
-        return {
+        """Return the columns of the table; None if the run has no such number."""
+        columns = {
             "run": self.status.run,
             "label": self.label,
             "experiment": self.folder.experiment,
             "state": self.status.state.lower(),
             "detail": self.status.detail,
-            "restarts": max(0, self.status.attempts - 1),
+            "restarts": self.status.restarts,
             "processes": self.world.get("processes"),
             "step": self.status.step,
             "loss": find_last_number(self.curves.loss),
@@ -97,51 +100,68 @@ class Compared:
             "memory_mb": self.result.find_peak_mb(),
             "split_at": self.result.format_partition(),
             "shards": self.result.format_shards(),
-            **{name: self.find_value(name) for name in ("ranks_lost", "seconds_lost", "steps_redone")},
         }
+        for name in ("ranks_lost", "seconds_lost", "steps_redone"):
+            columns[name] = self.find_value(name)
+        return columns
 
 
 def find_last_number(curve: metric_curves.Curve) -> float | None:
-    """The last value that is a number."""
+    """Return the last value of a curve if it is finite."""
     return float(curve.value[-1]) if len(curve) and math.isfinite(curve.value[-1]) else None
 
 
-def group_runs(runs: list[Compared]) -> dict[str, list[Compared]]:
-    """The runs of each experiment."""
-    found: dict[str, list[Compared]] = {}
+def group_by_experiment(runs: list[RunFacts]) -> dict[str, list[RunFacts]]:
+    """Return the runs of each experiment."""
+    groups: dict[str, list[RunFacts]] = {}
     for run in runs:
-        found.setdefault(run.folder.experiment, []).append(run)
-    return found
+        groups.setdefault(run.folder.experiment, []).append(run)
+    return groups
 
 
-def label_runs(runs: list[Compared]) -> None:
-    """Give each run the settings that tell it from others of its experiment, and a label: its id's end, and these."""
-    for own in group_runs(runs).values():
-        settings = [run.settings for run in own]
-        telling = setting_labels.choose_telling_settings(settings, NAMED)
-        names = setting_labels.shorten_keys(telling, settings)
-        for run in own:
-            values = [shorten_text(run.settings.get(key, setting_labels.MISSING)) for key in telling]
-            words = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-            run.telling, run.label = telling, " ".join([run.short_id, *words])
+def format_setting(run: RunFacts, key: str) -> str:
+    """Return the value of a setting, shortened to fit a table cell."""
+    return shorten_text(run.settings.get(key, setting_labels.MISSING))
 
 
-def list_differences_within_experiments(runs: list[Compared]) -> list[str]:
-    """The settings that differ between runs of the same experiment: those in labels, then the others."""
-    groups = group_runs(runs).values()
-    told = [key for i in range(NAMED) for own in groups for key in own[0].telling[i : i + 1]]
-    rest = [key for own in groups for key in setting_labels.list_differing_settings([run.settings for run in own])]
-    return list(dict.fromkeys([*told, *sorted(rest, key=setting_labels.compute_label_priority)]))
+def label_runs(runs: list[RunFacts]) -> None:
+    """Set each run's label: the end of its id, and settings that distinguish it from others of its experiment."""
+    for group in group_by_experiment(runs).values():
+        settings = [run.settings for run in group]
+        keys = setting_labels.choose_telling_settings(settings, MAX_LABEL_SETTINGS)
+        short_keys = setting_labels.shorten_keys(keys, settings)
+        for run in group:
+            run.label_settings = keys
+            run.label = run.short_id
+            for key, short_key in zip(keys, short_keys, strict=True):
+                run.label += f" {short_key}={format_setting(run, key)}"
 
 
-def load_compared_runs(folders: list[Folder]) -> tuple[list[Compared], list[str]]:
-    """The runs with their labels, and the settings in which they differ."""
-    runs = [Compared.from_folder(folder) for folder in folders]
+def list_differences_within_experiments(runs: list[RunFacts]) -> list[str]:
+    """List the settings that differ between runs of the same experiment: those in labels, then the others."""
+    groups = list(group_by_experiment(runs).values())
+
+    in_labels: list[str] = []
+    for position in range(MAX_LABEL_SETTINGS):
+        for group in groups:
+            in_labels += group[0].label_settings[position : position + 1]
+
+    differing: list[str] = []
+    for group in groups:
+        differing += setting_labels.list_differing_settings([run.settings for run in group])
+    differing.sort(key=setting_labels.compute_label_priority)
+
+    return list(dict.fromkeys(in_labels + differing))  # keeps the order, drops duplicates
+
+
+def load_runs(folders: list[Folder]) -> tuple[list[RunFacts], list[str]]:
+    """Load labelled runs, and list the settings in which they differ."""
+    runs = [RunFacts.from_folder(folder) for folder in folders]
     label_runs(runs)
     return runs, setting_labels.list_differing_settings([run.settings for run in runs])
 
 
-SHOWN = {
+COLUMN_FORMATS = {
     "test_accuracy": "{:.2%}",
     "samples_per_second": "{:,.0f}",
     "test_loss": "{:.4f}",
@@ -157,65 +177,81 @@ SHOWN = {
     "seconds_lost": "{:.2f}",
     "steps_redone": "{:.0f}",
 }
-"""Columns of the table, the most telling first, and how their values are written."""
-HEADS = {"samples_per_second": "samples/s", "test_accuracy": "accuracy", "processes": "ranks"}
-HEADS |= {"memory_mb": "peak MB"}  # of the memory of a rank
+"""Columns of the table, the most informative first, and the formats of their values."""
+COLUMN_HEADS = {
+    "samples_per_second": "samples/s",
+    "test_accuracy": "accuracy",
+    "processes": "ranks",
+    "memory_mb": "peak MB",  # of a rank's memory
+}
 
 
 def format_column_head(name: str) -> str:
-    """The head of a column."""
-    return HEADS.get(name, name.replace("_", " "))
+    """Return the head of a column."""
+    return COLUMN_HEADS.get(name, name.replace("_", " "))
 
 
-def format_value(facts: dict[str, Any], name: str) -> str:
-    """The text of one column of a run."""
-    return setting_labels.MISSING if facts[name] is None else SHOWN[name].format(facts[name])
+def format_value(row: dict[str, Any], name: str) -> str:
+    """Return the text of one column of a run."""
+    return setting_labels.MISSING if row[name] is None else COLUMN_FORMATS[name].format(row[name])
 
 
-def list_columns(runs: list[Compared]) -> list[str]:
-    """The columns that say something of any of the runs."""
-    every = [run.to_dict() for run in runs]
-    return [n for n in SHOWN if any(facts[n] or (facts[n] == 0 and n != "restarts") for facts in every)]
+def list_columns(runs: list[RunFacts]) -> list[str]:
+    """List the columns in which any of the runs has a value; `restarts` only if a run was restarted."""
+    rows = [run.to_dict() for run in runs]
+    names = []
+    for name in COLUMN_FORMATS:
+        values = [row[name] for row in rows if row[name] is not None]
+        if any(values) if name == "restarts" else values:
+            names.append(name)
+    return names
 
 
-def format_table(given: list[Compared], width: int) -> str:
-    """The table as text, experiment by experiment, then a line for each run that is not finished.
+def format_table(runs: list[RunFacts], width: int) -> str:
+    """Return the table as text, experiment by experiment, then a line for each incomplete run.
 
-    Where not all columns fit, ids are shortened to their ends, and the columns that are left out are named.
+    If not all columns fit, ids are shortened to their ends, and the omitted columns are listed.
     """
-    groups = group_runs(given)
-    runs = [run for own in groups.values() for run in own]
-    every = [run.to_dict() for run in runs]
-    within = list_differences_within_experiments(runs)
-    names = list_columns(runs)
-    settings = [
-        Column(key, [shorten_text(run.settings.get(key, setting_labels.MISSING)) for run in runs]) for key in within
-    ]
-    told = len({key for run in runs for key in run.telling})
-    columns = [Column("state", [facts["state"] for facts in every], left=True), *settings[:told]]
-    columns += [Column(format_column_head(name), [format_value(facts, name) for facts in every]) for name in names]
-    columns += settings[told:]
-    for cells in ([run.status.run for run in runs], [run.short_id for run in runs]):
-        chosen = choose_columns([Column("run", cells, left=True), *columns], width)
-        if len(chosen) > len(columns):
+    groups = group_by_experiment(runs)
+    runs = list(chain(*groups.values()))
+    rows = [run.to_dict() for run in runs]
+    keys = list_differences_within_experiments(runs)
+    settings = []
+    for key in keys:
+        settings.append(Column(key, [format_setting(run, key) for run in runs]))
+    label_count = len(set[str]().union(*(run.label_settings for run in runs)))
+
+    columns = [Column("state", [row["state"] for row in rows], left=True)]
+    columns += settings[:label_count]
+    for name in list_columns(runs):
+        columns.append(Column(format_column_head(name), [format_value(row, name) for row in rows]))
+    columns += settings[label_count:]
+
+    for ids in ([run.status.run for run in runs], [run.short_id for run in runs]):
+        visible = choose_columns([Column("run", ids, left=True), *columns], width)
+        if len(visible) > len(columns):
             break
-    head, *lines = join_columns(chosen)
-    text = [head]
-    for name, own in groups.items():
-        text.append(f"{name}:")
-        text += [lines.pop(0) for _ in own]
-    missing = [column.head for column in columns if column not in chosen]
-    text += [f"not shown, the terminal is too narrow: {', '.join(missing)}"] if missing else []
-    words = [f"{run.status.run} {run.status.state}: {run.status.detail}" for run in runs if run.lacks_result]
-    return "\n".join(text + [word.removesuffix(": ") for word in words])
+    head, *body = join_columns(visible)
+    lines = [head]
+    for experiment, group in groups.items():
+        lines.append(f"{experiment}:")
+        lines += [body.pop(0) for _ in group]
+
+    hidden = [column.head for column in columns if column not in visible]
+    if hidden:
+        lines.append(f"not shown, the terminal is too narrow: {', '.join(hidden)}")
+    for run in runs:
+        if run.is_incomplete:
+            lines.append(f"{run.status.run} {run.status.state}: {run.status.detail}".removesuffix(": "))
+    return "\n".join(lines)
 
 
-def hide_measurements_beside_training(runs: list[Compared]) -> list[str]:
-    """Drop the curves of runs that only measure where other runs train; return the experiments of these runs.
+def hide_measurements_beside_training(runs: list[RunFacts]) -> list[str]:
+    """Remove the curves of runs that only measure if other runs train; return the experiments of these runs.
 
-    A measurement has a chart and a column for each of its many points, which no run that trains has.
+    A measurement has a chart and a column for each of its many points, which a training run does not have.
     """
-    measuring = [run for run in runs if not run.trains]
+    measuring = [run for run in runs if not selection.trains_model(run.settings)]
     if len(measuring) == len(runs):
         return []
     for run in measuring:
@@ -223,89 +259,101 @@ def hide_measurements_beside_training(runs: list[Compared]) -> list[str]:
     return sorted({run.folder.experiment for run in measuring})
 
 
-def make_compared_run(run: Compared, names: list[str], beside: Path) -> ComparedRun:
-    """The data of a run for the page in the folder `beside`, with these columns and relative links."""
-    facts = run.to_dict()
-    columns = {}
+def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> ComparedRun:
+    """Return the data of a run for the page, with these columns and links relative to the page's folder."""
+    row = run.to_dict()
+    cells = {}
     for name in names:
-        value = None if isinstance(facts[name], str) else results.to_number(facts[name])
-        columns[format_column_head(name)] = Cell(format_value(facts, name), value)
+        number = None if isinstance(row[name], str) else results.to_number(row[name])
+        cells[format_column_head(name)] = Cell(format_value(row, name), number)
     for name, curve in run.curves.tests.items():
-        if name not in SHOWN and len(curve):
-            columns[format_column_head(name)] = Cell(
-                f"{curve.value[-1]:.4g}", results.to_number(float(curve.value[-1]))
-            )
+        if name not in COLUMN_FORMATS and len(curve):
+            newest = float(curve.value[-1])
+            cells[format_column_head(name)] = Cell(f"{newest:.4g}", results.to_number(newest))
     return ComparedRun(
         run.status.run,
         run.folder.experiment,
         run.label,
         run.status.state.lower(),
         run.curves,
-        columns,
+        cells,
         run.settings,
-        run.status.detail if run.lacks_result else "",
-        list_links(run.folder, beside),
+        run.status.detail if run.is_incomplete else "",
+        list_links(run.folder, page_folder),
     )
 
 
-def list_links(folder: Folder, beside: Path) -> dict[str, str]:
-    """Titles and addresses, relative to the folder `beside`, of the files in a run folder."""
+def list_links(folder: Folder, page_folder: Path) -> dict[str, str]:
+    """Return titles and relative addresses of the files in a run folder, and the address of its W&B run."""
     files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
     for attempt in folder.attempts()[-1:]:
         logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
-        files |= {f"log {path.stem.rpartition('-')[2]}": path for path in logs[:LOGS]}
-        files |= {"all logs": attempt.attempt / "logs"} if len(logs) > LOGS else {}
-        files |= {"job": find_rank_0_log(folder)} if (folder.path / "submit").exists() else {}
-    found = {word: quote(os.path.relpath(path, beside.absolute())) for word, path in files.items() if path.exists()}
-    online = str(read_json(folder.path / "wandb" / "status.json").get("url"))
-    return found | ({"W&B": online} if online.startswith("https://") else {})
+        for log in logs[:MAX_LOG_LINKS]:
+            files[f"log {log.stem.rpartition('-')[2]}"] = log
+        if len(logs) > MAX_LOG_LINKS:
+            files["all logs"] = attempt.attempt / "logs"
+        if (folder.path / "submit").exists():
+            files["job"] = find_rank_0_log(folder)
+    start = page_folder.absolute()
+    links = {title: quote(os.path.relpath(path, start)) for title, path in files.items() if path.exists()}
+    address = str(read_json(folder.path / "wandb" / "status.json").get("url"))
+    if address.startswith("https://"):
+        links["W&B"] = address
+    return links
 
 
 def write_page(page: Path, text: str) -> None:
-    """Write a new page, or over an older one. Raises UserError."""
+    """Write a page, or replace one that this command wrote earlier. Raises UserError."""
     try:
         if not page.parent.exists():
-            raise UserError(f"PAGE={page}: there is no folder {page.parent}; make it, or name another file")
+            raise UserError(f"PAGE={page}: the folder {page.parent} does not exist; create it or choose another file")
         if page.exists() and not is_compare_page(page):
-            raise UserError(f"PAGE={page} exists and is no page of make compare; name a new file, or remove that one")
+            raise UserError(f"PAGE={page} was not written by make compare; choose another file or delete this one")
         with disk_errors(page):
             write_atomic(page, text)
     except OSError as error:
-        why = "part of the path is a file" if isinstance(error, FileExistsError) else error.strerror
-        raise UserError(f"PAGE={page}: cannot be written ({why}); name a file, such as runs/compare.html") from None
+        reason = "part of the path is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"PAGE={page}: cannot write ({reason}); name a file, such as runs/compare.html") from None
 
 
 def is_compare_page(path: Path) -> bool:
-    """Tell whether a file was written by this command, in this version or before pages were marked."""
+    """Check whether this command wrote a file, in this version or before pages were marked."""
     with open(path, "rb") as file:
         beginning = file.read(1000).decode(errors="replace")
     return pages.MARK in beginning or bool(re.search(r"<title>\d+ runs compared</title>", beginning))
 
 
 def format_link(path: Path) -> str:
-    """The address of a file, which a terminal opens at a click."""
+    """Return the address of a file, clickable in a terminal."""
     address = path.absolute().as_uri()
     return f"\033]8;;{address}\033\\{address}\033]8;;\033\\" if sys.stdout.isatty() else address
 
 
-def main(given: argparse.Namespace) -> int:
-    """Print the table of runs and write their page, or print JSON alone; returns the exit status."""
-    as_json = parse_switch("JSON", given.json)
-    if as_json and given.page:
-        raise UserError("JSON=1 writes no page; leave out PAGE= or JSON=1")
-    root = Path(given.runs_folder or "runs")
-    folders = selection.select_runs(Choice(given.runs, given.name, given.last, given.where, given.sweep), root)
-    runs, differing = load_compared_runs(folders)
+def main(args: argparse.Namespace) -> int:
+    """Print the table of runs and write their page, or print only JSON; returns the exit status."""
+    as_json = parse_switch("JSON", args.json)
+    if as_json and args.page:
+        raise UserError("JSON=1 writes no page; omit PAGE or JSON=1")
+    root = Path(args.runs_folder or "runs")
+    criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
+    runs, differing = load_runs(selection.select_runs(criteria, root))
     if as_json:
-        rows = [run.to_dict() | {"settings": {key: run.settings.get(key) for key in differing}} for run in runs]
+        rows = []
+        for run in runs:
+            settings = {key: run.settings.get(key) for key in differing}
+            rows.append(run.to_dict() | {"settings": settings})
         print(json.dumps({"differing": differing, "runs": rows}, indent=2))
         return 0
     print(format_table(runs, get_terminal_width()), flush=True)
-    page, within = Path(given.page or root / "compare.html"), list_differences_within_experiments(runs)
+
+    page = Path(args.page or root / "compare.html")
     for name in hide_measurements_beside_training(runs):
-        print(f"the page shows the measurements of {name} where no other runs are compared: make compare NAME={name}")
-    between = [key for key in differing if key not in within]
-    pictures = [make_compared_run(run, list_columns(runs), page.parent) for run in runs]
-    write_page(page, pages.render_page(pictures, within, between))
+        print(f"the page omits the measurements of {name} beside training runs; show them: make compare NAME={name}")
+    in_experiments = list_differences_within_experiments(runs)
+    in_experiments = list_differences_within_experiments(runs)
+    between_experiments = [key for key in differing if key not in in_experiments]
+    columns = list_columns(runs)
+    compared_runs = [make_compared_run(run, columns, page.parent) for run in runs]
+    write_page(page, pages.render_page(compared_runs, in_experiments, between_experiments))
     print(f"page: {format_link(page)}")
     return 0

@@ -1,7 +1,7 @@
-"""The diagnosis of a run that failed or hangs, from its folder. Imports no torch.
+"""Diagnosis of a run that failed or hangs, from its folder. Imports no torch.
 
-The first error of all ranks, the last step of each, where ranks stood when one waited too long, which one is slow, and
-the likely cause in one line.
+It reports the first error of all ranks, the last step of each rank, where a rank was stuck, which rank is slow, and the
+likely cause in one line.
 """
 
 from __future__ import annotations
@@ -25,260 +25,295 @@ from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_ra
 from slurm.reports.selection import parse_float, read_settings, read_step_timeout
 from slurm.reports.status import OVER
 
-ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
-RAISED = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # a traceback's last line
-STACKS = re.compile(r"^Timeout \(.*\)!\n((?:.+\n|\n(?=Thread|Current))*)", re.MULTILINE)
+LOGGED_ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
+RAISED_ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # ends a traceback
+PRINTED_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
+STACK_DUMP = re.compile(r"^Timeout \(.*\)!\n((?:.+\n|\n(?=Thread|Current))*)", re.MULTILINE)
+THREAD = re.compile(r"^(?:Current thread|Thread) .*\n", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
-OWN = re.compile(r"^(?!.*/(site|dist)-packages/).*/(common|slurm|experiments)/([\w/]+/)?\w+\.py$")  # our source
-ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTILINE)  # how tasks ended
-SILENT = 60.0  # seconds without a sign of life of a run that hangs, at least
-BEGIN = "Starting with JobEnvironment"  # Submitit's first words at each attempt of a job, whose output is appended
-WELL = "nothing wrong is seen; it runs"
-PEER = re.compile(  # errors of one rank whose cause is another one, as gloo, NCCL and builtin tell them
+PROJECT_FILE = re.compile(r"^(?!.*/(site|dist)-packages/).*/(common|slurm|experiments)/([\w/]+/)?\w+\.py$")
+TASK_ENDING = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTILINE)
+SILENCE_SECONDS = 60.0  # minimum time without a sign of life before a run counts as hanging
+JOB_START = "Starting with JobEnvironment"  # from Submitit, which appends the output of each attempt of a job
+NO_PROBLEM = "no problem detected; running"
+PEER_ERROR = re.compile(  # errors of one rank that another rank caused, in the words of gloo, NCCL and builtin
     r"(closed|reset) by peer|Connection refused|Broken pipe|timed out|pair closure|(did|does) not answer"
-    r"|closed its connection|connection with rank|neither sent nor took",
+    r"|closed its connection|connection with rank|neither sent nor took|no progress for",
     re.I,
 )
-SHORTAGE = "no more threads or processes can be started"
-MEMORY, DIVERGED = "out of memory", "training diverged"
+NO_PROCESSES = "no more threads or processes can be started"
+OUT_OF_MEMORY = "out of memory"
+DIVERGED = "training diverged"
 CAUSES = (
     (r"out of memory|MemoryError|oom.kill|Cannot allocate memory",
-     f"{MEMORY}; lower batch, raise the number of microbatches, or ask for more with cluster.memory_gb"),
-    (SHORTAGE, f"{SHORTAGE}; raise ulimit -u or pids.max of a control group, or lower launch.threads or data.workers"),
-    (r"No space left|disk is full|quota", "the disk is full; free space, or set runs=<elsewhere>"),
-    (r"read-only|Read-only", "the disk is read-only; set runs=<elsewhere>"),
-    (DIVERGENCE, f"{DIVERGED}; lower optim.lr, or set clip where there is one"),
-    (r"is damaged|other data than", "the data are not what they were"),
-    (r"TIMEOUT|time limit", "the job's time limit; raise cluster.time, or make exp RESUME=<id>"),
+     f"{OUT_OF_MEMORY}; lower batch, raise the number of microbatches, or request more with cluster.memory_gb"),
+    (NO_PROCESSES,
+     f"{NO_PROCESSES}; raise ulimit -u or pids.max of a control group, or lower launch.threads or data.workers"),
+    (r"No space left|disk is full|quota", "the disk is full; free space, or set runs=<another folder>"),
+    (r"read-only|Read-only", "the disk is read-only; set runs=<another folder>"),
+    (DIVERGENCE, f"{DIVERGED}; lower optim.lr, or set clip if the experiment has it"),
+    (r"is damaged|other data than", "the data are damaged or have changed"),
+    (r"TIMEOUT|time limit", "the job reached its time limit; raise cluster.time, or make exp RESUME=<id>"),
     (r"NODE_FAIL", "a host failed; make exp RESUME=<id>"),
-    (r"OUT_OF_ME", f"{MEMORY}; ask for more with cluster.memory_gb"),
-    (r"ModuleNotFoundError|ImportError", "a package is missing there; make doctor NODES=2"),
+    (r"OUT_OF_ME", f"{OUT_OF_MEMORY}; request more with cluster.memory_gb"),
+    (r"ModuleNotFoundError|ImportError", "a package is missing on that host; make doctor NODES=2"),
 )  # fmt: skip
+"""Patterns in the errors of ranks and in SLURM's states, with the cause and its remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rank:
-    """The facts that one rank left in the run folder."""
+class RankFacts:
+    """What the run folder contains about one rank."""
 
-    beat: Heartbeat
-    seen: float
-    """Its newest sign of life, seconds since 1970."""
-    when: str
-    """Of its first error."""
+    heartbeat: Heartbeat
+    last_sign: float
+    """Its newest sign of life, in seconds since 1970."""
+    error_time: str
+    """Time of its first error; empty if unknown."""
     error: str
-    stands: str
+    stack: str
     """Its innermost lines of code when a step took too long."""
-    ended: str = ""
-    """How it ended, in srun's words, such as Killed."""
+    exit_reason: str = ""
+    """How it ended according to srun, such as Killed."""
 
     @property
     def name(self) -> str:
-        return f"rank {self.beat.rank} on {self.beat.host}"
+        return f"rank {self.heartbeat.rank} on {self.heartbeat.host}"
 
     @property
     def age(self) -> float:
         """Seconds since its last sign of life."""
-        return max(0.0, time.time() - self.seen)
+        return max(0.0, time.time() - self.last_sign)
 
     def to_dict(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name not in ("beat", "seen")}
-        return dataclasses.asdict(self.beat) | own | {"age": self.age}
+        """Return the facts for JSON."""
+        return dataclasses.asdict(self.heartbeat) | {
+            "when": self.error_time,
+            "error": self.error,
+            "stands": self.stack,
+            "ended": self.exit_reason,
+            "age": self.age,
+        }
 
 
 def read_job_log(folder: Folder, rank: int) -> str:
-    """Read what SLURM kept of a rank's output since the newest start of the job; empty without a job."""
+    """Read a rank's output since the newest start of its job; empty without a job."""
     job = provenance.read_metadata(folder).get("job")
     if not job:
         return ""
     logs = Path(job.get("logs") or folder.path / "submit")
-    return read_tail(logs / f"{job['id']}_{rank}_log.out").rpartition(BEGIN)[2]
+    return read_tail(logs / f"{job['id']}_{rank}_log.out").rpartition(JOB_START)[2]
 
 
-def find_endings(text: str) -> dict[int, str]:
-    """Find how tasks ended, by rank, in srun's words."""
-    found: dict[int, str] = {}
-    for numbers, words in ENDED.findall(text):
+def parse_task_endings(text: str) -> dict[int, str]:
+    """Return how tasks ended according to srun, by rank."""
+    exit_reasons: dict[int, str] = {}
+    for numbers, exit_reason in TASK_ENDING.findall(text):
         for part in numbers.split(","):
             first, _, last = part.partition("-")
-            found |= {rank: words for rank in range(int(first), int(last or first) + 1) if rank not in found}
-    return found
+            for rank in range(int(first), int(last or first) + 1):
+                exit_reasons.setdefault(rank, exit_reason)
+    return exit_reasons
 
 
 def find_last_sign_of_life(attempt: Folder) -> float:
-    """Find the newest sign of life of an attempt without its heartbeats, in seconds since 1970."""
-    names = ("attempt.json", "world.json", "logs")
-    paths = [*(attempt.attempt / name for name in names), *attempt.attempt.glob("logs/rank-*.log")]
+    """Find the newest sign of life of an attempt except heartbeats, in seconds since 1970."""
+    paths = [attempt.attempt / name for name in ("attempt.json", "world.json", "logs")]
+    paths += attempt.attempt.glob("logs/rank-*.log")
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
-def find_first_error(text: str) -> tuple[str, str]:
-    """Find the time and text of the first error in a log; messages of W&B and warnings are no errors."""
-    match = ERROR.search(text)
+def find_first_error(log: str) -> tuple[str, str]:
+    """Find the time and text of the first error in a log; messages of W&B and warnings are not errors."""
+    match = LOGGED_ERROR.search(log)
     if match:
-        raised = RAISED.search(text, match.end())
-        words = match[2] if not raised or raised[0].split(":")[0] in match[2] else f"{match[2]} {raised[0]}"
-        return match[1], words
-    said = re.search(r"^error: (.*)", text, re.MULTILINE)
-    raised = RAISED.search(text)
-    return "", said[1] if said else raised[0] if raised else ""
+        time_of_error, text = match.groups()
+        raised = RAISED_ERROR.search(log, match.end())
+        if raised and raised[0].split(":")[0] not in text:
+            text += f" {raised[0]}"
+        return time_of_error, text
+    printed = PRINTED_ERROR.search(log)
+    if printed:
+        return "", printed[1]
+    raised = RAISED_ERROR.search(log)
+    return "", raised[0] if raised else ""
 
 
-def find_stack_position(text: str) -> str:
+def find_stack_position(log: str) -> str:
     """Find the innermost lines of the project in the newest stack dump, and the function that they called."""
-    dumps = STACKS.findall(text)
-    threads = re.split(r"^(?:Current thread|Thread) .*\n", dumps[-1], flags=re.MULTILINE) if dumps else []
-    frames = FRAME.findall(threads[-1]) if threads else []  # the main thread comes last
-    if not frames:
+    dumps = STACK_DUMP.findall(log)
+    if not dumps:
         return ""
-    own = [frame for frame in frames if OWN.match(frame[0])]
-    chosen = [*frames[:1], *[frame for frame in own[:2] if frame is not frames[0]]]
-    return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in chosen)
+    main_thread = THREAD.split(dumps[-1])[-1]
+    frames = FRAME.findall(main_thread)
+    project_frames = [frame for frame in frames if PROJECT_FILE.match(frame[0])]
+    selected = dict.fromkeys(frames[:1] + project_frames[:2])
+    return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in selected)
 
 
-def read_ranks(folder: Folder) -> list[Rank]:
+def read_ranks(folder: Folder) -> list[RankFacts]:
     """Read the facts of all ranks of the newest attempt."""
-    found = []
-    endings = find_endings(read_job_log(folder, 0))  # srun writes where rank 0 does
+    ranks = []
+    exit_reasons = parse_task_endings(read_job_log(folder, 0))  # srun writes to the log of rank 0
     for attempt in folder.attempts()[-1:]:
-        first = find_last_sign_of_life(attempt)
-        for beat in read_heartbeats(attempt):
-            text = f"{read_tail(attempt.log_file(beat.rank))}\n{read_job_log(folder, beat.rank)}"
-            ended = endings.get(beat.rank, "")
-            found.append(Rank(beat, beat.time or first, *find_first_error(text), find_stack_position(text), ended))
-    return found
+        start = find_last_sign_of_life(attempt)
+        for heartbeat in read_heartbeats(attempt):
+            rank = heartbeat.rank
+            log = f"{read_tail(attempt.log_file(rank))}\n{read_job_log(folder, rank)}"
+            error_time, error = find_first_error(log)
+            last_sign = heartbeat.time or start
+            stack = find_stack_position(log)
+            ranks.append(RankFacts(heartbeat, last_sign, error_time, error, stack, exit_reasons.get(rank, "")))
+    return ranks
 
 
-def list_failed_ranks(ranks: list[Rank]) -> list[Rank]:
+def list_failed_ranks(ranks: list[RankFacts]) -> list[RankFacts]:
     """Return the ranks with an error, the earliest first."""
-    return sorted((rank for rank in ranks if rank.error), key=lambda rank: (not rank.when, rank.when))
+    failed = [rank for rank in ranks if rank.error]
+    return sorted(failed, key=lambda rank: (not rank.error_time, rank.error_time))
 
 
-def find_known_cause(detail: str, own: list[Rank]) -> str:
-    """Find a known cause with its remedy; empty where there is none."""
-    for pattern, words in CAUSES:
-        who = next((rank.name for rank in own if re.search(pattern, rank.error)), "")
-        if who or re.search(pattern, detail):
-            return f"{who}: {words}" if who else words
+def find_known_cause(detail: str, failed: list[RankFacts]) -> str:
+    """Find a known cause with its remedy; empty if there is none."""
+    for pattern, cause in CAUSES:
+        for rank in failed:
+            if re.search(pattern, rank.error):
+                return f"{rank.name}: {cause}"
+        if re.search(pattern, detail):
+            return cause
     return ""
 
 
-def find_no_answer_message(errors: list[Rank]) -> str:
-    """Find the message of the first rank that reports another one as not answering."""
-    return next((rank.error for rank in errors if "did not answer within" in rank.error), "")
-
-
-def describe_lost_ranks(ranks: list[Rank], errors: list[Rank]) -> str:
-    """Describe the ranks that ended without an error, where the others only lost their connection."""
+def describe_lost_ranks(ranks: list[RankFacts]) -> str:
+    """Describe the ranks that ended without an error while others failed because they lost the connection."""
     silent = [rank for rank in ranks if not rank.error]
-    if not (errors and silent):
+    if not silent or len(silent) == len(ranks):
         return ""
     unknown = "killed, out of memory, or its host failed"
-    ends = ", ".join(f"{rank.name} ended without an error message ({rank.ended or unknown})" for rank in silent)
-    return f"{ends}, and the others lost it"
+    exit_reasons = [f"{rank.name} ended without an error message ({rank.exit_reason or unknown})" for rank in silent]
+    return f"{', '.join(exit_reasons)}; the others lost the connection"
 
 
 def describe_exit(folder: Folder) -> str:
-    """Describe how all ranks ended, where none of them left an error."""
+    """Describe how all ranks ended if none of them left an error."""
     code = folder.result.get("exit_status")
-    how = "killed, or the machine failed"
-    if isinstance(code, int):
-        is_signal = 128 < code < 128 + signal.NSIG
-        how = f"signal {signal.strsignal(code - 128) or code - 128}" if is_signal else f"exit status {code}"
-    return f"its ranks ended without an error message: {how}"
+    if not isinstance(code, int):
+        exit_reason = "killed, or the machine failed"
+    elif 128 < code < 128 + signal.NSIG:
+        exit_reason = f"signal {signal.strsignal(code - 128) or code - 128}"
+    else:
+        exit_reason = f"exit status {code}"
+    return f"all ranks ended without an error message: {exit_reason}"
 
 
-def judge_running(ranks: list[Rank], last_step: int, allowed: float) -> str:
-    """Judge a running run, which may be silent for so many seconds; a rank without heartbeat has just started."""
-    if not ranks or min(rank.age for rank in ranks) < allowed:
-        return describe_slow_rank([rank.beat for rank in ranks]) or WELL
-    behind = min(ranks, key=lambda rank: (rank.beat.step, rank.seen))
-    return f"it hangs after step {last_step}: {behind.name} has shown nothing for {format_duration(behind.age)}"
+def judge_running(ranks: list[RankFacts], last_step: int, max_silence: float) -> str:
+    """Judge a running run by its ranks' signs of life; without any rank, it has just started."""
+    if not ranks or min(rank.age for rank in ranks) < max_silence:
+        return describe_slow_rank([rank.heartbeat for rank in ranks]) or NO_PROBLEM
+    behind = min(ranks, key=lambda rank: (rank.heartbeat.step, rank.last_sign))
+    return f"hangs after step {last_step}: no sign of life from {behind.name} for {format_duration(behind.age)}"
 
 
-def find_cause(folder: Folder, state: str, detail: str, ranks: list[Rank]) -> str:
-    """Find the likely cause in one line; empty for a run that is well, or whose state says all."""
+def find_cause(folder: Folder, state: str, detail: str, ranks: list[RankFacts]) -> str:
+    """Find the likely cause in one line; empty if there is no problem or the state explains itself."""
     if state == "FINISHED":
-        return describe_slow_rank([rank.beat for rank in ranks])
+        return describe_slow_rank([rank.heartbeat for rank in ranks])
     if state == "CANCELLED":
         return ""
     if state == "RUNNING":
-        return judge_running(ranks, status.read_last_step(folder), max(SILENT, read_step_timeout(folder)))
-    errors = list_failed_ranks(ranks)
-    own = [rank for rank in errors if not PEER.search(rank.error)]
-    first = f"{own[0].name} failed first: {own[0].error}" if own else ""
-    last = errors[0].error if errors else describe_exit(folder)
-    killed = detail if "was killed by" in detail else ""
-    return (
-        find_known_cause(detail, own)
-        or first
-        or find_no_answer_message(errors)
-        or killed
-        or describe_lost_ranks(ranks, errors)
-        or detail
-        or last
-    )
+        max_silence = max(SILENCE_SECONDS, read_step_timeout(folder))
+        return judge_running(ranks, status.read_last_step(folder), max_silence)
+
+    return explain_failure(folder, detail, ranks)
+
+
+def explain_failure(folder: Folder, detail: str, ranks: list[RankFacts]) -> str:
+    """Find the likely cause of a failure: a rank whose error no other rank caused, else what is known of the others."""
+    failed = list_failed_ranks(ranks)
+    culprits = [rank for rank in failed if not PEER_ERROR.search(rank.error)]
+    known_cause = find_known_cause(detail, culprits)
+    if known_cause:
+        return known_cause
+    if culprits:
+        return f"{culprits[0].name} failed first: {culprits[0].error}"
+    for rank in failed:
+        if "did not answer within" in rank.error:
+            return rank.error
+    if "was killed by" in detail:
+        return detail
+    last_resort = failed[0].error if failed else describe_exit(folder)
+    return describe_lost_ranks(ranks) or detail or last_resort
 
 
 def examine_run(folder: Folder) -> dict[str, Any]:
     """Collect all facts about a run, for people and programs."""
     state, detail = status.read_state(folder)
     ranks = read_ranks(folder)
-    errors = list_failed_ranks(ranks)
-    first = errors[0].to_dict() if errors else None
-    slow = find_slow_rank([rank.beat for rank in ranks])
+    failed = list_failed_ranks(ranks)
+    slow = find_slow_rank([rank.heartbeat for rank in ranks])
+    attempts = folder.attempts()
     return {
         "run": folder.path.name,
         "state": state.lower(),
         "detail": detail,
-        "attempts": len(folder.attempts()),
+        "attempts": len(attempts),
         "step": status.read_last_step(folder),
         "ranks": [rank.to_dict() for rank in ranks],
-        "first_error": first,
-        "ranks_changed": [line for attempt in folder.attempts()[-1:] for line in describe_generations(attempt)],
+        "first_error": failed[0].to_dict() if failed else None,
+        "ranks_changed": describe_generations(attempts[-1]) if attempts else [],
         "straggler": slow.rank if slow else None,
         "cause": find_cause(folder, state, detail, ranks),
     }
 
 
 def find_next_command(folder: Folder, cause: str) -> str:
-    """Return the command to continue with; another one where this source or these settings failed."""
-    again = f"make exp RESUME={folder.reference}"
+    """Return the command that continues the run, or a new run if its source or settings failed."""
+    resume = f"make exp RESUME={folder.reference}"
     if re.search(SOURCE_ERROR, cause):
         return provenance.advise_new_run(folder)
     if NO_VALID_CHECKPOINT in cause:
-        return f"{again} after removing {folder.path}/attempts/*/checkpoints: it then begins anew"
-    rate = parse_float(read_settings(folder).get("optim.lr", ""))
+        return f"{resume} after removing {folder.path}/attempts/*/checkpoints: it then restarts from step 0"
     if DIVERGED in cause:
-        return f'{again} ARGS="optim.lr={(rate or 0) / 2:g}", with a lower rate than {rate or 0:g}'
-    if MEMORY in cause:
+        rate = parse_float(read_settings(folder).get("optim.lr", "")) or 0
+        return f'{resume} ARGS="optim.lr={rate / 2:g}", with a lower rate than {rate:g}'
+    if OUT_OF_MEMORY in cause:
         job = provenance.read_metadata(folder).get("job")
-        more = f'{again} ARGS="cluster.memory_gb=..."' if job else f"{again} on a machine with more memory"
-        return f"{more}, or a new run with a smaller batch or model: it would end in the same way here"
-    was_saved = storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder)
-    return again if was_saved else f"{again}; no checkpoint found, it restarts from step 0"
+        command = f'{resume} ARGS="cluster.memory_gb=..."' if job else f"{resume} on a machine with more memory"
+        return f"{command}, or a new run with a smaller batch or model; resuming unchanged would fail again"
+    has_checkpoint = storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder)
+    return resume if has_checkpoint else f"{resume}; no checkpoint found, it restarts from step 0"
+
+
+def print_rank(facts: dict[str, Any]) -> None:
+    """Print the last heartbeat of a rank, and where it was stuck."""
+    age = f"{format_duration(facts['age'])} ago"
+    line = f"  rank {facts['rank']:<3}  {facts['host']:<12}  heartbeat at step {facts['step']:>7}  {age:>10}"
+    if facts["before_backward"]:
+        line += f"  {facts['before_backward'] * 1e3:.1f} ms until backward"
+    print(line)
+    if facts["stands"]:
+        print(f"            stuck at {facts['stands']}")
 
 
 def print_diagnosis(folder: Folder, as_json: bool) -> int:
-    """Print the diagnosis; returns the exit status: as JSON, for scripts, 1 for a run that is not well."""
-    found = examine_run(folder)
+    """Print the diagnosis; returns the exit status: 1 for a run with a problem, but only with JSON, for scripts."""
+    facts = examine_run(folder)
+    state = facts["state"]
+    cause = facts["cause"]
     if as_json:
-        print(json.dumps(found, indent=2))
-        return 0 if found["state"] in ("finished", "pending") or found["cause"] == WELL else 1
-    print(f"{found['run']} is {found['state'].upper()}" + (f": {found['detail']}" if found["detail"] else ""))
-    print(f"  last step  {found['step']}")
-    for rank in found["ranks"]:
-        age = f"{format_duration(rank['age'])} ago"
-        early = f"  {rank['before_backward'] * 1e3:.1f} ms until backward" if rank["before_backward"] else ""
-        print(f"  rank {rank['rank']:<3}  {rank['host']:<12}  heartbeat at step {rank['step']:>7}  {age:>10}{early}")
-        if rank["stands"]:
-            print(f"            stood at {rank['stands']}")
-    for line in found["ranks_changed"]:
-        print(f"  ranks changed: {line}")
-    if found["first_error"]:
-        first = found["first_error"]
+        print(json.dumps(facts, indent=2))
+        return 0 if state in ("finished", "pending") or cause == NO_PROBLEM else 1
+    print(f"{facts['run']} is {state.upper()}: {facts['detail']}".removesuffix(": "))
+    print(f"  last step  {facts['step']}")
+    for rank in facts["ranks"]:
+        print_rank(rank)
+    for change in facts["ranks_changed"]:
+        print(f"  ranks changed: {change}")
+    if facts["first_error"]:
+        first = facts["first_error"]
         print(f"  first error  {first['when']} rank {first['rank']} on {first['host']}: {first['error']}")
-    if found["cause"]:
-        print(f"  likely cause  {found['cause']}")
-    if found["state"].upper() in OVER and found["state"] != "finished":
-        print(f"  go on  {find_next_command(folder, found['cause'])}")
+    if cause:
+        print(f"  likely cause  {cause}")
+    if state.upper() in OVER and state != "finished":
+        print(f"  continue with  {find_next_command(folder, cause)}")
     return 0

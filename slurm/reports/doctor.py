@@ -23,6 +23,7 @@ from common.core import config
 from common.core.config import ROOT
 from common.core.errors import UserError, exit_on_user_error
 from common.core.text import format_count
+from common.runs.compare_table import Column, join_columns
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import parse_count, parse_switch, split_settings
@@ -35,27 +36,34 @@ COLUMNS = (
     "all_reduce_gb_per_s",
 )  # fmt: skip
 USED_SETTINGS = ("runs", "data.cache", "launch.mixed")
-HERE, FOUND = "doctor-here ", "doctor-found "  # how the ranks on the hosts begin what they report
-SETUP = 120.0  # seconds until all have met: importing torch takes a minute on a busy host
-PATIENCE = 240.0  # seconds until they have reported
-UNABLE = re.compile(
+HOST_MARK = "doctor-here "  # starts the line in which a rank reports its host
+FACTS_MARK = "doctor-found "  # starts the line with all facts
+SETUP_TIMEOUT = 120.0  # seconds until all ranks have met: importing torch takes a minute on a busy host
+QUEUE_CHECK_SECONDS = 5.0  # time after which the hosts of the job are known
+REPORT_TIMEOUT = 240.0  # seconds until the ranks have reported
+HOST_FAILURE = re.compile(
     r"(?:on node |node failure on )(\S+?)(?: failed)?: (.+)|nodes? (\S+) (?:not responding|is down)", re.I
 )
 
 
 def format_table(facts: Sequence[dict[str, Any]]) -> str:
-    """Format the table of hosts as text: one line per rank."""
-    rows = [list(COLUMNS), *[["-" if f.get(n) is None else str(f[n]) for n in COLUMNS] for f in facts]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    """Format the table of hosts as text, with one line per rank."""
+    columns = []
+    for name in COLUMNS:
+        cells = ["-" if rank.get(name) is None else str(rank[name]) for rank in facts]
+        columns.append(Column(name, cells, left=True))
+    return "\n".join(join_columns(columns))
 
 
 # ---- on the hosts
 
 
 def examine_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
-    """Examine the host of this rank with the others, whose devices may be others with `mixed`; return exit status."""
-    print(f"{HERE}{socket.gethostname()}", flush=True)
+    """Examine the host of this rank together with the other ranks; returns the exit status.
+
+    With `mixed` the ranks may have different devices.
+    """
+    print(f"{HOST_MARK}{socket.gethostname()}", flush=True)
     from common.distributed import local_launcher, rendezvous
     from common.distributed.rank_info import RankInfo, read_rank_info
     from common.runs import wandb_account
@@ -63,15 +71,17 @@ def examine_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> in
     from configs.launch import Launch
 
     def examine_rank(rank_info: RankInfo) -> None:
-        launch = Launch(setup_timeout=SETUP, step_timeout=SETUP, mixed=mixed)
+        launch = Launch(setup_timeout=SETUP_TIMEOUT, step_timeout=SETUP_TIMEOUT, mixed=mixed)
         with rendezvous.joined_world(rank_info, launch) as world:
-            facts = world.gather(host_checks.collect_thorough_facts(world, runs, cache))
+            hosts = world.gather(host_checks.collect_thorough_facts(world, runs, cache))
             if world.is_main:
-                wrong = host_checks.find_problems(facts, len(set(world.hosts)), mixed=mixed)
-                asked = wandb_account.read_requested_mode(Experiment())
-                mode, why = (asked, "") if asked == "disabled" else wandb_account.choose_mode(asked)
-                found = {"hosts": facts, "problems": wrong, "wandb": {"mode": mode, "reason": why}}
-                print(FOUND + json.dumps(found), flush=True)
+                problems = host_checks.find_problems(hosts, len(set(world.hosts)), mixed=mixed)
+                mode = wandb_account.read_requested_mode(Experiment())
+                reason = ""
+                if mode != "disabled":
+                    mode, reason = wandb_account.choose_mode(mode)
+                report = {"hosts": hosts, "problems": problems, "wandb": {"mode": mode, "reason": reason}}
+                print(FACTS_MARK + json.dumps(report), flush=True)
 
     rank_info = read_rank_info(os.environ)
     if rank_info is None:
@@ -80,141 +90,152 @@ def examine_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> in
     return 0
 
 
-# ---- here
+# ---- on the machine of the caller
 
 
-def make_srun_command(profile: Profile, nodes: int, name: str) -> list[str]:
-    """Make the srun command that starts ranks on so many hosts."""
-    words = [
-        "srun",
-        f"--nodes={nodes}",
-        f"--ntasks-per-node={profile.ranks_per_node}",
-        f"--cpus-per-task={profile.cpus}",
-    ]
-    words += ["--kill-on-bad-exit=1", "--time=10", f"--job-name={name}"]
-    return words + [f"--{key}={value}" for key, value in sbatch.choose_host_options(profile).items()]
+def make_srun_command(profile: Profile, nodes: int, job_name: str) -> list[str]:
+    """Return the srun command that starts ranks on `nodes` hosts."""
+    options: dict[str, object] = {
+        "nodes": nodes,
+        "ntasks-per-node": profile.ranks_per_node,
+        "cpus-per-task": profile.cpus,
+        "kill-on-bad-exit": 1,
+        "time": 10,
+        "job-name": job_name,
+    }
+    options |= sbatch.choose_host_options(profile)
+    return ["srun", *(f"--{option}={value}" for option, value in options.items())]
 
 
 def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
-    """List hosts that SLURM reports as down, where too few others are left."""
-    chosen = [f"--partition={partition}"] if partition else []
-    lines = sorted(set(scheduler.call("sinfo", "-N", "-h", "-o", "%N|%T|%E", *chosen).split("\n")) - {""})
-    bad = [line.split("|", 2) for line in lines if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
-    if len({line.partition("|")[0] for line in lines}) - len(bad) >= nodes:
+    """Describe the hosts that SLURM reports as down if too few others are left."""
+    options = [f"--partition={partition}"] if partition else []
+    lines = set(scheduler.call("sinfo", "-N", "-h", "-o", "%N|%T|%E", *options).split("\n")) - {""}
+    down = [line for line in sorted(lines) if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
+    hosts = {line.partition("|")[0] for line in lines}
+    if len(hosts) - len(down) >= nodes:
         return []
-    return [f"{host} is {state}: {reason.strip()}; SLURM starts nothing there" for host, state, reason in bad]
+    problems = []
+    for line in down:
+        host, state, reason = line.split("|", 2)
+        problems.append(f"{host} is {state}: {reason.strip()}; SLURM starts no jobs on it")
+    return problems
 
 
-def list_job_hosts(scheduler: Scheduler, name: str) -> list[str]:
-    """List the hosts that a job was given."""
+def list_job_hosts(scheduler: Scheduler, job_name: str) -> list[str]:
+    """List the hosts that SLURM allocated to a job."""
     with contextlib.suppress(UserError):
-        names = scheduler.call("squeue", "-h", f"--name={name}", "-o", "%N").split()
+        names = scheduler.call("squeue", "-h", f"--name={job_name}", "-o", "%N").split()
         return scheduler.call("scontrol", "show", "hostnames", names[0]).split() if names else []
     return []
 
 
-def run_examination(command: list[str], scheduler: Scheduler | None, name: str) -> dict[str, Any]:
+def run_examination(command: list[str], scheduler: Scheduler | None, job_name: str) -> dict[str, Any]:
     """Run the ranks on the hosts; returns their facts, or in `problems` why there are none."""
-    env = clean_environment(os.environ) | {"PYTHONPATH": str(ROOT)}
+    environment = clean_environment(os.environ) | {"PYTHONPATH": str(ROOT)}
     lines: list[str] = []
     hosts: list[str] = []
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
-
-        def read_lines() -> None:
-            lines.extend(process.stdout or ())
-
-        reader = threading.Thread(target=read_lines, daemon=True)
+        reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
         reader.start()
-        reader.join(5.0)
+        reader.join(QUEUE_CHECK_SECONDS)
         if reader.is_alive() and scheduler is not None:
-            hosts = list_job_hosts(scheduler, name)
-        reader.join(PATIENCE)
-        late = reader.is_alive()
-        if late and scheduler is not None:
-            hosts = hosts or list_job_hosts(scheduler, name)
-            with contextlib.suppress(UserError):
-                scheduler.call("scancel", f"--name={name}")
-        if late:
+            hosts = list_job_hosts(scheduler, job_name)
+        reader.join(REPORT_TIMEOUT)
+        has_timed_out = reader.is_alive()
+        if has_timed_out:
+            if scheduler is not None:
+                hosts = hosts or list_job_hosts(scheduler, job_name)
+                with contextlib.suppress(UserError):
+                    scheduler.call("scancel", f"--name={job_name}")
             process.terminate()
             reader.join(5)
             process.kill()
-    found = next((line.removeprefix(FOUND) for line in lines if line.startswith(FOUND)), None)
-    if found:
-        return dict(json.loads(found))
-    return {"hosts": [], "wandb": {}, "problems": explain_missing_facts(lines, hosts, late)}
+    for line in lines:
+        if line.startswith(FACTS_MARK):
+            return dict(json.loads(line.removeprefix(FACTS_MARK)))
+    return {"hosts": [], "wandb": {}, "problems": explain_missing_facts(lines, hosts, has_timed_out)}
 
 
-def explain_missing_facts(lines: list[str], hosts: list[str], late: bool) -> list[str]:
-    """List reasons for missing facts: hosts without a rank, and the errors of the others."""
-    here = [line.removeprefix(HERE).strip() for line in lines if line.startswith(HERE)]
-    named = [match for match in map(UNABLE.search, lines) if match]
-    wrong = {str(m[1] or m[3]): (m[2] or "it does not answer").strip() for m in named}
-    missing = [host for host in hosts if host not in here and host not in wrong]
-    wrong |= dict.fromkeys(missing, "it does not answer; is its cable in, its slurmd up?")
-    if wrong:
-        return [f"{host}: {why}" for host, why in wrong.items()]
-    said = [line.strip().removeprefix("error: ") for line in lines if "error: " in line]
-    if late and not here:
-        return [f"no host was free within {PATIENCE:g} s; try later"]
-    return said[:3] or [line.strip() for line in lines[-3:]] or ["the ranks there ended without an error message"]
+def explain_missing_facts(lines: list[str], hosts: list[str], has_timed_out: bool) -> list[str]:
+    """Explain missing facts: hosts without a rank, and the errors of the others."""
+    reporting = [line.removeprefix(HOST_MARK).strip() for line in lines if line.startswith(HOST_MARK)]
+    problems = {}
+    for match in filter(None, map(HOST_FAILURE.search, lines)):
+        problems[match[1] or match[3]] = (match[2] or "does not respond").strip()
+    for host in hosts:
+        if host not in reporting:
+            problems.setdefault(host, "does not respond; check its cable and its slurmd")
+    if problems:
+        return [f"{host}: {problem}" for host, problem in problems.items()]
+    if has_timed_out and not reporting:
+        return [f"no host was free within {REPORT_TIMEOUT:g} s; try again later"]
+    errors = [line.strip().removeprefix("error: ") for line in lines if "error: " in line]
+    last_lines = [line.strip() for line in lines[-3:]]
+    return errors[:3] or last_lines or ["the ranks ended without an error message"]
 
 
 def examine_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
-    """Examine so many hosts of a cluster, or as many ranks on this machine. Raises UserError."""
-    folders = [str(Path(path).absolute()) for path in (settings.runs, settings.data.cache)]
-    words = [str(nodes), *folders, *(["mixed"] if settings.launch.mixed else [])]
-    command = [sys.executable, "-m", "slurm.reports.doctor", *words]
+    """Examine `nodes` hosts of a cluster, or as many ranks on this machine. Raises UserError."""
+    command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes)]
+    command += [str(Path(folder).absolute()) for folder in (settings.runs, settings.data.cache)]
+    if settings.launch.mixed:
+        command.append("mixed")
     if scheduler is None:
         return run_examination(command, None, "")
     scheduler.check_enough_hosts(nodes, profile.partition)
-    wrong = list_down_hosts(scheduler, nodes, profile.partition)
-    if wrong:
-        return {"hosts": [], "wandb": {}, "problems": wrong}
-    name = f"doctor-{secrets.token_hex(3)}"
-    srun = make_srun_command(profile, nodes, name)
-    return run_examination(scheduler.build_command(*srun, *command), scheduler, name)
+    problems = list_down_hosts(scheduler, nodes, profile.partition)
+    if problems:
+        return {"hosts": [], "wandb": {}, "problems": problems}
+    job_name = f"doctor-{secrets.token_hex(3)}"
+    srun = make_srun_command(profile, nodes, job_name)
+    return run_examination(scheduler.build_command(*srun, *command), scheduler, job_name)
 
 
-def print_facts(found: dict[str, Any]) -> None:
-    """Print the table of hosts, where W&B would be reached, and the problems."""
-    if found["hosts"]:
-        print(format_table(found["hosts"]))
-    if found["wandb"]:
-        why = found["wandb"]["reason"]
-        print(f"W&B: runs would be {found['wandb']['mode']}" + (f" ({why})" if why else ""))
-    for problem in found["problems"]:
+def print_facts(report: dict[str, Any]) -> None:
+    """Print the table of hosts, the W&B mode of runs, and the problems."""
+    if report["hosts"]:
+        print(format_table(report["hosts"]))
+    wandb = report["wandb"]
+    if wandb:
+        print(f"W&B: runs would be {wandb['mode']} ({wandb['reason']})".removesuffix(" ()"))
+    problems = report["problems"]
+    for problem in problems:
         print(f"problem: {problem}")
-    print("not sound" if found["problems"] else "all is sound", flush=True)
+    print(f"{format_count(len(problems), 'problem')} found" if problems else "all checks passed", flush=True)
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Check hosts, or examine a run; returns the exit status. Raises UserError."""
-    as_json = parse_switch("JSON", given.json)
-    if given.run is not None:
-        others = [name for name in ("nodes", "args", "launch", "cluster") if getattr(given, name)]
-        if others:
-            raise UserError(f"RUN examines a run, and {others[0].upper()} is for checking hosts; leave one of them out")
-        return diagnosis.print_diagnosis(selection.find_run(given.run, Path("runs")), as_json)
-    nodes = parse_count("NODES", given.nodes or "1")
-    words, for_profile = split_settings(given.args)
-    asked = config.parse_command_line(words).values
-    settings = config.build_config(FolderSettings, [asked])
-    ignored = [name for name in asked if name not in USED_SETTINGS]
+    as_json = parse_switch("JSON", args.json)
+    if args.run is not None:
+        for name in ("nodes", "args", "launch", "cluster"):
+            if getattr(args, name):
+                raise UserError(f"RUN examines a run, but {name.upper()} is for checking hosts; omit one of them")
+        return diagnosis.print_diagnosis(selection.find_run(args.run, Path("runs")), as_json)
+
+    nodes = parse_count("NODES", args.nodes or "1")
+    settings_arguments, profile_arguments = split_settings(args.args)
+    values = config.parse_command_line(settings_arguments).values
+    settings = config.build_config(FolderSettings, [values])
+    ignored = [name for name in values if name not in USED_SETTINGS]
     if ignored:
         raise UserError(
             f"ARGS: doctor does not use {', '.join(ignored)}, only {', '.join(USED_SETTINGS)} and cluster.key=value"
         )
-    profile = sbatch.load_profile(given.cluster or "default", for_profile)
-    scheduler = choose_scheduler(given.launch or "auto")
+    profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
+    scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None and not as_json:
-        print(f"no SLURM is used: {format_count(nodes, 'rank')} on this machine", flush=True)
-    found = examine_hosts(scheduler, nodes, profile, settings)
+        print(f"SLURM is not used; checking {format_count(nodes, 'rank')} on this machine", flush=True)
+    report = examine_hosts(scheduler, nodes, profile, settings)
     if as_json:
-        print(json.dumps({"sound": not found["problems"]} | found, indent=2))
+        print(json.dumps({"sound": not report["problems"]} | report, indent=2))
     else:
-        print_facts(found)
-    return 1 if found["problems"] else 0
+        print_facts(report)
+    return 1 if report["problems"] else 0
 
 
 class FolderSettings(Experiment):
@@ -229,5 +250,5 @@ class FolderSettings(Experiment):
 
 if __name__ == "__main__":  # a rank on a host, started by srun or by the doctor itself
     with exit_on_user_error():
-        count, where, kept, *more = sys.argv[1:]
-        sys.exit(examine_this_host(int(count), Path(where), Path(kept), mixed=more == ["mixed"]))
+        node_count, runs_folder, cache_folder, *flags = sys.argv[1:]
+        sys.exit(examine_this_host(int(node_count), Path(runs_folder), Path(cache_folder), mixed=flags == ["mixed"]))

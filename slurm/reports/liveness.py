@@ -1,4 +1,4 @@
-"""Whether an attempt of a run is alive, as its claim, /proc and SLURM know it. Imports no torch."""
+"""Whether an attempt of a run is alive, according to its claim, /proc and SLURM. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_SECONDS = 0.5
 
 
 def judge_claim(claim: Claim) -> Life:
-    """Judge an attempt: one of the recorded job by SLURM, any other by what this host sees of its process."""
+    """Judge an attempt of the recorded job by SLURM, any other by its process on this host."""
     meta = provenance.read_metadata(claim.attempt)
     job = meta.get("job")
     if claim.ended or not claim.job or not job:
@@ -30,16 +30,16 @@ def judge_claim(claim: Claim) -> Life:
 
 
 def wait_for_earlier_attempt(folder: Folder) -> None:
-    """Wait until an attempt that was told to stop has ended, and record that.
+    """Wait until an attempt that is stopping has ended, and record its end.
 
-    Raises RunTaken where an attempt goes on.
+    Raises RunTaken if an attempt keeps running.
     """
     claim = claims.find_newest_claim(folder)
     deadline = time.monotonic() + claims.STOPPING_SECONDS
     is_announced = False
     while claim is not None and (life := judge_claim(claim)) is not Life.UNKNOWN:
         if life is Life.ENDED:
-            if not claim.ended:  # the host on which the next attempt starts may not see the process
+            if not claim.ended:  # the host of the next attempt may not see the process
                 claims.mark_ended(claim.attempt)
             return
         if not folder.result or time.monotonic() > deadline:

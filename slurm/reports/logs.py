@@ -20,8 +20,9 @@ from slurm.reports.status import OVER, find_scheduler, read_status
 from slurm.scheduling.scheduler import QUICK
 
 EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
-
-MARGIN = 10.0  # seconds for which a run that is over is followed, beside those that it waits for W&B
+POLL_SECONDS = 0.2
+STATUS_SECONDS = 2.0  # between two reads of the run's status
+MARGIN_SECONDS = 10.0  # a run that is over is followed for wandb.finish_timeout and this time
 
 
 def follow_log(folder: Folder, log: Path) -> int:
@@ -30,20 +31,23 @@ def follow_log(folder: Folder, log: Path) -> int:
         return print_growing_log(folder, log)
     except KeyboardInterrupt:
         run = shlex.quote(str(folder.path))
-        print(f"\nno longer following; the run goes on, and is ended by: make cancel RUN={run}")
+        print(f"\nno longer following; the run continues. To stop it: make cancel RUN={run}")
         return 128 + signal.SIGINT
 
 
 def print_growing_log(folder: Folder, log: Path) -> int:
     """Print a log as it grows, and at the end the status; returns the run's exit status.
 
-    A run writes its result before its last lines: the log is followed until its job or process has ended, too, but no
-    longer than W&B may take.
+    A run writes its result before its last lines. The log is therefore followed until the job or process has ended, but
+    no longer than W&B may take to finish.
     """
-    patience = MARGIN + (parse_float(read_settings(folder).get("wandb.finish_timeout", "")) or 0.0)
-    position, looked, state = 0, 0.0, ""
+    finish_timeout = parse_float(read_settings(folder).get("wandb.finish_timeout", "")) or 0.0
+    max_result_age = MARGIN_SECONDS + finish_timeout
+    position = 0
+    status_time = 0.0
+    state = ""
     while True:
-        is_last = state in OVER and (measure_result_age(folder) > patience or not is_still_ending(folder))
+        is_last = state in OVER and (measure_result_age(folder) > max_result_age or not is_still_writing(folder))
         with contextlib.suppress(OSError), open(log, errors="replace") as file:
             file.seek(position)
             text = file.read()
@@ -51,22 +55,23 @@ def print_growing_log(folder: Folder, log: Path) -> int:
             print(text, end="", flush=True)
         if is_last:
             break
-        if state not in OVER and time.monotonic() - looked > 2:
-            state, looked = read_status(folder).state, time.monotonic()
-        time.sleep(0.2)
+        if state not in OVER and time.monotonic() - status_time > STATUS_SECONDS:
+            state = read_status(folder).state
+            status_time = time.monotonic()
+        time.sleep(POLL_SECONDS)
     print(read_status(folder).format_line(), flush=True)
     return find_exit_status(folder)
 
 
 def measure_result_age(folder: Folder) -> float:
-    """Return the seconds since a run wrote its result; infinite where it has none."""
+    """Return the seconds since a run wrote its result; infinity without a result."""
     try:
         return time.time() - (folder.path / "result.json").stat().st_mtime
     except OSError:
         return math.inf
 
 
-def is_still_ending(folder: Folder) -> bool:
+def is_still_writing(folder: Folder) -> bool:
     """Check whether the job or process of a run that is over can still write."""
     meta = provenance.read_metadata(folder)
     if meta.get("job"):
@@ -76,20 +81,21 @@ def is_still_ending(folder: Folder) -> bool:
 
 
 def find_exit_status(folder: Folder) -> int:
-    """Find the exit status of a run that is over: its own, else what SLURM saw, else 1."""
-    meta, result = provenance.read_metadata(folder), folder.result
-    if isinstance(result.get("exit_status"), int):
-        return int(result["exit_status"])
+    """Find the exit status of a run that is over: from its result, else from SLURM, else 1."""
+    exit_status = folder.result.get("exit_status")
+    if isinstance(exit_status, int):
+        return exit_status
+    meta = provenance.read_metadata(folder)
     scheduler = find_scheduler(meta) if meta.get("job") else None
     if scheduler is None:
         return 1
     job = meta["job"]["id"]
-    for words in (("scontrol", "-o", "show", "job", job), ("sacct", "-n", "-X", "-P", "-j", job, "-o", "ExitCode")):
+    for command in (("scontrol", "-o", "show", "job", job), ("sacct", "-n", "-X", "-P", "-j", job, "-o", "ExitCode")):
         with contextlib.suppress(UserError):
-            found = EXIT_CODE.search(scheduler.call(*words))
-            if found:
-                code, signalled = int(found[1]), int(found[2])
-                return code or (128 + signalled if 0 < signalled < 32 else 1)
+            match = EXIT_CODE.search(scheduler.call(*command))
+            if match:
+                code, signal_number = map(int, match.groups())
+                return code or (128 + signal_number if 0 < signal_number < 32 else 1)
     return 1
 
 
@@ -106,17 +112,19 @@ def find_rank_0_log(folder: Folder) -> Path:
 
 def read_rank_0_log(folder: Folder) -> str:
     """Read the output of rank 0 in the newest attempt that has any. Raises UserError."""
-    logs = [find_rank_0_log(folder), *(attempt.log_file(0) for attempt in reversed(folder.attempts()))]
-    texts = [log.read_text(errors="replace") for log in logs if log.exists()]
-    if not any(texts):
-        raise UserError(f"{folder.path.name} has written nothing yet; try again, or FOLLOW=1")
-    return next(filter(None, texts))
+    logs = [find_rank_0_log(folder)]
+    logs += [attempt.log_file(0) for attempt in reversed(folder.attempts())]
+    for log in logs:
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if text:
+            return text
+    raise UserError(f"{folder.path.name} has no output yet; try again, or wait for it with FOLLOW=1")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Print or follow the log of rank 0; returns the exit status."""
-    folder = find_run(given.run, Path(given.runs_folder or "runs"))
-    if parse_switch("FOLLOW", given.follow):
+    folder = find_run(args.run, Path(args.runs_folder or "runs"))
+    if parse_switch("FOLLOW", args.follow):
         return follow_log(folder, find_rank_0_log(folder))
     print(read_rank_0_log(folder), end="")
     return 0

@@ -1,4 +1,4 @@
-"""The choice of runs for a command: by id, newest, experiment, settings or sweep."""
+"""Selection of runs for a command: by id, experiment, settings or sweep, or the newest ones."""
 
 from __future__ import annotations
 
@@ -24,140 +24,162 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-NEWEST = 10  # runs that are taken where nothing is asked for
+DEFAULT_RUN_COUNT = 10  # the newest runs, selected if nothing limits the selection
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The choice of runs as it was typed."""
+class RunFilter:
+    """The criteria of a selection, as typed on the command line."""
 
     runs: str = ""
     name: str = ""
     last: str = ""
-    where: str = ""
+    conditions: str = ""
+    """Such as `strategy=ddp lr>0.1`."""
     sweep: str = ""
 
 
 def find_run(name: str, runs: Path) -> Folder:
     """Find the run folder of an id, its last four characters, or a path. Raises UserError."""
-    ends = [file.parent for file in runs.glob(f"*-{name}/config.yaml")] if re.fullmatch("[0-9a-f]{4}", name) else []
-    if len(ends) > 1:
-        raise UserError(f"{name} is the end of {' and '.join(sorted(path.name for path in ends))}; write one out")
-    for path in (Path(name), runs / name, *ends):
-        if name and os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises where a name is too long)
-            return Folder(path.absolute())
     if not name:
-        newest = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)[:3]
-        names = ", ".join(path.parent.name for path in newest) or "none"
-        raise UserError(f"RUN is missing; write RUN=<id> (newest in {runs}: {names})")
-    raise UserError(f"{name!r}: no such run folder in {runs}; make status lists them")
+        files = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+        newest = ", ".join(file.parent.name for file in files[:3]) or "none"
+        raise UserError(f"RUN is missing; write RUN=<id> (newest in {runs}: {newest})")
+    paths = [Path(name), runs / name]
+    if re.fullmatch("[0-9a-f]{4}", name):
+        matches = [file.parent for file in runs.glob(f"*-{name}/config.yaml")]
+        if len(matches) > 1:
+            names = " and ".join(sorted(path.name for path in matches))
+            raise UserError(f"{name} is ambiguous: {names}; write the full id")
+        paths += matches
+    for path in paths:
+        if os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises where a name is too long)
+            return Folder(path.absolute())
+    raise UserError(f"{name!r}: no such run folder in {runs}; make status lists the runs")
 
 
 def list_runs(root: Path) -> list[Folder]:
     """List all run folders, the oldest first."""
-    paths = [path.parent for path in root.glob("*/config.yaml")]
-    paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # the time stands in the name
+    paths = [file.parent for file in root.glob("*/config.yaml")]
+    paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # a name contains the time of creation
     return [Folder(path.absolute()) for path in paths]
 
 
-def select_runs(asked: Choice, root: Path, newest: int = NEWEST) -> list[Folder]:
-    """Select the runs that fit the whole choice, oldest first or in the order of their names. Raises UserError.
+def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT) -> list[Folder]:
+    """Select the runs that meet all criteria, oldest first or in the order of their names. Raises UserError.
 
-    Where nothing tells which or how many, the `newest` ones; 0 is all.
+    If neither RUNS, SWEEP, WHERE nor LAST limits the selection, only the `newest` runs are returned; 0 means all.
     """
-    if asked.runs or asked.sweep:
-        found = [find_run(name, root) for name in split_words("RUNS", asked.runs)]
-        found += list_sweep_runs(asked.sweep, root) if asked.sweep else []
-        found = list({folder.path: folder for folder in found}.values())
-    else:
-        found = list_runs(root)
-    if not found:
-        raise UserError(f"there is no run in {root} yet; make exp NAME={config.list_experiments()[0]} makes one")
-    if asked.name:
-        there = sorted({folder.experiment for folder in found})
-        if asked.name not in there:
-            raise UserError(f"NAME={asked.name!r}: no run of it; there are runs of {', '.join(there)}")
-        found = [folder for folder in found if folder.experiment == asked.name]
-    found = filter_runs(found, asked.where)
-    if asked.last:
-        return found[-parse_count("LAST", asked.last) :]
-    return found if asked.runs or asked.sweep or asked.where else found[-newest:]
+    folders = list_named_runs(criteria, root) if criteria.runs or criteria.sweep else list_runs(root)
+    if not folders:
+        raise UserError(f"no runs in {root} yet; start one: make exp NAME={config.list_experiments()[0]}")
+    if criteria.name:
+        experiments = sorted({folder.experiment for folder in folders})
+        if criteria.name not in experiments:
+            raise UserError(f"NAME={criteria.name!r}: no such runs; there are runs of {', '.join(experiments)}")
+        folders = [folder for folder in folders if folder.experiment == criteria.name]
+    folders = filter_by_settings(folders, criteria.conditions)
+    if criteria.last:
+        return folders[-parse_count("LAST", criteria.last) :]
+    is_limited = criteria.runs or criteria.sweep or criteria.conditions
+    return folders if is_limited else folders[-newest:]
+
+
+def list_named_runs(criteria: RunFilter, root: Path) -> list[Folder]:
+    """List the runs of RUNS and SWEEP, each once. Raises UserError."""
+    folders = [find_run(name, root) for name in split_words("RUNS", criteria.runs)]
+    if criteria.sweep:
+        folders += list_sweep_runs(criteria.sweep, root)
+    return list({folder.path: folder for folder in folders}.values())
 
 
 def read_sweep(file: Path) -> dict[str, Any]:
-    """Read a sweep.json; empty where there is none.
+    """Read a sweep.json; return an empty dict if there is none.
 
-    Raises UserError for a damaged one: nothing else tells which run belongs to which point.
+    Raises UserError if it is damaged: no other file records which run belongs to which point.
     """
     try:
-        found = parse_json(file.read_text(errors="replace"))
+        sweep = parse_json(file.read_text(errors="replace"))
     except FileNotFoundError:
         return {}
-    cells = found.get("cells") if isinstance(found, dict) else None
-    if not isinstance(cells, list) or not all(map(is_sweep_point, cells)):
+    points = sweep.get("cells") if isinstance(sweep, dict) else None
+    if not isinstance(points, list) or not all(map(is_sweep_point, points)):
         raise UserError(
-            f"{file} is damaged; bring it back, or delete it: the sweep then begins anew beside its old runs"
+            f"{file} is damaged; restore it, or delete it: the sweep then starts over, and its old runs are kept"
         )
-    return found
+    return sweep
 
 
-def is_sweep_point(value: Any) -> bool:
-    """Check for a point of a sweep: settings, number of the repeat, name of its run."""
-    if not isinstance(value, dict) or not isinstance(value.get("values"), dict):
+def is_sweep_point(point: Any) -> bool:
+    """Check for a valid sweep point: settings, index of the repeat, name of its run."""
+    if not isinstance(point, dict) or not isinstance(point.get("values"), dict):
         return False
-    earlier = value.get("earlier", [])
-    if not isinstance(earlier, list) or not isinstance(value.get("repeat", 0), int):
+    earlier_runs = point.get("earlier", [])
+    if not isinstance(earlier_runs, list) or not isinstance(point.get("repeat", 0), int):
         return False
-    return all(isinstance(name, str) and Path(name).name == name for name in [value.get("run") or "none yet", *earlier])
+    names = [point.get("run") or "none yet", *earlier_runs]
+    return all(isinstance(name, str) and Path(name).name == name for name in names)
 
 
 def list_sweep_runs(sweep: str, root: Path) -> list[Folder]:
     """List the started runs of a sweep, in the order of its points. Raises UserError."""
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
-        if os.path.isfile(file):  # noqa: PTH113 (is_file raises where a name is too long)
-            ids = [cell.get("run") or "" for cell in read_sweep(file).get("cells", [])]
-            paths = [path.absolute().parent.parent / name for name in dict.fromkeys(ids) if name]
-            found = [Folder(one) for one in paths if (one / "config.yaml").is_file()]
-            if not found:
-                raise UserError(f"SWEEP={sweep!r}: none of its runs has begun, or their folders are gone")
-            return found
+        if not os.path.isfile(file):  # noqa: PTH113 (is_file raises where a name is too long)
+            continue
+        ids = dict.fromkeys(point.get("run") for point in read_sweep(file).get("cells", []))
+        run_paths = [path.absolute().parent.parent / name for name in ids if name]
+        folders = [Folder(run_path) for run_path in run_paths if (run_path / "config.yaml").is_file()]
+        if not folders:
+            raise UserError(f"SWEEP={sweep!r}: no run has started, or the run folders were deleted")
+        return folders
     raise UserError(f"SWEEP={sweep!r}: no such sweep in {root / 'sweeps'}")
 
 
 def read_settings(folder: Folder) -> dict[str, str]:
-    """Read the settings of a run's newest attempt as text, by dotted name; empty where they cannot be read."""
+    """Read the settings of a run's newest attempt as text, by dotted name; empty if they cannot be read."""
     try:
-        found = {key: str(value) for key, value in config.read_config_file(folder.path / "config.yaml").items()}
+        config_values = config.read_config_file(folder.path / "config.yaml")
     except UserError:
         return {}
-    for start in folder.attempts()[-1:]:
-        changed = read_json(start.attempt / "changed.json").items()
-        found |= {key: str(pair[-1]) for key, pair in changed if isinstance(pair, list) and pair}
-    return found
+    settings = {key: str(value) for key, value in config_values.items()}
+    for attempt in folder.attempts()[-1:]:
+        for key, change in read_json(attempt.attempt / "changed.json").items():
+            if isinstance(change, list) and change:
+                settings[key] = str(change[-1])
+    return settings
 
 
-def filter_runs(folders: list[Folder], where: str) -> list[Folder]:
-    """Return the runs whose settings fulfil all conditions, such as `strategy=ddp lr>0.1`. Raises UserError."""
+def parse_conditions(text: str) -> list[tuple[str, ...]]:
+    """Parse WHERE into conditions: key, comparison and value. Raises UserError."""
     conditions = []
-    for word in split_words("WHERE", where):
+    for word in split_words("WHERE", text):
         match = CONDITION.fullmatch(word)
         if not match:
-            raise UserError(f"WHERE={where!r}: {word!r} is no condition; write key=value, key!=value or key>number")
+            raise UserError(f"WHERE={text!r}: {word!r} is not a condition; write key=value, key!=value or key>number")
         conditions.append(match.groups())
+    return conditions
+
+
+def filter_by_settings(folders: list[Folder], text: str) -> list[Folder]:
+    """Return the runs whose settings meet all conditions of WHERE. Raises UserError."""
+    conditions = parse_conditions(text)
     if not conditions:
         return folders
     settings = [read_settings(folder) | {"experiment": folder.experiment} for folder in folders]
-    known = {key for values in settings for key in values}
-    for key, _, _ in conditions:
-        if not any(matches_short_name(key, one) for one in known):
-            names = sorted(known | {one.split(".")[-1] for one in known})
-            raise UserError(f"WHERE: no run has a setting {key}{suggest_nearest(key, names)}")
-    pairs = zip(folders, settings, strict=True)
-    found = [folder for folder, values in pairs if all(meets_condition(values, *one) for one in conditions)]
-    if not found:
-        raise UserError(f"WHERE={where!r}: none of {format_count(len(folders), 'run')} has such settings")
-    return found
+    keys = set[str]().union(*settings)
+    for short_key, _, _ in conditions:
+        if not any(matches_short_name(short_key, key) for key in keys):
+            hint = suggest_nearest(short_key, sorted(keys | {key.split(".")[-1] for key in keys}))
+            raise UserError(f"WHERE: no run has a setting {short_key}{hint}")
+
+    matches = []
+    for folder, run_settings in zip(folders, settings, strict=True):
+        if all(meets_condition(run_settings, *condition) for condition in conditions):
+            matches.append(folder)
+    if not matches:
+        raise UserError(f"WHERE={text!r}: none of {format_count(len(folders), 'run')} has these settings")
+    return matches
 
 
 def matches_short_name(short: str, full: str) -> bool:
@@ -165,30 +187,34 @@ def matches_short_name(short: str, full: str) -> bool:
     return full == short or full.endswith(f".{short}")
 
 
-def meets_condition(values: dict[str, str], key: str, sign: str, wanted: str) -> bool:
+def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expected: str) -> bool:
     """Check one condition on a run's settings; numbers are compared as numbers. Raises UserError."""
-    own = values[key] if key in values else next((v for k, v in values.items() if matches_short_name(key, k)), None)
-    if own is None:
+    first_match = next((text for name, text in settings.items() if matches_short_name(key, name)), None)
+    actual = settings.get(key, first_match)
+    if actual is None:
         return False
-    left, right = parse_float(own), parse_float(wanted)
-    if sign in COMPARISONS:
-        if right is None:
-            raise UserError(f"WHERE: {key}{sign}{wanted}: {wanted!r} is no number")
-        return left is not None and COMPARISONS[sign](left, right)
-    same = left == right if left is not None and right is not None else own == wanted
-    return same == (sign == "=")
+    actual_number = parse_float(actual)
+    expected_number = parse_float(expected)
+    if comparison in COMPARISONS:
+        if expected_number is None:
+            raise UserError(f"WHERE: {key}{comparison}{expected}: {expected!r} is not a number")
+        return actual_number is not None and COMPARISONS[comparison](actual_number, expected_number)
+    is_equal = actual == expected
+    if actual_number is not None and expected_number is not None:
+        is_equal = actual_number == expected_number
+    return is_equal == (comparison == "=")
 
 
 def trains_model(settings: Mapping[str, str]) -> bool:
-    """Tell from the settings of a run whether it trains; a run that only measures has no data."""
+    """Return whether a run with these settings trains; a run that only measures has no data."""
     return settings.get("data.name") != "none"
 
 
 def read_step_timeout(folder: Folder) -> float:
-    """Read a run's launch.step_timeout in seconds; 0 where its settings do not tell."""
+    """Read a run's launch.step_timeout in seconds; 0 if it is unknown."""
     return parse_float(read_settings(folder).get("launch.step_timeout", "")) or 0.0
 
 
 def parse_float(text: str) -> float | None:
-    """Read a number; None for a text that is none."""
+    """Parse a number; return None if the text is not one."""
     return config_keys.parse_number(float, text)

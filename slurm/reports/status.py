@@ -1,7 +1,7 @@
 """The verb `status`: the state, progress and speed of runs. Imports no torch.
 
-The state is taken from the result file and the heartbeats, then from squeue and scontrol, then from sacct. A site
-without accounting loses nothing; a run that none of them knows any more is LOST.
+The state is read from the result file and the heartbeats, then from squeue and scontrol, then from sacct. A site
+without accounting loses nothing; a run that none of them knows is LOST.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import UserError
-from common.core.text import format_count, format_duration
+from common.core.text import format_count, format_duration, read_tail
 from common.distributed.elastic.generations import describe_generations
 from common.runs import claims, provenance
 from common.runs import result as results
@@ -31,18 +31,19 @@ from slurm.scheduling import submission
 from slurm.scheduling.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
 
 OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
-TAIL, LAST_ROW = 1 << 16, 1 << 11  # bytes of metrics that tell the speed, and the step alone
-LEAST = 1 << 16  # bytes free on a disk that is not full
-SILENT = 300.0  # seconds without a sign of life, at least, of a run on another host that is lost
-PREPARING = 600.0  # seconds for which a folder may be prepared by somebody who is not known here
-RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # as Folder.create makes it
+SPEED_BYTES = 1 << 16  # bytes at the end of the metrics that suffice to measure the speed
+LAST_ROW_BYTES = 1 << 11  # bytes that suffice for the last step
+MIN_FREE_BYTES = 1 << 16  # a disk with less is full
+SILENCE_SECONDS = 300.0  # minimum time without a sign of life before a run on another host is LOST
+PREPARATION_SECONDS = 600.0  # time for which a process that is not visible here may prepare a folder
+MAX_LISTED_RUNS = 20  # without ALL=1
+RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # as written by Folder.create
 LINE = "{:<44}  {:<9}  {:>8}  {:>7}  {:>9}  {:>11}  {}"
-NEWEST = 20  # runs that are listed without ALL=1
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """One run as far as it is known."""
+    """The status of one run."""
 
     run: str
     state: str
@@ -50,7 +51,7 @@ class Status:
     step: int
     samples_per_second: float
     heartbeat: float | None
-    """Seconds since the newest sign of life of any rank."""
+    """Seconds since the newest heartbeat of any rank."""
     detail: str = ""
 
     @property
@@ -64,16 +65,20 @@ class Status:
         return LINE.format(self.run, self.state, self.restarts, self.step, speed, age, self.detail).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all values, for programs."""
+        """Return all fields for JSON."""
         return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": self.restarts}
 
 
-def read_last_rows(path: Path, size: int) -> list[dict[str, Any]]:
-    """Read the last rows of a metrics file, without reading all of it."""
+def list_trained_attempts(folder: Folder) -> list[Folder]:
+    """List the attempts that trained, the newest first."""
+    return [attempt for attempt, _ in folder.trace_attempts()]
+
+
+def read_last_rows(attempts: list[Folder], size: int) -> list[dict[str, Any]]:
+    """Read the rows in the last `size` bytes of the first attempt's metrics; none without attempts."""
     rows = []
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        for line in file.read().splitlines():
+    for attempt in attempts[:1]:
+        for line in read_tail(attempt.metrics_file, size).splitlines():
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("global_step"), int)]
@@ -84,153 +89,155 @@ def measure_speed(rows: list[dict[str, Any]]) -> float:
     steps = [row for row in rows if "loss" in row][-50:]
     if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
         return 0.0
-    return float((steps[-1]["samples"] - steps[0]["samples"]) / (steps[-1]["time"] - steps[0]["time"]))
+    samples = steps[-1]["samples"] - steps[0]["samples"]
+    return float(samples / (steps[-1]["time"] - steps[0]["time"]))
 
 
-def list_counted_attempts(folder: Folder) -> list[Folder]:
-    """List the newest attempt that has begun to train; empty where none has."""
-    return [attempt for attempt, _ in folder.trace_attempts()[:1]]
-
-
-def find_last_step(counted: list[Folder], rows: list[dict[str, Any]]) -> int:
-    """Return the last step in `rows`, or else the steps of earlier attempts; 0 before the first step."""
-    begun = [attempt.parent_record[1] for attempt in counted if attempt.parent_record]
-    return max([row["global_step"] for row in rows] + begun, default=0)
+def find_last_step(attempts: list[Folder], rows: list[dict[str, Any]]) -> int:
+    """Return the last step in `rows`, or the step from which the newest attempt resumed; 0 before the first step."""
+    steps = [row["global_step"] for row in rows]
+    steps += [attempt.parent_record[1] for attempt in attempts[:1] if attempt.parent_record]
+    return max(steps, default=0)
 
 
 def read_last_step(folder: Folder) -> int:
-    """Read the last step of a run from its metrics, which have every step, unlike the heartbeats."""
-    counted = list_counted_attempts(folder)
-    rows = read_last_rows(counted[0].metrics_file, LAST_ROW) if counted else []
-    return find_last_step(counted, rows)
+    """Read the last step of a run from its metrics, which contain every step, unlike the heartbeats."""
+    attempts = list_trained_attempts(folder)
+    return find_last_step(attempts, read_last_rows(attempts, LAST_ROW_BYTES))
 
 
-def read_final_rate(folder: Folder) -> float | None:
+def read_final_speed(folder: Folder) -> float | None:
     """Read the samples/s of a finished run; None without a result, and for a run that only measures."""
     result = results.parse_result(folder.result)
-    rate = result.find_number("samples_per_second")
-    if rate and not result.scores and not selection.trains_model(selection.read_settings(folder)):
+    speed = result.find_number("samples_per_second")
+    if speed and not result.scores and not selection.trains_model(selection.read_settings(folder)):
         return None  # older versions counted the points of a measurement as samples
-    return rate
+    return speed
 
 
 def read_status(folder: Folder) -> Status:
     """Read the status of a run from its folder and from SLURM."""
     attempts = folder.attempts()
-    newest = attempts[-1] if attempts else None
-    counted = list_counted_attempts(folder)
-    rate = read_final_rate(folder)
-    rows = read_last_rows(counted[0].metrics_file, LAST_ROW if rate else TAIL) if counted else []
-    signs = heartbeats.read_heartbeats(newest) if newest else []
-    beat = max((sign.time for sign in signs), default=0.0)
-    age = max(0.0, time.time() - beat) if beat else None
-    step = find_last_step(counted, rows)
-    state, detail = read_state(folder, patience=QUICK)
+    beats = heartbeats.read_heartbeats(attempts[-1]) if attempts else []
+    last_beat = max((beat.time for beat in beats), default=0.0)
+    age = max(0.0, time.time() - last_beat) if last_beat else None
+
+    state, detail = read_state(folder, timeout=QUICK)
     if state == "RUNNING":
-        changed = describe_generations(newest)[-1:] if newest else []
-        words = (detail, *changed, heartbeats.describe_shards(signs), heartbeats.describe_slow_rank(signs))
-        detail = "; ".join(filter(None, words))
-    speed = rate or measure_speed(rows)
-    if not speed and state == "FINISHED":  # the newest attempt had too few steps left
-        earlier = [read_last_rows(attempt.metrics_file, TAIL) for attempt, _ in folder.trace_attempts()[1:2]]
-        speed = sum(map(measure_speed, earlier))
-    return Status(folder.path.name, state, len(attempts), step, speed, age, detail)
+        details = [detail]
+        if attempts:
+            details += describe_generations(attempts[-1])[-1:]
+        details += [heartbeats.describe_shards(beats), heartbeats.describe_slow_rank(beats)]
+        detail = "; ".join(filter(None, details))
+
+    trained = list_trained_attempts(folder)
+    speed = read_final_speed(folder)
+    rows = read_last_rows(trained, LAST_ROW_BYTES if speed else SPEED_BYTES)
+    speed = speed or measure_speed(rows)
+    if not speed and state == "FINISHED":  # the newest attempt had too few steps
+        speed = measure_speed(read_last_rows(trained[1:], SPEED_BYTES))
+    return Status(folder.path.name, state, len(attempts), find_last_step(trained, rows), speed, age, detail)
 
 
-def read_state(folder: Folder, patience: float = PATIENCE) -> tuple[str, str]:
-    """Read the state of a run and a few words on it; each command of SLURM has `patience` seconds to answer."""
+def read_state(folder: Folder, timeout: float = PATIENCE) -> tuple[str, str]:
+    """Read the state of a run and a detail about it; each command of SLURM may take `timeout` seconds."""
     result = folder.result
     if result:
-        return read_ending(result)
-    state, detail = find_state_without_result(folder, patience)
+        return read_final_state(result)
+    state, detail = find_state_without_result(folder, timeout)
     if state in OVER and (folder.path / "result.json").exists():
         detail = f"result.json is damaged; {detail}"
     return state, detail
 
 
-def find_state_without_result(folder: Folder, patience: float) -> tuple[str, str]:
-    """Find the state of a run without a result, and a few words on it."""
+def find_state_without_result(folder: Folder, timeout: float) -> tuple[str, str]:
+    """Find the state of a run without a result, and a detail about it."""
     if submission.is_being_submitted(folder):
-        return "PENDING", "it is being submitted"
+        return "PENDING", "being submitted"
     meta = provenance.read_metadata(folder)
     claim = claims.find_newest_claim(folder)
     if claim is not None and not claim.job and claim.judge() is claims.Life.ALIVE:
         return "RUNNING", ""
     if meta.get("job"):
-        return find_state_of_job(folder, meta, patience)
-    start = claim.process if claim is not None else (meta.get("history") or [{}])[-1]
-    if not start:
+        return find_state_of_job(folder, meta, timeout)
+    process = claim.process if claim is not None else (meta.get("history") or [{}])[-1]
+    if not process:
         return judge_unstarted(folder, meta.get("prepared_by") or {})
-    runs = claims.is_process_alive(start)
-    if runs is None:
-        return judge_by_signs_of_life(folder, start)
-    return ("RUNNING", "") if runs else ("LOST", "its process is gone and left no result")
+    is_alive = claims.is_process_alive(process)
+    if is_alive is None:
+        return judge_by_signs_of_life(folder, process)
+    return ("RUNNING", "") if is_alive else ("LOST", "process exited without writing result.json")
 
 
-def find_state_of_job(folder: Folder, meta: dict[str, Any], patience: float) -> tuple[str, str]:
-    """Find the state of a run by its job, and a few words on it."""
+def find_state_of_job(folder: Folder, meta: dict[str, Any], timeout: float) -> tuple[str, str]:
+    """Find the state of a run by its job, and a detail about it."""
     scheduler = find_scheduler(meta)
     if scheduler is None:
-        return "LOST", "the local cluster that it was given to is down"
-    state, word = scheduler.read_job_state(meta["job"]["id"], patience)
-    return state, word + (find_disk_fault(folder) if state == "FAILED" else "")
+        return "LOST", "its local cluster is down"
+    state, detail = scheduler.read_job_state(meta["job"]["id"], timeout)
+    if state == "FAILED":
+        detail += find_disk_fault(folder)
+    return state, detail
 
 
-def read_ending(result: dict[str, Any]) -> tuple[str, str]:
-    """Read the state of a run from its result; one without a known state counts as failed."""
-    state, accuracy = str(result.get("state")).upper(), results.parse_result(result).find_number("test_accuracy")
-    unknown = results.describe_unknown_format(result)
+def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
+    """Read the state of a run from its result; a result without a known state counts as failed."""
+    state = str(content.get("state")).upper()
+    format_problem = results.describe_unknown_format(content)
     if state not in OVER:
-        return "FAILED", unknown or "result.json does not say how it ended"
-    return state, unknown or (str(result.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}")
+        return "FAILED", format_problem or "result.json has no known state"
+    accuracy = results.parse_result(content).find_number("test_accuracy")
+    detail = str(content.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}"
+    return state, format_problem or detail
 
 
-def judge_by_signs_of_life(folder: Folder, start: Mapping[str, Any]) -> tuple[str, str]:
-    """Judge a run without a result whose process cannot be seen from here, by its newest sign of life."""
-    allowed = 2 * max(SILENT, selection.read_step_timeout(folder))
+def judge_by_signs_of_life(folder: Folder, process: Mapping[str, Any]) -> tuple[str, str]:
+    """Judge a run without a result by its newest sign of life, as its process is not visible on this host."""
+    limit = 2 * max(SILENCE_SECONDS, selection.read_step_timeout(folder))
     last_write = max((attempt.find_last_write() for attempt in folder.attempts()[-1:]), default=0.0)
     age = time.time() - last_write
-    if age < allowed:
+    if age < limit:
         return "RUNNING", ""
-    unseen = f"its process on {start.get('host')} cannot be seen from here"
-    return "LOST", f"no sign of life for {format_duration(age)}, and {unseen}"
+    problem = f"no sign of life for {format_duration(age)}"
+    return "LOST", f"{problem}, and its process on {process.get('host')} is not visible on this host"
 
 
-def judge_unstarted(folder: Folder, by: dict[str, Any]) -> tuple[str, str]:
-    """Judge a folder without attempt and job: another process may still be preparing it."""
-    is_busy = claims.is_process_alive(by)
-    if is_busy is None:
+def judge_unstarted(folder: Folder, preparer: dict[str, Any]) -> tuple[str, str]:
+    """Judge a folder without attempt and job, which the process `preparer` may still be preparing."""
+    is_preparing = claims.is_process_alive(preparer)
+    if is_preparing is None:
         with contextlib.suppress(OSError):
-            is_busy = time.time() - (folder.path / "config.yaml").stat().st_mtime < PREPARING
-    if is_busy:
-        return "PENDING", "it is being prepared"
-    return "LOST", "it was prepared and never begun; remove its folder"
+            age = time.time() - (folder.path / "config.yaml").stat().st_mtime
+            is_preparing = age < PREPARATION_SECONDS
+    if is_preparing:
+        return "PENDING", "being prepared"
+    return "LOST", "created but never started; delete the folder"
 
 
 def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
-    """Return the SLURM that a run was given to; None for a local cluster that is down."""
-    scheduler = str(meta["job"]["scheduler"])
-    if not scheduler.startswith(LOCAL):
-        return Scheduler(scheduler)
-    own = cluster.find_running_cluster(scheduler.removeprefix(LOCAL).strip() or cluster.DEFAULT)
-    return Scheduler(scheduler, own) if own else None
+    """Return the SLURM that runs a job; None for a local cluster that is down."""
+    name = str(meta["job"]["scheduler"])
+    if not name.startswith(LOCAL):
+        return Scheduler(name)
+    local_cluster = cluster.find_running_cluster(name.removeprefix(LOCAL).strip() or cluster.DEFAULT)
+    return Scheduler(name, local_cluster) if local_cluster else None
 
 
 def find_disk_fault(folder: Folder) -> str:
-    """Find why the run folder's disk may have kept a job from writing its log; empty where the disk is sound."""
+    """Explain why the run folder's disk may have kept a job from writing its log; empty if the disk is fine."""
     try:
         disk = os.statvfs(folder.path)
     except OSError:
         return ""
     if disk.f_flag & os.ST_RDONLY:
         return f"; cannot write {folder.path}: the disk is read-only; choose another folder"
-    if disk.f_blocks and disk.f_bavail * disk.f_frsize < LEAST:
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < MIN_FREE_BYTES:
         return f"; cannot write {folder.path}: the disk is full; free space"
     return ""
 
 
 def wait_for_run_end(folder: Folder, seconds: float) -> Status:
-    """Return the status once the run is over, or after so many seconds."""
+    """Return the status once the run is over, or after `seconds`."""
     deadline = time.monotonic() + seconds
     status = read_status(folder)
     while status.state not in OVER and time.monotonic() < deadline:
@@ -239,44 +246,52 @@ def wait_for_run_end(folder: Folder, seconds: float) -> Status:
     return status
 
 
-def print_statuses(found: Iterable[Status], as_json: bool) -> None:
+def print_statuses(statuses: Iterable[Status], as_json: bool) -> None:
     """Print runs as a table, or as JSON."""
     if as_json:
-        print(json.dumps([status.to_dict() for status in found], indent=2))
+        print(json.dumps([status.to_dict() for status in statuses], indent=2))
         return
     print(LINE.format("run", "state", "restarts", "step", "samples/s", "heartbeat", "").rstrip())
-    for status in found:
+    for status in statuses:
         print(status.format_line())
 
 
+def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
+    """Print the newest runs, or all, and how many are not listed."""
+    folders = selection.list_runs(runs)[::-1]
+    selected = folders if lists_all else folders[:MAX_LISTED_RUNS]
+    print_statuses(map(read_status, selected), as_json)
+    if len(selected) < len(folders):
+        count = format_count(len(folders) - len(selected), "older run")
+        print(f"not listed: {count}; to list all runs: make status ALL=1")
+    report_unlisted_folders(runs)
+
+
 def report_unlisted_folders(runs: Path) -> None:
-    """Print, on stderr, the folders that look like runs and have no config.yaml."""
-    names = [path.name for path in sorted(runs.glob("*")) if RUN_NAME.fullmatch(path.name) and path.is_dir()]
-    names = [name for name in names if not (runs / name / "config.yaml").exists()]
+    """Print, on stderr, the folders that are named like runs but have no config.yaml."""
+    folders = [path for path in sorted(runs.glob("*")) if RUN_NAME.fullmatch(path.name) and path.is_dir()]
+    names = [path.name for path in folders if not (path / "config.yaml").exists()]
     if names:
         print(f"not listed, without config.yaml: {', '.join(names)}", file=sys.stderr)
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Print the status of the newest runs, or of one; returns the exit status. Raises UserError."""
-    runs, as_json = Path(given.runs_folder or "runs"), parse_switch("JSON", given.json)
-    lists_all = parse_switch("ALL", given.all) or as_json
-    if given.wait and not given.run:
-        raise UserError("WAIT needs RUN=<id>, the run whose end is waited for")
-    if given.all and given.run:
-        raise UserError("ALL lists all runs; leave it or RUN out")
-    if not given.run:
-        folders = selection.list_runs(runs)[::-1]
-        chosen = folders if lists_all else folders[:NEWEST]
-        print_statuses(map(read_status, chosen), as_json)
-        if len(chosen) < len(folders):
-            print(f"not listed: {format_count(len(folders) - len(chosen), 'older run')}; make status ALL=1 lists them")
-        report_unlisted_folders(runs)
+    runs = Path(args.runs_folder or "runs")
+    as_json = parse_switch("JSON", args.json)
+    lists_all = parse_switch("ALL", args.all) or as_json
+    if args.wait and not args.run:
+        raise UserError("WAIT needs RUN=<id>, the run to wait for")
+    if args.all and args.run:
+        raise UserError("ALL cannot be combined with RUN; omit one of them")
+    if not args.run:
+        print_newest_runs(runs, lists_all, as_json)
         return 0
-    folder = selection.find_run(given.run, runs)
-    if not (given.wait or "0").isdigit():
-        raise UserError(f"WAIT={given.wait!r} is no number of seconds")
-    status = wait_for_run_end(folder, float(given.wait or "0"))
+    folder = selection.find_run(args.run, runs)
+    seconds = args.wait or "0"
+    if not seconds.isdigit():
+        raise UserError(f"WAIT={args.wait!r} is not a number of seconds")
+    status = wait_for_run_end(folder, float(seconds))
     print_statuses([status], as_json)
-    is_script = bool(given.wait) or as_json  # others have read the state, and make would print its `Error 1` below it
+    is_script = bool(args.wait) or as_json  # people see the state; make would print an additional `Error 1`
     return 1 if is_script and status.state in ("FAILED", "LOST") else 0

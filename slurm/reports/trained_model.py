@@ -1,7 +1,7 @@
-"""The verbs `evaluate` and `export`: the trained model of a finished run, measured again or written for other programs.
+"""The verbs `evaluate` and `export`: evaluate a finished run's model again, or write it for other programs.
 
-`evaluate` builds the model in one process and prints its test numbers beside the run's own. Exit status: 0 equal, 3
-different; 0, too, where the test samples are not those of the run.
+`evaluate` builds the model in one process and prints its test scores beside those of the run. Exit status: 0 if they
+are equal or if the test samples are not those of the run, 3 if they differ.
 """
 
 from __future__ import annotations
@@ -31,90 +31,109 @@ if TYPE_CHECKING:
     from common.data.loader import Images
     from common.training.evaluate import Predict
 
-DIFFERENT = 3  # exit status
-DATA = ("name", "root", "cache", "test_limit", "image_size", "samples", "classes", "unreadable", "download_timeout")
-EFFECTIVE = ("eval_batch", *(f"data.{name}" for name in DATA))  # settings that a measurement uses
-APART = {"float32": 1e-6, "float64": 1e-12}  # by how much, relative, the loss of the same model may differ
-NEAR = {"torch.export": 1e-6, "onnx": 1e-4}  # likewise the outputs of an exported one, of the largest
-SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
-SAMPLES = 7  # with which an exported model is compared
+EXIT_DIFFERENT = 3
+DATA_KEYS = (
+    "name",
+    "root",
+    "cache",
+    "test_limit",
+    "image_size",
+    "samples",
+    "classes",
+    "unreadable",
+    "download_timeout",
+)
+EFFECTIVE_KEYS = ("eval_batch", *(f"data.{name}" for name in DATA_KEYS))
+LOSS_TOLERANCE = {"float32": 1e-6, "float64": 1e-12}  # relative, for the same model
+OUTPUT_TOLERANCE = {"torch.export": 1e-6, "onnx": 1e-4}  # of an exported model, relative to the largest output
+FILE_SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
+EXPORT_SAMPLES = 7  # random inputs with which an exported model is checked
 
 
-def evaluate_model(folder: Folder, words: list[str]) -> int:
-    """Measure the model of a run on its test samples, or those that the words name; returns the exit status.
+def evaluate_model(folder: Folder, arguments: list[str]) -> int:
+    """Evaluate the model of a run on its test samples, or on those set by `arguments`; returns the exit status.
 
-    Raises UserError where the samples do not fit the model, and for settings without effect.
+    Raises UserError if the samples do not fit the model, and for settings without effect.
     """
-    schema = config.import_schema(folder.experiment)
-    own = config.read_config_file(folder.path / "config.yaml")
-    own |= {name: now for name, (_, now) in config.read_last_changes(folder.path).items()}
-    given = config.parse_command_line(words).values
-    settings = config.build_config(schema, [own, given])
-    useless = [name for name in given if name not in EFFECTIVE and not name.startswith("log.")]
-    if useless:
-        raise UserError(f"ARGS: {useless[0]} has no effect on a measurement; {', '.join(EFFECTIVE)} and log.* have")
-    source = None if "data.name" in given else folder.path / "code"
-    found = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=source)
+    run_settings = config.read_config_file(folder.path / "config.yaml")
+    for key, (_, new_value) in config.read_last_changes(folder.path).items():
+        run_settings[key] = new_value
+    changes = config.parse_command_line(arguments).values
+    cfg = config.build_config(config.import_schema(folder.experiment), [run_settings, changes])
+    for key in changes:
+        if key not in EFFECTIVE_KEYS and not key.startswith("log."):
+            raise UserError(f"ARGS: {key} has no effect on a measurement; use {', '.join(EFFECTIVE_KEYS)} or log.*")
+    source = None if "data.name" in changes else folder.path / "code"
+    data = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=source)
     import torch
 
     from common.data import loader
     from common.models import model_file
 
     facts, model = model_file.load_model(folder)
-    test = loader.Images(found, "test", settings.data.test_limit)
-    if list(test.shape) != facts["shape"]:
+    test_set = loader.Images(data, "test", cfg.data.test_limit)
+    if list(test_set.shape) != facts["shape"]:
         raise UserError(
-            f"the model takes images of shape {facts['shape']}, {found.name} has {list(test.shape)}; name the data it "
-            "was trained on, or of that shape"
+            f"the model takes images of shape {facts['shape']}, {data.name} has {list(test_set.shape)}; use the data "
+            "it was trained on, or data of that shape"
         )
-    there = facts.get("device") or find_device(folder)
-    device = torch.device(there if there == "cpu" or torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, facts["dtype"])
+    run_device = facts.get("device") or find_device(folder)
+    device = torch.device(run_device if torch.cuda.is_available() else "cpu")
     predict = make_predictor(model.to(device), facts, device)
-    scores = measure_scores(predict, test, device, dtype, int(facts["shares"]), settings)
-    parameters = sum(value.numel() for value in model.parameters())
+    scores = measure_scores(predict, test_set, device, getattr(torch, facts["dtype"]), int(facts["shares"]), cfg)
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"model       {folder.path / MODEL}")
     print(f"            {facts['class']}, {parameters:,} parameters, {facts['dtype']}, after step {facts['step']}")
-    print(f"data        {found.name}, {scores['test_samples']} test samples from {found.path}")
-    if device.type != there:
-        print(f"device      {device}; the run was measured on {there}, which rounds otherwise")
-    is_same = has_same_samples(folder, own, settings, found)
-    then = facts["scores"] if is_same and scores["test_samples"] == facts["scores"].get("test_samples") else {}
-    return print_score_comparison(scores, then, APART[facts["dtype"]] if device.type == there else math.inf)
+    print(f"data        {data.name}, {scores['test_samples']} test samples from {data.path}")
+    tolerance = LOSS_TOLERANCE[facts["dtype"]]
+    if device.type != run_device:
+        print(f"device      {device}; the run was measured on {run_device}, which rounds differently")
+        tolerance = math.inf
+    expected: dict[str, float] = {}
+    if has_same_samples(folder, run_settings.get("data.test_limit"), cfg, data):
+        expected = facts["scores"]
+    if scores["test_samples"] != expected.get("test_samples"):
+        expected = {}
+    return print_score_comparison(scores, expected, tolerance)
 
 
-def measure_scores(predict: Predict, test: Images, device: Any, dtype: Any, shards: int, cfg: Any) -> dict[str, float]:
-    """Measure the scores as `shards` ranks do, one after the other, and show the progress."""
+def measure_scores(
+    predict: Predict, test_set: Images, device: Any, dtype: Any, shards: int, cfg: Any
+) -> dict[str, float]:
+    """Measure the scores shard by shard, as `shards` ranks do, and show the progress."""
     import torch
 
     from common.training.evaluate import compute_scores, sum_scores
 
     screen = Screen(cfg.log, silent=False)
 
-    def show(shard: int, done: int, total: int) -> None:
+    def show_progress(shard: int, done: int, total: int) -> None:
         screen.show_progress("evaluation", (shard * total + done) // shards, total)
 
+    sums = []
     with contextlib.closing(screen):
-        show(0, 0, len(test))
-        measure = functools.partial(sum_scores, predict, test, device, batch=cfg.eval_batch, dtype=dtype)
-        sums = [measure(shard=(n, shards), after_batch=functools.partial(show, n)) for n in range(shards)]
+        show_progress(0, 0, len(test_set))
+        measure = functools.partial(sum_scores, predict, test_set, device, batch=cfg.eval_batch, dtype=dtype)
+        for shard in range(shards):
+            sums.append(measure(shard=(shard, shards), after_batch=functools.partial(show_progress, shard)))
     return compute_scores(torch.stack(sums).sum(0))
 
 
 def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Callable[[Tensor | None, int], Tensor]:
-    """Make the function from a batch to its logits, in the precision and layout of the training."""
+    """Return the function from a batch to its logits, in the precision and memory format of the training."""
     import torch
 
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision, pixels_last = facts["precision"], facts["channels_last"]
-    if pixels_last:
+    autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts["precision"])
+    channels_last = facts["channels_last"]
+    if channels_last:
         model.to(memory_format=torch.channels_last)
 
     def predict(x: Tensor | None, _: int) -> Tensor:
         assert x is not None
-        if pixels_last and x.dim() == 4:
+        if channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, half.get(precision), enabled=precision in half):
+        with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
             logits: Tensor = model(x)
         return logits
 
@@ -122,88 +141,104 @@ def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Call
 
 
 def find_device(folder: Folder) -> str:
-    """Find the kind of device of a run whose model.json does not name it."""
+    """Return the device type of a run whose model.json does not name it."""
     names = [read_json(attempt.attempt / "world.json").get("device") for attempt in folder.attempts()[-1:]]
     return "cpu" if names == ["cpu"] else "cuda"
 
 
-def has_same_samples(folder: Folder, own: dict[str, str], settings: Any, found: prepare.Prepared) -> bool:
-    """Check that the test samples are those that the run was measured with."""
-    known = (provenance.read_metadata(folder).get("data") or {}).get("sha256") or {}
-    limit = own.get("data.test_limit")
-    parts = ("test_images", "test_labels")
-    return str(settings.data.test_limit) == limit and all(known.get(part) == found.sha256[part] for part in parts)
+def has_same_samples(folder: Folder, test_limit: str | None, cfg: Any, data: prepare.Prepared) -> bool:
+    """Check that the test samples are those with which the run was measured."""
+    checksums = (provenance.read_metadata(folder).get("data") or {}).get("sha256") or {}
+    if str(cfg.data.test_limit) != test_limit:
+        return False
+    return all(checksums.get(part) == data.sha256[part] for part in ("test_images", "test_labels"))
 
 
-def print_score_comparison(scores: dict[str, float], then: dict[str, float], apart: float) -> int:
-    """Print the scores, and beside them those of the run where it had the same samples; returns the exit status."""
+def print_score_comparison(scores: dict[str, float], expected: dict[str, float], tolerance: float) -> int:
+    """Print the scores beside those of the run, if the samples are the same; returns the exit status."""
     count = int(scores["test_samples"])
-    right, loss = round(scores["test_accuracy"] * count), scores["test_loss"]
-    if not then:
-        print(f"correct     {right} of {count} ({right / count:.2%})")
+    correct = round(scores["test_accuracy"] * count)
+    loss = scores["test_loss"]
+    accuracy = f"correct     {correct} of {count} ({correct / count:.2%})"
+    if not expected:
+        print(accuracy)
         print(f"test loss   {loss:.10g}")
-        print("            not compared: these are other samples than the run was measured with, as far as it tells")
+        print("            not compared: the run was measured with other samples, or did not record which")
         return 0
-    before, own = round(then["test_accuracy"] * count), then["test_loss"]
-    far = abs(loss - own) / max(abs(own), 1e-300) if math.isfinite(own) else math.inf
-    print(f"correct     {right} of {count} ({right / count:.2%}); the run's own number: {before}")
-    print(f"test loss   {loss:.10g}; the run's own: {own:.10g}; relative difference {far:.2g}")
-    if math.isinf(apart) or (right == before and far <= apart):
+    expected_correct = round(expected["test_accuracy"] * count)
+    expected_loss = expected["test_loss"]
+    difference = math.inf
+    if math.isfinite(expected_loss):
+        difference = abs(loss - expected_loss) / max(abs(expected_loss), 1e-300)
+    print(f"{accuracy}; the run's own number: {expected_correct}")
+    print(f"test loss   {loss:.10g}; the run's own: {expected_loss:.10g}; relative difference {difference:.2g}")
+    if math.isinf(tolerance) or (correct == expected_correct and difference <= tolerance):
         return 0
-    print(f"DIFFERENT: the same model gives the same count, and a loss within {apart:g}", flush=True)
-    return DIFFERENT
+    print(f"DIFFERENT: expected the same number of correct samples, and a loss within {tolerance:g}", flush=True)
+    return EXIT_DIFFERENT
 
 
 def export_model(folder: Folder, form: str) -> int:
-    """Write the model of a run for other programs, and compare its outputs there; returns the exit status.
-
-    Raises UserError where this model cannot be written so.
-    """
+    """Write the model of a run for other programs; returns the exit status. Raises UserError."""
     from common.models import model_file
 
-    if form == "safetensors":  # which needs no class
+    if form == "safetensors":  # needs no class
         model_file.read_model(folder)
         print(f"{folder.path / MODEL}\n{folder.path / MODEL_FACTS}")
         return 0
     facts, model = model_file.load_model(folder)
+    path = folder.path / f"model.{FILE_SUFFIX[form]}"
+    draft = path.with_name(f".new.{os.getpid()}.{path.name}")
+    try:
+        difference = write_checked_export(model, facts, form, draft, path)
+        draft.replace(path)
+    finally:
+        for leftover in folder.path.glob(f"{draft.name}*"):
+            leftover.unlink()
+    print(
+        f"{path}\nrun in a process without this project, its outputs differ by {difference:.2g} of the largest output"
+    )
+    return 0
+
+
+def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, draft: Path, path: Path) -> float:
+    """Write an exported model to `draft`, and compare its outputs on random inputs.
+
+    Returns the largest difference, relative to the largest output. Raises UserError, with the final `path`, if this
+    model cannot be exported or the difference is too large.
+    """
     import torch
 
     from common.models import exporting
 
-    dtype = getattr(torch, facts["dtype"])
-    x = torch.randn(SAMPLES, *facts["shape"], generator=torch.Generator().manual_seed(0), dtype=dtype)
-    path = folder.path / f"model.{SUFFIX[form]}"
-    draft = path.with_name(f".new.{os.getpid()}.{path.name}")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(EXPORT_SAMPLES, *facts["shape"], generator=generator, dtype=getattr(torch, facts["dtype"]))
+    with torch.no_grad():
+        expected = model(x)
     try:
-        with torch.no_grad():
-            expected = model(x)
-        try:
-            with disk_errors(path):
-                answer = exporting.WRITERS[form](model, x, draft)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            raise UserError(
-                f"this model cannot be exported so: {summarize_error(error)}; use FORMAT=safetensors"
-            ) from None
-        far = float((answer - expected).abs().max() / expected.abs().max())
-        if not far <= NEAR[form]:
-            raise UserError(f"{path.name} would give outputs that differ by {far:.2g} of the largest; nothing is kept")
-        draft.replace(path)
-    finally:
-        for left in folder.path.glob(f"{draft.name}*"):
-            left.unlink()
-    print(f"{path}\nrun in a process without this project, its outputs differ by {far:.2g} of the largest")
-    return 0
+        with disk_errors(path):
+            outputs = exporting.WRITERS[form](model, x, draft)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        raise UserError(
+            f"this model cannot be exported as {form}: {summarize_error(error)}; use FORMAT=safetensors"
+        ) from None
+    difference = float((outputs - expected).abs().max() / expected.abs().max())
+    if not difference <= OUTPUT_TOLERANCE[form]:
+        raise UserError(
+            f"{path.name} was not written: its outputs would differ by {difference:.2g} of the largest output"
+        )
+    return difference
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Evaluate or export the model of a run; returns the exit status. Raises UserError."""
-    folder = selection.find_run(given.run, Path("runs"))
-    if given.verb == "evaluate":
-        words, for_profile = split_settings(given.args)
-        if for_profile:
-            raise UserError(f"ARGS: {for_profile[0]} means nothing here; the model is measured on this machine")
-        return evaluate_model(folder, words)
-    form = given.format or "safetensors"
-    if form not in ("safetensors", *SUFFIX):
-        raise UserError(f"FORMAT={form!r} is unknown; use safetensors, {' or '.join(SUFFIX)}")
+    folder = selection.find_run(args.run, Path("runs"))
+    if args.verb == "evaluate":
+        arguments, profile_arguments = split_settings(args.args)
+        if profile_arguments:
+            raise UserError(f"ARGS: {profile_arguments[0]} has no effect; the model is evaluated on this machine")
+        return evaluate_model(folder, arguments)
+    form = args.format or "safetensors"
+    if form not in ("safetensors", *FILE_SUFFIX):
+        raise UserError(f"FORMAT={form!r} is unknown; use safetensors, {' or '.join(FILE_SUFFIX)}")
     return export_model(folder, form)

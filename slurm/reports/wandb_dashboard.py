@@ -18,7 +18,7 @@ TITLE = "Runs compared"
 
 
 def parse_project(text: str) -> tuple[str, str]:
-    """Parse entity and project of PROJECT; the entity is empty where it is not named. Raises UserError."""
+    """Parse entity and project of PROJECT; the entity is empty if it is not named. Raises UserError."""
     entity, _, project = text.rpartition("/")
     wandb = Wandb(project=project or Wandb.project, entity=entity)
     try:
@@ -31,7 +31,7 @@ def parse_project(text: str) -> tuple[str, str]:
 
 
 def make_workspace(entity: str, project: str) -> Any:
-    """Make the workspace, checked by W&B's own library. Raises UserError."""
+    """Make the workspace, validated by W&B's library. Raises UserError."""
     try:
         from wandb_workspaces import workspaces as ws
         from wandb_workspaces.reports import v2 as wr
@@ -44,41 +44,42 @@ def make_workspace(entity: str, project: str) -> Any:
     ]
     size = wr.Config("world_size")
     speed: list[Any] = [
-        wr.BarPlot(title="samples a second", metrics=["samples_per_second"]),
+        wr.BarPlot(title="samples per second", metrics=["samples_per_second"]),
         wr.ScatterPlot(title="throughput by ranks", x=size, y=wr.SummaryMetric("samples_per_second")),
         wr.ScatterPlot(title="scaling efficiency by ranks", x=size, y=wr.SummaryMetric("efficiency")),
-        wr.BarPlot(title="share of the time waited for other ranks", metrics=["waiting"]),
+        wr.BarPlot(title="share of time spent waiting for other ranks", metrics=["waiting"]),
     ]
     restarts: list[Any] = [wr.BarPlot(title="restarts", metrics=["restarts"]), wr.RunComparer(diff_only=True)]
+    sections = [
+        ws.Section(name="Learning", panels=by_samples, is_open=True),
+        ws.Section(name="Speed", panels=speed, is_open=True),
+        ws.Section(name="Restarts and settings", panels=restarts, is_open=True),
+    ]
     return ws.Workspace(
         entity=entity,
         project=project,
         name=TITLE,
-        sections=[
-            ws.Section(name="Learning", panels=by_samples, is_open=True),
-            ws.Section(name="Speed", panels=speed, is_open=True),
-            ws.Section(name="Restarts and settings", panels=restarts, is_open=True),
-        ],
+        sections=sections,
         settings=ws.WorkspaceSettings(max_runs=50),
         runset_settings=ws.RunsetSettings(groupby=[ws.Config("experiment"), ws.Config("world_size")]),
     )
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Save the workspace, or print it; returns the exit status. Raises UserError."""
-    entity, project = parse_project(given.project)
-    if parse_switch("DRY_RUN", given.dry_run):
-        view = make_workspace(entity or "your-entity", project)._to_model()  # what save() sends
+    entity, project = parse_project(args.project)
+    if parse_switch("DRY_RUN", args.dry_run):
+        view = make_workspace(entity or "your-entity", project)._to_model()  # as sent by save()
         print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
         return 0
     wandb_account.require_account()
     import wandb
 
     try:
-        made = make_workspace(entity or str(wandb.Api().default_entity), project).save()
+        workspace = make_workspace(entity or str(wandb.Api().default_entity), project).save()
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 (the host may answer anything)
+    except Exception as error:  # noqa: BLE001 (the W&B server may answer anything)
         raise UserError(f"W&B refused the workspace: {summarize_error(error)}") from None
-    print(f"workspace: {made.url}")
+    print(f"workspace: {workspace.url}")
     return 0

@@ -1,8 +1,8 @@
-"""The verbs `sync` and `leet`: runs that were tracked offline, sent to W&B or shown in its viewer. Imports no torch.
+"""The verbs `sync` and `leet`: send runs that were tracked offline to W&B, or open its viewer. Imports no torch.
 
-What W&B misses of a run because a process was killed is passed on first. A run of several attempts without a network
-may have several folders, all under one W&B id. W&B's client sends them in their order, asks the host how much it has of
-the run already, and notes beside each what was sent.
+Rows that W&B misses because a process was killed are passed on first. A run with several offline attempts may have
+several folders, all with the same W&B id. W&B's client sends them in order, asks the server how much of the run it has
+already, and notes beside each folder what was sent.
 """
 
 from __future__ import annotations
@@ -19,87 +19,90 @@ from common.runs import wandb_account, wandb_rows, wandb_tracker
 from common.runs.folder import Folder
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
-from slurm.reports.selection import Choice
+from slurm.reports.selection import RunFilter
 
-TIME = re.compile(r"\d{8}_\d{6}")  # in the name of W&B's folder of an attempt
+START_TIME = re.compile(r"\d{8}_\d{6}")  # in the name of an attempt's W&B folder
 UNKNOWN_TIME = "00000000_000000"
 WANDB = Path(sys.executable).with_name("wandb")
 
 
 def list_offline_folders(folder: Folder) -> list[Path]:
-    """List the W&B folders of a run's offline attempts, in their order."""
+    """List the W&B folders of a run's offline attempts, in order."""
     return sorted(path.parent for path in folder.path.glob("wandb/offline-run-*/*.wandb"))
 
 
 def is_sent(path: Path) -> bool:
-    """Check for the note of W&B's client that all of it was sent."""
+    """Check for the note of W&B's client that the whole folder was sent."""
     return any(path.glob("*.wandb.synced"))
 
 
-def list_unsent_folders(folder: Folder) -> list[Path]:
-    """List the W&B folders of a run's offline attempts that were not sent yet."""
-    return [path for path in list_offline_folders(folder) if not is_sent(path)]
+def list_unsent_folders(folders: list[Folder]) -> list[Path]:
+    """List the W&B folders of offline attempts that were not sent yet."""
+    paths = []
+    for folder in folders:
+        paths += [path for path in list_offline_folders(folder) if not is_sent(path)]
+    return paths
 
 
 def describe_activity(folder: Folder) -> str:
-    """Return the state of a run that is not over, or that W&B's client still works on; else nothing."""
+    """Describe why a run may still write to its W&B folder; empty if it does not."""
     state = status.read_state(folder)[0]
     if state not in status.OVER:
         return state
-    return "its W&B process still runs" if wandb_tracker.is_tracked_now(folder) else ""
+    return "its W&B process is still running" if wandb_tracker.is_tracked_now(folder) else ""
 
 
 def send_runs(folders: list[Folder], dry: bool) -> int:
-    """Send what was not sent yet; returns the exit status. Raises UserError."""
-    incomplete: list[Folder] = []
-    chosen: list[Folder] = []
+    """Send what was not sent yet, or list it with `dry`; returns the exit status. Raises UserError."""
+    incomplete: list[Folder] = []  # W&B misses rows of these
+    selected: list[Folder] = []
     for folder in folders:
-        misses = bool(wandb_rows.find_incomplete(folder))
-        if not misses and not list_unsent_folders(folder):
+        is_incomplete = bool(wandb_rows.find_incomplete(folder))
+        if not is_incomplete and not list_unsent_folders([folder]):
             continue
-        reason = describe_activity(folder)
-        if reason:
-            print(f"{folder.path.name} is not over yet ({reason}): left for later")
+        activity = describe_activity(folder)
+        if activity:
+            print(f"{folder.path.name} is not over yet ({activity}): skipped")
             continue
-        chosen.append(folder)
-        if misses:
+        selected.append(folder)
+        if is_incomplete:
             incomplete.append(folder)
-    if dry or not chosen:
-        lines = [f"{folder.path}/wandb: made from metrics.jsonl first" for folder in incomplete]
-        lines += [str(path) for folder in chosen for path in list_unsent_folders(folder)]
-        print("\n".join(lines) or "nothing to send: no run was tracked offline, or all was sent")
+    if dry or not selected:
+        lines = [f"{folder.path}/wandb: created from metrics.jsonl first" for folder in incomplete]
+        lines += map(str, list_unsent_folders(selected))
+        print("\n".join(lines) or "nothing to send: no run was tracked offline, or all were sent")
         return 0
     wandb_account.require_account()
     for folder in incomplete:
         wandb_tracker.pass_on_missing(folder)
-    waiting = [path for folder in chosen for path in list_unsent_folders(folder)]
-    if not waiting:
-        print("sent what was missing of runs that were online")
+    unsent = list_unsent_folders(selected)
+    if not unsent:
+        print("sent the missing rows of online runs")
         return 0
-    done = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *waiting], check=False)
-    left = [path for path in waiting if not is_sent(path)]
-    print(f"sent {len(waiting) - len(left)} of {len(waiting)}")
-    if left:
-        raise UserError(f"W&B did not take {left[0]}; run make sync again, which sends only what is missing")
-    return done.returncode
+    process = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *unsent], check=False)
+    refused = [path for path in unsent if not is_sent(path)]
+    print(f"sent {len(unsent) - len(refused)} of {len(unsent)}")
+    if refused:
+        raise UserError(f"W&B did not accept {refused[0]}; run make sync again: it sends only what is missing")
+    return process.returncode
 
 
 def link_tracked_attempts(folders: list[Folder], merged: Path) -> int:
-    """Link the attempts that W&B tracked into one folder, as its viewer wants them; returns how many.
+    """Link the attempts that W&B tracked into one folder, as its viewer requires; returns their number.
 
-    The viewer lists the names of the folders, run-<time>-<W&B's id>, and reads run-<W&B's id>.wandb in each. Here the
-    end of the run's own id, its experiment and the number of the log take the place of that id.
+    The viewer lists folder names of the form run-<time>-<W&B id>, and reads run-<W&B id>.wandb in each. The links
+    replace the W&B id by the end of the run's id, its experiment, and the number of the log.
     """
     count = 0
     for folder in folders:
         short_id = folder.path.name.rpartition("-")[2]
-        logs = sorted(folder.path.glob("wandb/*run-*/*.wandb"))
-        for number, log in enumerate((log for log in logs if not log.parent.is_symlink()), 1):
-            began = TIME.search(log.parent.name)
+        logs = [log for log in folder.path.glob("wandb/*run-*/*.wandb") if not log.parent.is_symlink()]
+        for number, log in enumerate(sorted(logs), 1):
+            start = START_TIME.search(log.parent.name)
             name = f"{short_id}-{folder.experiment}-{number}"
-            shown = merged / f"run-{began[0] if began else UNKNOWN_TIME}-{name}"
-            shown.mkdir()
-            (shown / f"run-{name}.wandb").symlink_to(log.absolute())
+            link_folder = merged / f"run-{start[0] if start else UNKNOWN_TIME}-{name}"
+            link_folder.mkdir()
+            (link_folder / f"run-{name}.wandb").symlink_to(log.absolute())
             count += 1
     return count
 
@@ -107,21 +110,21 @@ def link_tracked_attempts(folders: list[Folder], merged: Path) -> int:
 def open_viewer(folders: list[Folder]) -> int:
     """Open W&B's terminal viewer on the runs; returns its exit status. Raises UserError."""
     for folder in folders:
-        needs_host = wandb_tracker.misses_online_rows(folder)
-        if wandb_rows.find_incomplete(folder) and not needs_host and not describe_activity(folder):
+        needs_server = wandb_tracker.misses_online_rows(folder)
+        if wandb_rows.find_incomplete(folder) and not needs_server and not describe_activity(folder):
             wandb_tracker.pass_on_missing(folder)
     with tempfile.TemporaryDirectory() as merged:
         if not link_tracked_attempts(folders, Path(merged)):
             raise UserError(
-                "none of these runs has a record of W&B: they ran with WANDB_MODE=disabled, or are not over yet; "
+                "W&B has no record of these runs: they ran with WANDB_MODE=disabled, or are not over yet; "
                 "make compare shows them"
             )
         return subprocess.run([WANDB, "leet", merged], check=False).returncode
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Send runs to W&B, or open its viewer on them; returns the exit status."""
-    dry = given.verb == "sync" and parse_switch("DRY_RUN", given.dry_run)
-    asked = Choice(given.runs, given.name, given.last, given.where, given.sweep)
-    folders = selection.select_runs(asked, Path(given.runs_folder or "runs"), newest=0)
-    return open_viewer(folders) if given.verb == "leet" else send_runs(folders, dry)
+    dry = args.verb == "sync" and parse_switch("DRY_RUN", args.dry_run)
+    criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
+    folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
+    return open_viewer(folders) if args.verb == "leet" else send_runs(folders, dry)

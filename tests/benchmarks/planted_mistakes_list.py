@@ -183,7 +183,7 @@ MISTAKES = [
     Mistake(
         "signal-is-success",  # the exit status of a job that a signal ended
         "slurm/reports/logs.py",
-        "return code or (128 + signalled if 0 < signalled < 32 else 1)",
+        "return code or (128 + signal_number if 0 < signal_number < 32 else 1)",
         "return code",
     ),
     Mistake(
@@ -207,8 +207,8 @@ MISTAKES = [
     Mistake(
         "prunes-what-can-go-on",  # checkpoints of unfinished runs that nobody named
         "slurm/reports/prune_runs.py",
-        'if state == "FINISHED" or (named and state in status.OVER) else []',
-        "if state in status.OVER else []",
+        'if state != "FINISHED" and not (are_named and state in status.OVER):',
+        "if state not in status.OVER:",
     ),
     Mistake(
         "missing-steps-are-equal",
@@ -219,8 +219,8 @@ MISTAKES = [
     Mistake(
         "first-error-without-time",  # one whose time is not known is taken for the first
         "slurm/reports/diagnosis.py",
-        "key=lambda rank: (not rank.when, rank.when))",
-        "key=lambda rank: rank.when)",
+        "key=lambda rank: (not rank.error_time, rank.error_time))",
+        "key=lambda rank: rank.error_time)",
     ),
     Mistake(
         "any-process-of-that-pid",

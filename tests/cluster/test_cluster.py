@@ -141,8 +141,9 @@ def test_a_started_cluster_is_idle_at_once_and_leaves_nothing_behind() -> None:
         assert len({space for space in spaces if space.startswith("net")}) == 3  # the controller and two hosts
         running = members(spaces)
         assert len(running) > 5
-        assert "is up already" in tool.out("up", "--nodes", "2")
-        assert "is up already, with NODES=2; first: make cluster-down" in tool("up", "--nodes", "3", status=2).stderr
+        assert "is already up" in tool.out("up", "--nodes", "2")
+        refused = tool("up", "--nodes", "3", status=2).stderr
+        assert "is already up with NODES=2; stop it first: make cluster-down" in refused
         began = time.monotonic()
         tool("down")
         print(f"down took {time.monotonic() - began:.2f} s")
@@ -197,11 +198,11 @@ def test_cables_carry_the_rate_that_was_asked_for() -> None:
         print(f"1 MB over 20 Mbit/s in {seconds:.3f} s")
         assert seconds > 0.38, "1 MB without what the buckets let through takes at least that long"
         refused = tool("up", "--rate", "10mbit", status=2).stderr
-        assert "is up already, with NODES=2 and cables 20mbit; first: make cluster-down" in refused
+        assert "is already up with NODES=2 and cables 20mbit; stop it first: make cluster-down" in refused
         done = tool("up", "--name", "far", "--delay", "5ms", status=None)
         try:
             if done.returncode:
-                assert "DELAY needs the kernel's netem, which is not here" in done.stderr
+                assert "DELAY needs the kernel module sch_netem, which is not available" in done.stderr
             else:
                 assert "5ms" in tool.out("status", "--name", "far")
         finally:
@@ -317,10 +318,10 @@ def test_preemption_gives_notice_and_starts_the_job_again(tool: Tool, tmp_path: 
     job = tool.submit(script, "--signal=B:USR2@1", "--time=10", "--nodelist=node2")
     other = tool.submit("sleep 1000", "--nodelist=node1")
     until("both run", lambda: tool.job(job) == tool.job(other) == "RUNNING" and events.exists())
-    assert tool.out("preempt", job).endswith(" asks for node2")
+    assert tool.out("preempt", job).endswith(" requests node2")
     until("notice and second start", lambda: events.read_text().split() == ["start", "notice", "start1"])
     assert tool.job(other) == "RUNNING"  # only the host of the job was asked for
-    assert tool.out("preempt").endswith(" asks for node[1-2]")
+    assert tool.out("preempt").endswith(" requests node[1-2]")
     until("the other is put back", lambda: tool.job(other) == "PENDING")
     tool("exec", "scancel", other)
     until("the queue is empty", lambda: tool.out("exec", "squeue", "--noheader") == "")
@@ -363,7 +364,7 @@ def test_a_cut_host_lives_on_and_one_without_power_falls_silent(tool: Tool, tmp_
     assert [row[2] for row in table] == ["cut", "off"]
     for verb in ("power-off", "cut", "join"):
         assert "power-on 2" in tool(verb, "2", status=2).stderr
-    assert "is on" in tool("power-on", "1", status=2).stderr
+    assert "is already on" in tool("power-on", "1", status=2).stderr
 
     size = beats.stat().st_size
     until("hosts are down", lambda: tool.node(1) == tool.node(2) == "down*")

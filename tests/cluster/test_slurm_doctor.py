@@ -190,7 +190,7 @@ def test_the_doctor_names_the_rank_that_a_run_failed_of(site: Site, signal: str,
     assert re.search(f"likely cause  .*{cause}", found), found
     assert re.search(r"first error  \S+ \S+ rank 0 on node1: after step \d+", found), found
     assert all(f"rank {rank}    node{rank + 1}         heartbeat at step " in found for rank in (0, 1)), found
-    assert ("stood at " in found) == (signal == "STOP"), found
+    assert ("stuck at " in found) == (signal == "STOP"), found
 
 
 def test_the_doctor_names_a_host_whose_cable_is_cut(site: Site) -> None:

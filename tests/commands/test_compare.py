@@ -137,7 +137,7 @@ def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measuremen
     beside = compare(runs)
     page = (runs / "compare.html").read_text()
     assert "all reduce float32 gloo" not in page and "test loss" in page
-    assert "the page shows the measurements of collectives where no other runs are compared" in beside.stdout
+    assert "the page omits the measurements of collectives beside training runs" in beside.stdout
 
 
 def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_runs_are_chosen(made: Path, words: tuple[str, ...], found: list[str]) -
         (("--name=nosuch",), "there are runs of ddp_multinode, mnist_pipeline"),
         (("--last=0",), "LAST="),
         (("--last=-3",), "LAST="),
-        (("--where=strategy",), "no condition"),
+        (("--where=strategy",), "is not a condition"),
         (("--where=strateg=ddp",), "did you mean strategy?"),
-        (("--where=lr>high",), "is no number"),
+        (("--where=lr>high",), "is not a number"),
         (("--where=strategy=ddp batch=3",), "none of 6 runs"),
         (("--sweep=nosuch",), "no such sweep"),
         (("--json=yes",), "JSON="),
@@ -242,7 +242,7 @@ def test_a_page_that_cannot_be_written_takes_no_table_away(made: Path, tmp_path:
 
 def test_a_page_in_a_folder_that_is_not_there_is_refused(made: Path, tmp_path: Path) -> None:
     done = compare(made, f"--page={tmp_path}/new/dir/page.html")
-    assert done.returncode == 2 and f"there is no folder {tmp_path}/new/dir; make it" in done.stderr
+    assert done.returncode == 2 and f"the folder {tmp_path}/new/dir does not exist; create it" in done.stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -250,7 +250,8 @@ def test_only_a_page_of_its_own_is_written_over(made: Path, tmp_path: Path) -> N
     for name, text in (("README.md", "# mine\n"), ("empty", "")):
         (tmp_path / name).write_text(text)
         done = compare(made, f"--page={tmp_path / name}")
-        assert done.returncode == 2 and "is no page of make compare" in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 2 and "was not written by make compare" in done.stderr
+        assert "Traceback" not in done.stderr
         assert (tmp_path / name).read_text() == text
     for _ in range(2):
         done = compare(made, f"--page={tmp_path / 'page.html'}")
@@ -260,7 +261,7 @@ def test_only_a_page_of_its_own_is_written_over(made: Path, tmp_path: Path) -> N
 def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> None:
     for name in ("mnist_pipeline", "ddp_multinode"):
         Made(name, 7, 10, result={"idle_share": [0.2]}).write(tmp_path)
-    runs, _ = compared.load_compared_runs(selection.list_runs(tmp_path))
+    runs, _ = compared.load_runs(selection.list_runs(tmp_path))
     page = compare_page.render_page([compared.make_compared_run(run, ["waiting"], tmp_path) for run in runs], [], [])
     rows = re.findall(r'<tr class="run" data-run="(\d)".*? title="([^"]+)"', page)
     assert rows == [(str(i), run.folder.path.name) for i, run in enumerate(runs)]
@@ -269,7 +270,7 @@ def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> Non
 
 
 def test_text_of_a_run_folder_is_escaped_in_the_page(made: Path) -> None:
-    (own, *_), _ = compared.load_compared_runs(selection.list_runs(made))
+    (own, *_), _ = compared.load_runs(selection.list_runs(made))
     bad = "<i>{{script}}</i></script>\"'"
     own.curves.tests[bad] = own.curves.tests["test_loss"]
     own.settings["optim.lr"] = own.label = bad
@@ -298,7 +299,7 @@ def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
     later = folder.attempts()[1].metrics_file
     waited = [row | {"time": row["time"] + 60} for row in folder.attempts()[1].read_own_rows()]
     later.write_text("".join(json.dumps(row) + "\n" for row in waited))
-    low = compared.Compared.from_folder(folder).curves.speed.low
+    low = compared.RunFacts.from_folder(folder).curves.speed.low
     assert min(low) > 0.5 * max(low)
 
 

@@ -23,5 +23,6 @@ def test_a_run_of_which_nobody_knows_where_it_runs_is_not_cancelled(tmp_path: Pa
     run = Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "runs").path
     (run / "meta.json").write_text("{")
     done = inside.run_verb("cancel", "--", str(run))
-    assert done.returncode == 2 and "meta.json is missing or damaged, and does not tell where the run is" in done.stderr
+    assert done.returncode == 2
+    assert "meta.json is missing or damaged, so the host of the run is unknown" in done.stderr
     assert not (run / "result.json").exists()

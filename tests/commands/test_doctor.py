@@ -141,15 +141,15 @@ def test_a_rank_that_was_killed_is_named(digits: tuple[str, ...], tmp_path: Path
         process.wait(90)
     found = doctor(f"--run={folder.path}")
     assert re.search("likely cause  .*rank 1 was killed by SIGKILL", found), found
-    assert "stood at " not in found, found
+    assert "stuck at " not in found, found
 
 
 def test_an_error_without_a_time_is_not_taken_for_the_first() -> None:
-    def rank(number: int, when: str) -> diagnosis.Rank:
-        return diagnosis.Rank(Heartbeat(number, "vm", 1, 1.0, None), 1.0, when, "an error", "")
+    def rank(number: int, when: str) -> diagnosis.RankFacts:
+        return diagnosis.RankFacts(Heartbeat(number, "vm", 1, 1.0, None), 1.0, when, "an error", "")
 
     ranks = [rank(0, ""), rank(1, "2026-01-01 09:00:02,500"), rank(2, "2026-01-01 09:00:02,100")]
-    assert [found.beat.rank for found in diagnosis.list_failed_ranks(ranks)] == [2, 1, 0]
+    assert [found.heartbeat.rank for found in diagnosis.list_failed_ranks(ranks)] == [2, 1, 0]
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -> None:
@@ -204,10 +204,10 @@ def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path)
 def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: str, mended: bool) -> None:
     folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
     folder.attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
-    (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "go on  " in line)
+    (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "continue with  " in line)
     new = 'make exp NAME=ddp_multinode ARGS="...", a new run, once the error is mended: RESUME would run '
     resumed = f"make exp RESUME={folder.path}; no checkpoint found, it restarts from step 0"
-    assert advice.strip().removeprefix("go on  ").startswith(f"{new}{folder.path}/code" if mended else resumed)
+    assert advice.strip().removeprefix("continue with  ").startswith(f"{new}{folder.path}/code" if mended else resumed)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -223,7 +223,7 @@ def test_a_run_that_was_cancelled_needs_no_cause(tmp_path: Path) -> None:
     folder = Made(state="failed", result={"state": "cancelled", "reason": "stopped by Ctrl-C"}).write(tmp_path)
     found = doctor(f"--run={folder.path}")
     assert "is CANCELLED: stopped by Ctrl-C\n" in found and "likely cause" not in found
-    assert f"go on  make exp RESUME={folder.path}; no checkpoint found, it restarts" in found
+    assert f"continue with  make exp RESUME={folder.path}; no checkpoint found, it restarts" in found
 
 
 LOST = "RuntimeError: Connection closed by peer"
@@ -247,7 +247,11 @@ OWN = "torch.distributed.DistNetworkError: all_reduce: "
             "rank 0 on vm failed first: after step 3: V",
         ),
         (("09:00:01,000 UserError: the disk is full", LOST), 0, "rank 0 on vm: the disk is full; free space"),
-        (("09:00:01,000 ModuleNotFoundError: x", ""), 0, "rank 0 on vm: a package is missing there; make doctor"),
+        (
+            ("09:00:01,000 ModuleNotFoundError: x", ""),
+            0,
+            "rank 0 on vm: a package is missing on that host; make doctor",
+        ),
         (
             (
                 "09:00:01,000 rank 1 on vm did not answer within 8 s",
@@ -275,9 +279,9 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
 
 def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     folder = Made(state="running", steps=200).write(tmp_path)
-    assert diagnosis.examine_run(folder)["cause"] == diagnosis.WELL
-    hangs = "it hangs after step 100: rank 1 on vm has shown nothing for 2 min"
-    for seconds, cause in ((100, diagnosis.WELL), (130, hangs)):
+    assert diagnosis.examine_run(folder)["cause"] == diagnosis.NO_PROBLEM
+    hangs = "hangs after step 100: no sign of life from rank 1 on vm for 2 min"
+    for seconds, cause in ((100, diagnosis.NO_PROBLEM), (130, hangs)):
         for rank, step in ((0, 2), (1, 1)):  # a message may take launch.step_timeout=120 seconds
             folder.attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
         assert diagnosis.examine_run(folder)["cause"].startswith(cause)
@@ -296,10 +300,10 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     folder.attempts()[-1].write_heartbeat(0, 1, time.time() - seconds)
     for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
         os.utime(path, (time.time() - seconds - 5,) * 2)
-    hangs = "it hangs after step 100: rank 1 on vm has shown nothing for "
-    assert diagnosis.examine_run(folder)["cause"].startswith(diagnosis.WELL if well else hangs)
+    hangs = "hangs after step 100: no sign of life from rank 1 on vm for "
+    assert diagnosis.examine_run(folder)["cause"].startswith(diagnosis.NO_PROBLEM if well else hangs)
     (place / "heartbeat-0.json").unlink()  # nobody has made a step
-    assert diagnosis.examine_run(folder)["cause"].startswith(diagnosis.WELL if well else "it hangs after step ")
+    assert diagnosis.examine_run(folder)["cause"].startswith(diagnosis.NO_PROBLEM if well else "hangs after step ")
     assert diagnosis.print_diagnosis(folder, as_json=True) == (0 if well else 1)
 
 
@@ -351,7 +355,7 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = Scheduler("SLURM")
     assert checks.list_down_hosts(slurm, 2, "") == [
-        "node2 is drained: disk | see ticket | 7; SLURM starts nothing there"
+        "node2 is drained: disk | see ticket | 7; SLURM starts no jobs on it"
     ]
     assert checks.list_down_hosts(slurm, 1, "") == []
 
@@ -366,7 +370,7 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
         (["--args=runs=x optim.lr=3"], "ARGS: doctor does not use optim.lr, only runs, data.cache, launch.mixed and"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),
         (["--json=2"], "JSON='2' is neither 0 nor 1"),
-        (["--run=0000", "--nodes=2"], "RUN examines a run, and NODES is for checking hosts"),
+        (["--run=0000", "--nodes=2"], "RUN examines a run, but NODES is for checking hosts"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(words: list[str], message: str) -> None:
@@ -381,12 +385,14 @@ def test_how_a_rank_ended_is_taken_from_srun(tmp_path: Path) -> None:
     kept.parent.mkdir()
     error = "2026-01-01 09:00:02,500 ERROR RuntimeError: Connection closed by peer\n"
     srun = "srun: error: node2: task 1: Exited with exit code 3\nsrun: error: node1: tasks 0-1: Killed\n"
-    kept.write_text(f"{diagnosis.BEGIN}\n{error}{srun}")
+    kept.write_text(f"{diagnosis.JOB_START}\n{error}{srun}")
     found = diagnosis.examine_run(folder)["cause"]
-    assert found == "rank 1 on vm ended without an error message (Exited with exit code 3), and the others lost it"
+    assert (
+        found == "rank 1 on vm ended without an error message (Exited with exit code 3); the others lost the connection"
+    )
     kept.unlink()
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137})
-    assert diagnosis.examine_run(folder)["cause"] == "its ranks ended without an error message: signal Killed"
+    assert diagnosis.examine_run(folder)["cause"] == "all ranks ended without an error message: signal Killed"
 
 
 def test_a_stack_in_an_installed_package_is_not_taken_for_ours() -> None:

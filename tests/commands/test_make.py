@@ -196,7 +196,7 @@ def test_clean_refuses_a_dry_run(place: Path) -> None:
 
 def test_targets_together_may_have_the_settings_of_each(place: Path) -> None:
     done = make(place, "status", "sync", "ALL=1", "DRY_RUN=1")
-    assert "has no setting" not in done.err and "there is no run in runs yet" in done.err
+    assert "has no setting" not in done.err and "no runs in runs yet" in done.err
 
 
 # ---- make test

@@ -88,7 +88,7 @@ def test_a_strange_switch_removes_nothing(runs: Path) -> None:
     for words, message in (
         (("--dry-run=no",), "DRY_RUN="),
         (("--delete=yes",), "DELETE="),
-        (("--delete=1", "--dry-run=1"), "DELETE=1 deletes, and DRY_RUN=1 only shows; leave one of them out"),
+        (("--delete=1", "--dry-run=1"), "DELETE=1 and DRY_RUN=1 contradict each other; omit one of them"),
     ):
         done = prune(runs, *words)
         assert done.returncode == 2 and message in done.stderr

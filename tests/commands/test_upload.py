@@ -34,7 +34,7 @@ def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
         drawn["scaling efficiency by ranks"] | {"xAxis": "config:world_size.value", "yAxis": "summary:efficiency"}
         == (drawn["scaling efficiency by ranks"])
     )
-    assert {"samples a second", "share of the time waited for other ranks", "restarts"} <= drawn.keys()
+    assert {"samples per second", "share of time spent waiting for other ranks", "restarts"} <= drawn.keys()
     (runset,) = view["spec"]["section"]["runSets"]
     assert [key["name"] for key in runset["grouping"]] == ["experiment.value", "world_size.value"]
 

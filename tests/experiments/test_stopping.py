@@ -21,7 +21,7 @@ def test_a_stage_that_hangs_is_named(tmp_path: Path, quick: tuple[str, ...]) -> 
     done = inside.run_verb("doctor", f"--run={only_folder(tmp_path).path}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search("likely cause  .*rank 1 on .* did not answer within 5 s", done.stdout), done.stdout
-    assert "stood at " in done.stdout
+    assert "stuck at " in done.stdout
 
 
 def test_a_notice_in_an_evaluation_of_stages_saves_the_state_before_it(tmp_path: Path, digits: tuple[str, ...]) -> None:

@@ -88,7 +88,7 @@ def test_another_model_gives_other_numbers(finished: Make, tmp_path: Path) -> No
     digest = hash_file(folder.path / "model.safetensors")
     write_json(folder.path / "model.json", facts | {"sha256": digest})
     done = evaluate(folder)
-    assert done.returncode == trained_model.DIFFERENT and "DIFFERENT" in done.stdout
+    assert done.returncode == trained_model.EXIT_DIFFERENT and "DIFFERENT" in done.stdout
 
 
 def test_other_samples_are_measured_and_not_compared(
@@ -177,10 +177,10 @@ def test_a_model_of_another_device_is_measured_and_not_judged(finished: Make, tm
     assert facts["device"] == "cpu"
     facts["scores"]["test_loss"] *= 1.001
     write_json(folder.path / "model.json", facts)
-    assert evaluate(folder).returncode == trained_model.DIFFERENT
+    assert evaluate(folder).returncode == trained_model.EXIT_DIFFERENT
     write_json(folder.path / "model.json", facts | {"device": "cuda"})
     done = evaluate(folder)
-    assert done.returncode == 0 and "the run was measured on cuda, which rounds otherwise" in done.stdout
+    assert done.returncode == 0 and "the run was measured on cuda, which rounds differently" in done.stdout
 
 
 def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:

@@ -409,7 +409,7 @@ def test_a_controller_that_is_down_is_not_waited_for(fake: Fake, monkeypatch: py
     monkeypatch.setattr(scheduler, "FAILED", {})
     monkeypatch.setattr(scheduler, "QUEUES", {})
     began = time.monotonic()
-    state, detail = status.read_state(folder, patience=scheduler.QUICK)
+    state, detail = status.read_state(folder, timeout=scheduler.QUICK)
     assert state == "UNKNOWN" and detail == "SLURM: the controller is down"
     assert time.monotonic() - began < scheduler.QUICK, "about 2 s"
 
@@ -421,7 +421,7 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exit 1")
     sync = ("sync", f"--runs-folder={folder.path.parent}", "--dry-run=1")
-    assert "is not over yet (UNKNOWN): left for later\nnothing to send" in call(fake, "slurm", *sync).stdout
+    assert "is not over yet (UNKNOWN): skipped\nnothing to send" in call(fake, "slurm", *sync).stdout
     for words in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
         done = call(fake, "slurm", *words)
         assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
@@ -435,7 +435,7 @@ def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake) -> 
     assert done.stdout == "cancelled job 4711\n"
     assert "scancel 4711" in fake.calls.read_text()
     assert "CANCELLED" in call(fake, "slurm", "status", folder).stdout
-    assert "is CANCELLED already" in call(fake, "slurm", "cancel", folder).stdout
+    assert "is already CANCELLED" in call(fake, "slurm", "cancel", folder).stdout
 
 
 @pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", "x"]])
@@ -461,7 +461,7 @@ def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
             assert status.read_state(folder)[0] == state
             answer = cancel.cancel_run(folder)
             if state == "LOST":
-                assert "is LOST already" in answer and sleep.poll() is None
+                assert "is already LOST" in answer and sleep.poll() is None
         assert sleep.wait(timeout=5) == -signal.SIGTERM
 
 
@@ -491,7 +491,7 @@ def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) ->
         sleep.kill()
     write_note(folder.attempts()[0], Note())  # as `make sync` does
     state, detail = status.read_state(folder)
-    assert state == "LOST" and "no sign of life for 28 h" in detail and "on before cannot be seen" in detail
+    assert state == "LOST" and "no sign of life for 28 h" in detail and "on before is not visible" in detail
     folder.attempts()[0].write_heartbeat(0, 10, time.time())
     assert status.read_state(folder)[0] == "RUNNING", "it may run on another host"
     write_json(folder.path / "meta.json", {"history": [known | {"boot": "another", "pid": os.getpid()}]})
@@ -506,15 +506,15 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
     folder = the_folder(fake)
     assert not folder.attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
     done = call(fake, "slurm", "status", str(folder.path))
-    assert "LOST" in done.stdout and "prepared and never begun" in done.stdout, done.stdout
-    assert "is LOST already" in call(fake, "slurm", "cancel", str(folder.path)).stdout
+    assert "LOST" in done.stdout and "created but never started" in done.stdout, done.stdout
+    assert "is already LOST" in call(fake, "slurm", "cancel", str(folder.path)).stdout
     provenance.write_metadata(folder, [], {})  # as a living submitter, this process
-    assert status.read_state(folder) == ("PENDING", "it is being prepared")
+    assert status.read_state(folder) == ("PENDING", "being prepared")
     done = call(fake, "slurm", "cancel", str(folder.path))
     assert done.returncode == 2 and "is still being prepared" in done.stderr and "Traceback" not in done.stderr
     (folder.path / "meta.json").unlink()  # the first thing that is written is config.yaml
     assert status.read_state(folder)[0] == "PENDING"
-    long_ago = (folder.path / "config.yaml").stat().st_mtime - 2 * status.PREPARING
+    long_ago = (folder.path / "config.yaml").stat().st_mtime - 2 * status.PREPARATION_SECONDS
     os.utime(folder.path / "config.yaml", (long_ago, long_ago))
     assert status.read_state(folder)[0] == "LOST"
 
@@ -522,8 +522,8 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
 @pytest.mark.parametrize(
     ("result", "state", "detail"),
     [
-        ({"test_accuracy": 0.5}, "FAILED", "result.json does not say how it ended"),
-        ({"state": None, "exit_status": None}, "FAILED", "result.json does not say how it ended"),
+        ({"test_accuracy": 0.5}, "FAILED", "result.json has no known state"),
+        ({"state": None, "exit_status": None}, "FAILED", "result.json has no known state"),
         ({"state": "finished", "test_accuracy": None, "samples_per_second": None}, "FINISHED", ""),
         ({"state": "failed", "test_accuracy": "x", "reason": None, "samples_per_second": "x"}, "FAILED", ""),
         ({"state": "finished", "test_accuracy": 0.5}, "FINISHED", "accuracy 50.00%"),

@@ -63,7 +63,7 @@ def test_a_daemon_gets_none_of_the_callers_secrets(plan: Plan, monkeypatch: pyte
     found = dict(line.split("=", 1) for line in file.read_text().splitlines())
     assert found["SLURM_CONF"] == f"{plan.folder}/slurm.conf" and found["HOME"] == "/"
     assert set(found) <= {"SLURM_CONF", "PATH", "HOME", "LC_ALL", "PWD", "OLDPWD", "SHLVL", "_"}
-    with pytest.raises(UserError, match=r"^sh ended with status 3$"):
+    with pytest.raises(UserError, match=r"^sh exited with status 3$"):
         daemons.start_daemon(plan, "sh", "-c", "exit 3")
 
 

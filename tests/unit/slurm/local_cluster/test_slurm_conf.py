@@ -119,7 +119,7 @@ def test_bad_conf_lines_are_refused(line: str) -> None:
 
 @pytest.mark.parametrize("name", ["A", "1a", "a b", "../x", "a-b", "a" * 40, "$(id)"])
 def test_bad_names_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match="name has only"):
+    with pytest.raises(UserError, match="starting with a letter"):
         cluster.find_cluster_folder(name)
 
 
@@ -141,7 +141,7 @@ def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("CLUSTER_DIR", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     cluster.find_cluster_folder("local").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="somebody else"), cli.lock_folder("local"):
+    with pytest.raises(UserError, match="another user"), cli.lock_folder("local"):
         pass
     assert not any((tmp_path / "elsewhere").iterdir())
 
@@ -151,7 +151,7 @@ def test_missing_programs_are_named_with_their_packages(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"slurmctld, .*apt-get install slurm-wlm iproute2 util-linux$"):
         slurm_conf.check_programs("none", False)
-    for names in (slurm_conf.PACKAGES | slurm_conf.MUNGE).values():
+    for names in (slurm_conf.PACKAGES | slurm_conf.MUNGE_PACKAGES).values():
         for name in names:
             (tmp_path / name).touch(mode=0o755)
     slurm_conf.check_programs("munge", False)
@@ -249,7 +249,7 @@ def test_programs_use_the_only_cluster_that_is_up_and_ask_where_there_are_severa
     assert choose_scheduler("local") is None and cluster.choose_running_cluster() is None
     set_up("mine", here)
     done = tool("down", "--name=nosuch", CLUSTER_DIR=str(tmp_path))
-    assert done.returncode == 2 and done.stderr == "error: cluster nosuch is not up; those that are up: mine\n"
+    assert done.returncode == 2 and done.stderr == "error: cluster nosuch is not up; running clusters: mine\n"
     found = choose_scheduler("auto")
     assert found and found.local and (found.name, found.local.plan.name) == ("the local cluster mine", "mine")
     assert find_scheduler({"job": {"scheduler": found.name}}) == found
@@ -302,7 +302,7 @@ esac
     ],
 )
 def test_the_sacct_stand_in_answers_like_sacct(asked: list[str], rows: list[str], tmp_path: Path) -> None:
-    for name, text in {"sacct": slurm_conf.SACCT, "scontrol": SCONTROL}.items():
+    for name, text in {"sacct": slurm_conf.SACCT_SCRIPT, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     argv = [str(tmp_path / "sacct"), "-o", "JobID,State,NodeList", "--parsable2", *asked]

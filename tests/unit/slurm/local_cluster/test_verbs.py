@@ -89,7 +89,7 @@ def test_cables_and_power_are_those_of_the_host_that_is_named(up: Up) -> None:
     assert changes == ["link set node2 down", "link set node2 up", "link set node1 down", "link del node1"]
     assert up.hosts[1].wait(timeout=5) == -9 and up.hosts[2].poll() is None
     assert up.tool("cut", "3", status=2) == "error: node3 is powered off; python -m slurm cluster power-on 3"
-    assert up.tool("power-on", "2", status=2) == "error: node2 is on"
+    assert up.tool("power-on", "2", status=2) == "error: node2 is already on"
     assert "N='4': write a number from 1 to 3" in up.tool("cut", "4", status=2)
     up.fake.answer("ip", "echo 'Cannot find device \"node2\"' >&2; exit 1")
     assert 'ip: Cannot find device "node2" (link set node2 down)' in up.tool("cut", "2", status=2)
@@ -111,13 +111,13 @@ def test_a_preemption_asks_for_the_hosts_of_the_job_or_for_all(up: Up) -> None:
     up.fake.answer("squeue", "echo node2")
     up.fake.answer("scontrol", "echo $3 | tr , '\\n'")
     up.fake.answer("sbatch", "echo 4712")
-    assert up.tool("preempt", "4711") == "job 4712 of partition high asks for node2"
-    assert up.tool("preempt") == "job 4712 of partition high asks for node1,node2"
+    assert up.tool("preempt", "4711") == "job 4712 of partition high requests node2"
+    assert up.tool("preempt") == "job 4712 of partition high requests node1,node2"
     one, both = up.asked("sbatch")
     assert "--nodes=1 --nodelist=node2 " in one and "--nodes=2 --nodelist=node1,node2 " in both
     for name in ("squeue", "sinfo"):
         up.fake.answer(name, "true")
-    assert up.tool("preempt", "4711", status=2) == "error: job 4711 does not run"
+    assert up.tool("preempt", "4711", status=2) == "error: job 4711 is not running"
     assert up.tool("preempt", status=2) == "error: no host is ready for a job"
 
 
@@ -143,9 +143,9 @@ def test_a_cluster_that_is_up_stays_as_it_is(up: Up) -> None:
     variables = {"CLUSTER_DIR": str(up.folder.parent), "PATH": up.variables["PATH"]}
     for words in ((), ("--nodes=3",)):
         done = inside.run_verb(*asked, *words, cwd=ROOT, **variables)
-        assert (done.returncode, done.stdout) == (0, "cluster local is up already\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, "cluster local is already up\n"), done.stderr
     done = inside.run_verb(*asked, "--nodes=2", cwd=ROOT, **variables)
-    assert done.stderr == "error: cluster local is up already, with NODES=3; first: make cluster-down\n"
+    assert done.stderr == "error: cluster local is already up with NODES=3; stop it first: make cluster-down\n"
     assert done.returncode == 2
     assert up.hosts[0].poll() is None
 

@@ -57,8 +57,8 @@ def test_a_job_that_does_not_end_is_followed_no_longer_than_wandb_may_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Made(steps=10, settings={"wandb.finish_timeout": "4"}).write(tmp_path)
-    monkeypatch.setattr(logs, "MARGIN", 0.0)
-    monkeypatch.setattr(logs, "is_still_ending", lambda folder: True)
+    monkeypatch.setattr(logs, "MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(logs, "is_still_writing", lambda folder: True)
     began = time.time()
     os.utime(folder.path / "result.json", (began - 3, began - 3))
     assert logs.follow_log(folder, folder.attempts()[-1].log_file(0)) == 0

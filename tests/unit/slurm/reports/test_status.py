@@ -14,13 +14,13 @@ from tests.harness.made_runs import Made
 
 def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [Made(("mnist_pipeline", "ddp_multinode")[n % 2], n, steps=1).write(tmp_path).path.name for n in range(3)]
-    monkeypatch.setattr(status, "NEWEST", 2)
+    monkeypatch.setattr(status, "MAX_LISTED_RUNS", 2)
 
     def listed(*words: str) -> list[str]:
         done = inside.run_verb("status", f"--runs-folder={tmp_path}", *words)
         return [line.split()[0] if "FINISHED" in line else line for line in done.stdout.splitlines()[1:]]
 
-    assert listed() == [names[2], names[1], "not listed: 1 older run; make status ALL=1 lists them"]
+    assert listed() == [names[2], names[1], "not listed: 1 older run; to list all runs: make status ALL=1"]
     assert listed("--all=1") == names[::-1]
     assert sum("samples_per_second" in line for line in listed("--json=1")) == 3, "programs get all"
 

@@ -59,7 +59,7 @@ def test_a_run_is_submitted_by_one_command_at_a_time(folder: Folder, other: subp
             submission.hold_submission(folder).__enter__()
     assert not submission.locate_submission(folder).exists()
     write_json(submission.locate_submission(folder), identify(other))  # of another host as far as the lock goes
-    assert status.read_state(folder) == ("PENDING", "it is being submitted")
+    assert status.read_state(folder) == ("PENDING", "being submitted")
     with pytest.raises(RunTaken, match=f"is being submitted by process {other.pid} on "):
         submission.hold_submission(folder).__enter__()
     other.kill()
@@ -165,7 +165,7 @@ def test_a_run_that_finishes_while_it_is_cancelled_is_finished(
     folder.claim_attempt({"process": identify(other)})
     monkeypatch.setattr(cancel, "read_state", finish_meanwhile)
     answer = cancel.cancel_run(folder)
-    assert f"is FINISHED already; not ended yet: attempt 1, process {other.pid} on this machine" in answer
+    assert f"is already FINISHED; still stopping: attempt 1, process {other.pid} on this machine" in answer
     assert other.poll() is None
 
 
@@ -175,5 +175,5 @@ def test_cancel_ends_what_only_a_claim_names(folder: Folder, other: subprocess.P
     write_json(folder.path / "meta.json", {"history": [{"pid": 1, "host": "elsewhere"}], "job": job})
     folder.claim_attempt({"process": identify(other)})
     assert status.read_state(folder)[0] == "RUNNING" and len(claims.find_live_claims(folder)) == 1
-    assert cancel.cancel_run(folder) == f"cancelled process {other.pid}; it saves and stops"
+    assert cancel.cancel_run(folder) == f"cancelled process {other.pid}; it saves a checkpoint and stops"
     assert other.wait(timeout=5) == -signal.SIGTERM and folder.result["state"] == "cancelled"
