@@ -56,12 +56,11 @@ class PipelineEngine:
         sample: Sequence[int],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.settings = settings
         self.loss = loss
         self.world = world
         self.dtype = dtype
         self.plan = schedules.make_schedule(settings)
-        self.layers = list_layer_names(stages)
+        self.layers = [list(dict(stage.named_children())) for stage in stages]
         self.count = settings.stages
         self.microbatches = settings.microbatches
         self.microbatch_size = batch // self.microbatches
@@ -136,7 +135,9 @@ class PipelineEngine:
             loss = output.detach()
             self.total_loss = loss if self.total_loss is None else self.total_loss + loss
         self.saved[stage, microbatch] = x, output
-        return None if is_last else (Action("F", stage + 1, microbatch), output.detach())
+        if is_last:
+            return None
+        return Action("F", stage + 1, microbatch), output.detach()
 
     def _backward(self, action: Action, gradient: Tensor | None) -> Message | None:
         _, stage, microbatch = action
@@ -186,11 +187,3 @@ class PipelineEngine:
     def last_rank(self) -> int:
         """The rank that holds the last stage in the first replica, and so the loss."""
         return (self.count - 1) % self.world.size
-
-
-def list_layer_names(stages: Sequence[nn.Module]) -> list[list[str]]:
-    """Return the names of the layers of each stage."""
-    names = []
-    for stage in stages:
-        names.append([name for name, _ in stage.named_children()])
-    return names

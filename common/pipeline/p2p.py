@@ -139,7 +139,7 @@ class Network:
         """Return one process group per direction with nccl; gloo needs none."""
         if self.world.backend != "nccl" or self.world.size == 1:
             return {}
-        members = [self.world.global_rank(rank) for rank in range(self.world.size)]
+        members = list(map(self.world.global_rank, range(self.world.size)))
         is_subgroup = bool(self.world.global_ranks)  # its members create groups without the other ranks
         groups = {}
         for kind in "FB":

@@ -35,10 +35,11 @@ def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = 
     overlap are omitted.
     """
     axes = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
-    step_start = schedules.find_start(list(lanes.values()))
-    length = schedules.compute_makespan(list(lanes.values()))
+    timeline = list(lanes.values())
+    step_start = schedules.find_start(timeline)
+    length = schedules.compute_makespan(timeline)
     in_legend: set[str] = set()
-    for row, spans in enumerate(lanes.values()):
+    for row, spans in enumerate(timeline):
         next_free = {-1: -1.0, 1: -1.0}  # where the next number above and below the lane may start, in ms
         for (kind, _, microbatch), start, end in spans:
             name, colours = ACTION_STYLES[kind]
@@ -150,7 +151,8 @@ class PipelineReport:
         if self.picture is None or not self.step:
             return {}
         path, title = self.picture
-        draw_timeline(path, {f"stage {stage}": spans for stage, spans in self.by_stage.items()}, title)
+        lanes = {f"stage {stage}": spans for stage, spans in self.by_stage.items()}
+        draw_timeline(path, lanes, title)
         return {"timeline": path.absolute().as_uri()}
 
     def rows(self) -> dict[str, str]:

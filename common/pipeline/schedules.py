@@ -115,12 +115,17 @@ def find_dependencies(action: Action, stages: int) -> list[Action]:
     if kind == "W":
         return [Action("B", stage, microbatch)]
     forward = Action("F", stage, microbatch)
-    return [forward, Action("B", stage + 1, microbatch)] if stage < stages - 1 else [forward]
+    if stage == stages - 1:
+        return [forward]
+    return [forward, Action("B", stage + 1, microbatch)]
 
 
 def find_missing_dependency(action: Action, stages: int, done: Container[Action]) -> Action | None:
     """Return an action that must be complete before another one can start; None if all are done."""
-    return next((dependency for dependency in find_dependencies(action, stages) if dependency not in done), None)
+    for dependency in find_dependencies(action, stages):
+        if dependency not in done:
+            return dependency
+    return None
 
 
 class Span(NamedTuple):
@@ -155,7 +160,8 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
                     start = max(start, ends[dependency])
                 end = start + DURATIONS[action.kind]
                 local_spans.append(Span(action, start, end))
-                ends[action._replace(kind="B") if action.kind == "I" else action] = end
+                completed = action._replace(kind="B") if action.kind == "I" else action
+                ends[completed] = end
                 has_progressed = True
 
     for rank, actions in enumerate(plan):

@@ -22,8 +22,6 @@ from torch import Tensor
 from common.core.errors import Unreachable
 from common.distributed.rendezvous import World
 from common.distributed.transport.connecting import Links, connect_ranks
-from common.distributed.transport.incoming import Incoming
-from common.distributed.transport.links import Outgoing
 from common.distributed.transport.memory_links import MemoryStream, choose_polling_seconds
 from common.pipeline.schedules import Action
 
@@ -96,33 +94,25 @@ class SharedMemory:
         self.sources: dict[int, MemoryStream] = {}
         for peer, outgoing in links.outgoing.items():
             sent = [route for route in routes if route.source == world.rank and route.target == peer]
-            self._share_slots(outgoing, sent)
+            size = sum(count_slot_bytes(route, dtype) for route in sent)
+            stream = outgoing.stream
+            if isinstance(stream, MemoryStream):
+                with contextlib.suppress(OSError):
+                    memory = stream.share_memory(SLOT_MEMORY_NAME, max(SLOT_ALIGNMENT, size))
+                    self.targets[peer] = stream
+                    self._map_slots(memory, sent)
+            outgoing.send(READY_TAG, bytes([peer in self.targets]))
         for peer, incoming in links.incoming.items():
             received = [route for route in routes if route.source == peer and route.target == world.rank]
-            self._receive_slots(incoming, received)
+            is_shared = bytearray(1)
+            incoming.receive(READY_TAG, is_shared)
+            stream = incoming.stream
+            if is_shared[0] and isinstance(stream, MemoryStream):
+                self.sources[peer] = stream
+                self._map_slots(stream.shared[SLOT_MEMORY_NAME], received)
         if len(self.targets) < len(links.outgoing) or len(self.sources) < len(links.incoming):
             links.close()
             raise OSError("this host has no free memory for messages")
-
-    def _share_slots(self, link: Outgoing, routes: Sequence[MessageRoute]) -> None:
-        """Allocate the slots of messages to a rank, and tell it whether that succeeded."""
-        stream = link.stream
-        if isinstance(stream, MemoryStream):
-            size = sum(count_slot_bytes(route, self.dtype) for route in routes)
-            with contextlib.suppress(OSError):
-                memory = stream.share_memory(SLOT_MEMORY_NAME, max(SLOT_ALIGNMENT, size))
-                self.targets[link.peer] = stream
-                self._map_slots(memory, routes)
-        link.send(READY_TAG, bytes([link.peer in self.targets]))
-
-    def _receive_slots(self, link: Incoming, routes: Sequence[MessageRoute]) -> None:
-        """Receive the slots of messages from a rank, if it could allocate them."""
-        is_shared = bytearray(1)
-        link.receive(READY_TAG, is_shared)
-        stream = link.stream
-        if is_shared[0] and isinstance(stream, MemoryStream):
-            self.sources[link.peer] = stream
-            self._map_slots(stream.shared[SLOT_MEMORY_NAME], routes)
 
     def _map_slots(self, memory: mmap.mmap, routes: Sequence[MessageRoute]) -> None:
         start = 0

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from common.pipeline import schedules
-from common.pipeline.executor import list_layer_names
 from common.pipeline.schedules import Span
 from common.pipeline.stage_tracer import StageTracer
 
@@ -44,8 +43,9 @@ class SingleProcessPipeline:
         self.devices = [torch.device(name) for name in devices]
         self.stages = [stage.to(device, dtype) for stage, device in zip(stages, self.devices, strict=True)]
         self.local = dict(enumerate(self.stages))
-        self.layers = list_layer_names(stages)
-        self.plan = schedules.SCHEDULES[schedule](len(stages), len(stages), microbatches)
+        self.layers = [list(dict(stage.named_children())) for stage in stages]
+        count = len(stages)
+        self.plan = schedules.SCHEDULES[schedule](count, count, microbatches)
         self.module = nn.ModuleList(self.stages)
         self.tracer = StageTracer(self.stages, self.devices)
 

@@ -61,15 +61,16 @@ class StageTracer:
 
     def collect_spans(self) -> list[list[list[Span]]]:
         """Return each stage's newest steps, oldest first, with times in seconds."""
-        spans_by_stage = []
-        for stage in range(len(self.stages)):
-            spans_by_stage.append([self._make_spans(stage, step) for step in self.history])
-        return spans_by_stage
+        stages = range(len(self.stages))
+        return [self._collect_stage_spans(stage) for stage in stages]
 
-    def _make_spans(self, stage: int, step: dict[Action, list[Stamp]]) -> list[Span]:
+    def _collect_stage_spans(self, stage: int) -> list[list[Span]]:
         seconds = self.clocks[stage].to_seconds
-        spans = []
-        for action, stamps in step.items():
-            if action.stage == stage:
-                spans.append(Span(action, seconds(stamps[0]), seconds(stamps[-1])))
-        return sorted(spans, key=lambda span: span.start)
+        steps = []
+        for stamps_by_action in self.history:
+            spans = []
+            for action, stamps in stamps_by_action.items():
+                if action.stage == stage:
+                    spans.append(Span(action, seconds(stamps[0]), seconds(stamps[-1])))
+            steps.append(sorted(spans, key=lambda span: span.start))
+        return steps

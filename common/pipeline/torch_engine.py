@@ -141,4 +141,6 @@ class TorchPipelineEngine(PipelineEngine):
             self.schedule.step(*args, **kwargs, return_outputs=False)
             losses += call_losses
         self.history.append(self.marks)
-        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+        if not losses:
+            return None
+        return torch.stack([loss.detach() for loss in losses]).sum()

@@ -27,11 +27,11 @@ COMBINE: dict[Operation, Combine] = {
     dist.ReduceOp.BOR: torch.bitwise_or,
     dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
-BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+BITWISE_OPS = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 ARITHMETIC = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT)
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-REAL = (*HALF_PRECISION, torch.float32, torch.float64)
+FLOAT_DTYPES = (*HALF_PRECISION, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 
 
@@ -43,11 +43,11 @@ def choose_precision(op: Operation, dtype: torch.dtype) -> torch.dtype:
 
 def list_reducible_dtypes(op: Operation) -> tuple[torch.dtype, ...]:
     """Return the types that an operation supports; torch itself rejects products of complex numbers."""
-    if op in BITWISE:
+    if op in BITWISE_OPS:
         return WHOLE
     if op == dist.ReduceOp.AVG:
-        return (*REAL, *COMPLEX)
-    return (*WHOLE, *REAL, *COMPLEX) if op == dist.ReduceOp.SUM else (*WHOLE, *REAL)
+        return (*FLOAT_DTYPES, *COMPLEX)
+    return (*WHOLE, *FLOAT_DTYPES, *COMPLEX) if op == dist.ReduceOp.SUM else (*WHOLE, *FLOAT_DTYPES)
 
 
 @functools.cache

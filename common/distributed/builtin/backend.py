@@ -35,7 +35,7 @@ Collective = Callable[..., None]
 ArgumentLists = list[tuple[Any, ...]]
 OptionalWork = CollectiveWork | None  # None for a collective that is complete
 
-NAME = "builtin"
+BACKEND_NAME = "builtin"
 DEFAULT_TIMEOUT = datetime.timedelta(milliseconds=-1)  # torch's value for calls without timeout=
 TAG_COUNT = 1 << 32
 
@@ -61,12 +61,12 @@ class BuiltinBackend(Backend):
         self.readers = {rank: BackgroundReader(link) for rank, link in communicator.incoming.items()}
 
     def getBackendName(self) -> str:
-        return NAME
+        return BACKEND_NAME
 
     @property
     def options(self) -> Backend.Options:
         """Name and time limit."""
-        return Backend.Options(NAME, self.timeout)
+        return Backend.Options(BACKEND_NAME, self.timeout)
 
     # ---- reductions
 

@@ -148,7 +148,8 @@ class Communicator:
         """Fill `outputs[r]` with the tensor of rank r, on all ranks; tensor and outputs may share memory."""
         blocks = [TensorBytes(output) for output in outputs]
         local = copy_if_overlapping(tensor, [blocks[peer] for peer in self.sources])
-        self._exchange([(peer, local) for peer in self.targets], self._list_receives(blocks))
+        sends = [(peer, local) for peer in self.targets]
+        self._exchange(sends, self._list_receives(blocks))
         blocks[self.rank].bytes[:] = local
         store_all(blocks)
 
@@ -156,7 +157,8 @@ class Communicator:
         """Fill `outputs[r]` with the input of rank r for this rank; blocks may share memory and differ in size."""
         blocks = [TensorBytes(output) for output in outputs]
         local = [copy_if_overlapping(tensor, blocks) for tensor in inputs]
-        self._exchange([(peer, local[peer]) for peer in self.targets], self._list_receives(blocks))
+        sends = [(peer, local[peer]) for peer in self.targets]
+        self._exchange(sends, self._list_receives(blocks))
         blocks[self.rank].bytes[:] = local[self.rank]
         store_all(blocks)
 
@@ -188,11 +190,13 @@ class Communicator:
         local_part = parts[self.rank]
         sends = [(peer, local_part) for peer in self.targets if peer != root]
         if self.rank == root:
-            self._exchange([(peer, parts[peer]) for peer in self.targets], [])
+            scattered = [(peer, parts[peer]) for peer in self.targets]
+            self._exchange(scattered, [])
             self._exchange(sends, [])
         else:
             self._exchange([], [(root, local_part)])
-            self._exchange(sends, [(peer, parts[peer]) for peer in self.sources])
+            receives = [(peer, parts[peer]) for peer in self.sources]
+            self._exchange(sends, receives)
         block.store()
 
     def _divide_for_broadcast(self, data: np.ndarray, root: int) -> list[np.ndarray]:

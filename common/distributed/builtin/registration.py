@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common.core.errors import UserError
-from common.distributed.builtin.backend import NAME, BuiltinBackend
+from common.distributed.builtin.backend import BACKEND_NAME, BuiltinBackend
 from common.distributed.builtin.communicator import Communicator
 from common.distributed.transport.algorithms import Algorithm, build_algorithm, build_by_size, make_algorithm
 from common.distributed.transport.certificates import Identity
@@ -53,7 +53,7 @@ def register_backend(transport: Transport) -> None:
         raise UserError(
             f"launch.backend=builtin needs torch 2.15 or newer, found {torch.__version__}; use another backend"
         )
-    dist.Backend.register_backend(NAME, partial(create_backend, transport), extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND_NAME, partial(create_backend, transport), extended_api=True, devices=["cpu"])
 
 
 def create_backend(transport: Transport, options: Any, _: object) -> BuiltinBackend:

@@ -86,7 +86,8 @@ def check_algorithm_of_config(settings: Experiment, code: Path | None = None) ->
     launch = use_kept_file(settings.launch, code) if code else settings.launch
     if launch.backend == "builtin" and launch.algorithm != "auto":
         size = settings.processes
-        build_by_size(launch.algorithm, size, [rank * launch.nodes // size for rank in range(size)])
+        hosts = [rank * launch.nodes // size for rank in range(size)]
+        build_by_size(launch.algorithm, size, hosts)
 
 
 def use_kept_file(launch: Launch, code: Path) -> Launch:
@@ -258,8 +259,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
-        usage = " ".join(self.format_usage().split())
-        raise UserError(f"{message}; {usage}")
+        raise UserError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 def parse_count(text: str) -> int:

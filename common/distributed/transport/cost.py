@@ -90,7 +90,8 @@ def predict_seconds(algorithm: Algorithm, lines: Lines, nbytes: float, hosts: Ho
         seconds = (lines.within or lines.between).predict_seconds(message_bytes)
         return CableRoute(("rank", source), ("rank", target), seconds)
 
-    return max((event.time for event in simulate_algorithm(algorithm, find_route)), default=0.0)
+    events = simulate_algorithm(algorithm, find_route)
+    return max((event.time for event in events), default=0.0)
 
 
 def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Hosts = ()) -> str:

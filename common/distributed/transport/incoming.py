@@ -31,8 +31,6 @@ class Incoming(Link):
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
         super().__init__(stream, peer)
-        self.bytes_received = 0
-        """Bytes of all messages, without headers."""
         self._inbox: dict[int, deque[bytearray]] = {}  # messages that arrived before they were expected, by tag
         self._expected: dict[int, deque[ExpectedMessage]] = {}  # in order of arrival, by tag
 
@@ -103,7 +101,7 @@ class Incoming(Link):
             yield from self.stream.read_pieces(length)
         except BaseException as error:  # noqa: BLE001 (the position of the next header is lost)
             raise self._fail(error) from None
-        self._release(length)
+        self._release()
 
     def _take_stored(self, tag: int, length: int) -> bytearray | None:
         """Return the oldest stored message with a tag. The caller holds the lock."""
@@ -156,7 +154,6 @@ class Incoming(Link):
                 self._inbox.setdefault(tag, deque()).append(stored)
             else:
                 expected.has_arrived = True
-            self.bytes_received += size
             self._wake()
 
     def _take_expected(self, tag: int) -> ExpectedMessage | None:
@@ -176,10 +173,9 @@ class Incoming(Link):
                 "collectives, or pass tensors of different sizes"
             )
 
-    def _release(self, length: int = 0) -> None:
-        """Let another thread read the connection, after this one has read `length` bytes of data."""
+    def _release(self) -> None:
+        """Let another thread read the connection."""
         with self._lock:
-            self.bytes_received += length
             self._busy = False
             if self._problem is not None:
                 self._end(self._problem)

@@ -145,7 +145,8 @@ class _Simulation:
         """Execute the moves of a rank up to one whose message has not arrived."""
         moves = self.algorithm.moves[rank]
         while self.positions[rank] < len(moves):
-            move = moves[self.positions[rank]]
+            position = self.positions[rank]
+            move = moves[position]
             time = self.clocks[rank]
             sent_by: int | None = None
             if move.kind == "send":
@@ -155,7 +156,7 @@ class _Simulation:
                 self.clocks[rank] = max(self.clocks[rank], time)
             else:
                 return
-            self.events.append(Event(rank, self.positions[rank], move, time, sent_by))
+            self.events.append(Event(rank, position, move, time, sent_by))
             self.positions[rank] += 1
 
     def queue_message(self, rank: int, move: Move, time: float) -> None:

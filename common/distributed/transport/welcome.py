@@ -48,7 +48,8 @@ def make_answer(direction: Direction, token: bytes) -> bytes:
 
 def compute_proof(purpose: str, direction: Direction, token: bytes) -> bytes:
     """Return an HMAC that proves knowledge of the token."""
-    return hmac.digest(token, json.dumps([purpose, *direction]).encode(), "sha256")
+    message = json.dumps([purpose, *direction]).encode()
+    return hmac.digest(token, message, "sha256")
 
 
 def parse_hello_length(header: bytes) -> int:

@@ -150,13 +150,13 @@ def pass_on(kind: str) -> list[list[tuple[str, int, int]]]:
 MISTAKES: dict[str, tuple[Any, str]] = {
     "all wait first": (
         [[("add", 0, 1), ("send", 0, 1)], [("add", 0, 0), ("send", 0, 0)]],
-        "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for the message that rank 1 sends at its move 1, but rank 1, "
-        "move 0 (add chunk 0 from rank 0) comes first and waits too (rank 0 for rank 1 for rank 0)",
+        "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for the message that rank 1 sends at its move 1, but "
+        "rank 1, move 0 (add chunk 0 from rank 0) comes first and waits too (rank 0 for rank 1 for rank 0)",
     ),
     "a circle of some": (
         [[("add", 0, 1)], [("add", 0, 2), ("send", 0, 0), ("send", 0, 2)], [("add", 0, 1), ("send", 0, 1)]],
-        "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for the message that rank 2 sends at its move 1, but rank 2, "
-        "move 0 (add chunk 0 from rank 1) comes first and waits too (rank 1 for rank 2 for rank 1)",
+        "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for the message that rank 2 sends at its move 1, but "
+        "rank 2, move 0 (add chunk 0 from rank 1) comes first and waits too (rank 1 for rank 2 for rank 1)",
     ),
     # the ring of PyTorch's first tutorial got every message and added none (pytorch#31572)
     "the old tutorial's ring": (

@@ -33,7 +33,7 @@ def test_every_size_arrives_and_is_counted(pair: list[Links]) -> None:
         assert got == data, size
         sender.send(count, data)
         assert b"".join(bytes(piece) for piece in reader.receive_pieces(count, size)) == data, size
-    assert sender.bytes_sent == reader.bytes_received == 2 * sum(SIZES)
+    assert sender.bytes_sent == 2 * sum(SIZES)
 
 
 def test_all_may_send_before_anybody_receives(pair: list[Links]) -> None:
