@@ -23,10 +23,10 @@ Marks = list[tuple[Action, Stamp, Stamp]]
 
 @torch.no_grad()
 def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
-    """Return the shape of one sample after each stage, without N; `sample` is the shape of one input.
+    """Return the shape of one sample after each stage, without N.
 
-    Passes a sample of zeros through the stages in eval mode, so that BatchNorm's statistics do not change. (The meta
-    device would avoid the computation, but takes a second to import.)
+    `sample` is the shape of one input. Passes a sample of zeros through the stages in eval mode, so that BatchNorm's
+    statistics do not change. (The meta device would avoid the computation, but takes a second to import.)
     """
     shapes = []
     activation = torch.zeros(1, *sample, dtype=dtype)
@@ -117,9 +117,10 @@ class PipelineEngine:
         return self.total_loss
 
     def _split_batch(self, batch: Tensor) -> tuple[Tensor, ...]:
-        """Return the microbatches of a batch; one microbatch is the batch itself, because views are slower.
+        """Return the microbatches of a batch.
 
-        Their size is that of `configs.batch_plan`. Batches for gradient accumulation come from `AccumulationLoader`.
+        A single microbatch is the batch itself, because views are slower. Their size is that of `configs.batch_plan`.
+        Batches for gradient accumulation come from `AccumulationLoader`.
         """
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 
@@ -153,7 +154,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def predict(self, x: Tensor | None, count: int) -> Tensor | None:
-        """Return the model's output [count, ...] for inputs x on the rank with the last stage, else None.
+        """Return the model's output [count, ...] on the last stage's rank, else None.
 
         All ranks call it, and a collective after the last call: a stage sends its output and continues with the next
         batch while later stages work.

@@ -20,7 +20,7 @@ from common.pipeline.shared_memory import MessageRoute, SharedMemory, open_share
 
 
 def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[MessageRoute]:
-    """Return all messages between ranks in a step, in the order in which each rank sends them.
+    """Return all messages between ranks in a step, in sending order.
 
     `shapes` are those of one sample after each stage, `size` is the number of samples in a microbatch.
     """
@@ -75,7 +75,7 @@ class Messages:
             self.network.send(consumer, tensor)
 
     def receive(self, consumer: Action) -> Tensor:
-        """Wait for the tensor that an action consumes. It is valid until the next step begins."""
+        """Wait for the tensor that an action consumes; valid until the next step."""
         if consumer in self.within_rank:
             return self.within_rank.pop(consumer)
         if self.memory and consumer in self.in_memory:
@@ -128,7 +128,7 @@ class Network:
         return 2 * number + 1 if consumer.kind == "F" else 2 * number
 
     def _find_channel(self, consumer: Action) -> tuple[str, bool]:
-        """Return (kind, wraps) of a message: wraps is true between the last and the first rank.
+        """Return (kind, wraps) of a message; wraps: between the last and first rank.
 
         If a rank has several stages, stage p follows stage p - 1 around the ring of p ranks.
         """
@@ -149,7 +149,7 @@ class Network:
         return groups
 
     def _connect(self) -> None:
-        """Send a first message in every direction with nccl, in the same order on all ranks.
+        """Send a first message in every direction with nccl, all ranks in one order.
 
         nccl connects a pair of ranks at its first message, which needs both at the same time; within a step they are
         not.

@@ -1,4 +1,4 @@
-"""Report on the ranks of a pipeline: their actions over time, their idle shares, and a picture of one step."""
+"""Report on a pipeline's ranks: idle shares, and one step as diagram and picture."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ACTION_STYLES = {  # the label of a kind of action, and its colours for even and
 
 
 def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = "") -> None:
-    """Draw one lane per stage, with a bar per action that shows its microbatch's number; gaps are waiting.
+    """Draw one lane per stage, with a bar per action; gaps are waiting.
 
-    If a bar is too narrow for its number, the number of a forward is above it and others are below; numbers that would
-    overlap are omitted.
+    A bar shows the number of its microbatch. If a bar is too narrow for its number, the number of a forward is above it
+    and others are below; numbers that would overlap are omitted.
     """
     axes = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
     timeline = list(lanes.values())
@@ -112,7 +112,10 @@ class PipelineReport:
         lane: str = "rank",
         picture: tuple[Path, str] | None = None,
     ) -> PipelineReport:
-        """Make the report from the recorded steps of all ranks: `gathered[p][i]` are the spans of rank p in step i."""
+        """Make the report from the recorded steps of all ranks.
+
+        `gathered[p][i]` are the spans of rank p in step i.
+        """
         steps: list[Timeline] = list(zip(*gathered, strict=True))
         ideal = schedules.compute_bubble(schedules.simulate_schedule(plan, stages))
         # a run that is resumed at its end has no steps
@@ -124,9 +127,10 @@ class PipelineReport:
     def gather(
         cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path | None, model: str
     ) -> PipelineReport:
-        """Make the report on the ranks of a group, which all call it; complete on rank 0 of the group.
+        """Make the report on the ranks of a group; all of them call it.
 
-        With a `folder` it draws one step there, as timeline.png; `model` describes model and batch in its title.
+        The report is complete on rank 0 of the group. With a `folder` it draws one step there, as timeline.png; `model`
+        describes model and batch in its title.
         """
         sizes = f"{format_count(cfg.stages, 'stage')}, {format_count(cfg.microbatches, 'microbatch')}"
         schedule = f"{cfg.schedule} ({ENGINES[cfg.engine]}), {sizes}"
@@ -147,7 +151,7 @@ class PipelineReport:
         return dict(sorted(spans_by_stage.items()))
 
     def draw(self) -> dict[str, str]:
-        """Draw the step of median length if there is one and `picture`; return its row of the final table."""
+        """Draw the step of median length, if any; return its row of the final table."""
         if self.picture is None or not self.step:
             return {}
         path, title = self.picture

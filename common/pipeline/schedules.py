@@ -1,4 +1,4 @@
-"""Pipeline schedules as plain data: the ordered list of actions of each rank. Imports no torch.
+"""Pipeline schedules as data: the ordered actions of each rank. Imports no torch.
 
 An action is (kind, stage, microbatch). Kinds are F, forward, and B, backward; a library may split the backward into I,
 the gradient of the input, and W, the gradient of the weights. Messages are not part of a schedule: they follow from it.
@@ -29,7 +29,10 @@ ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "we
 
 
 class Action(NamedTuple):
-    """One unit of work: the forward (F), backward (B), or half a backward (I, W) of a microbatch on a stage."""
+    """One unit of work of a microbatch on a stage.
+
+    The kind is F (forward), B (backward), I or W (half a backward).
+    """
 
     kind: str
     stage: int
@@ -44,12 +47,18 @@ Maker = Callable[[int, int, int], Schedule]
 
 
 def list_local_stages(rank: int, ranks: int, stages: int) -> list[int]:
-    """Return the stages of a rank: every `ranks`-th one, so that a microbatch visits all ranks in turn."""
+    """Return the stages of a rank: every `ranks`-th one.
+
+    A microbatch visits all ranks in turn.
+    """
     return list(range(rank, stages, ranks))
 
 
 def make_naive(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the schedule without overlap: a microbatch passes all stages and back before the next one starts."""
+    """Return the schedule without overlap.
+
+    A microbatch passes all stages forward and backward before the next one starts.
+    """
     plan: Schedule = []
     for single_actions in make_gpipe(ranks, stages, 1):
         actions = []
@@ -74,16 +83,17 @@ def make_gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the 1F1B schedule: a backward as soon as one is ready, at most `stages - s` in flight at stage s.
+    """Return the 1F1B schedule: a backward as soon as one is ready.
 
-    It takes as long as GPipe with less memory. Built by simulating ticks of equal length.
+    At most `stages - s` microbatches are in flight at stage s. It takes as long as GPipe with less memory. Built by
+    simulating ticks of equal length.
     """
     plan: Schedule = [[] for _ in range(ranks)]
     done: set[Action] = set()
     in_flight = [0] * stages
 
     def choose_action(rank: int) -> Action | None:
-        """Return the first action of a rank that can start; backwards and late stages have priority."""
+        """Return an action of a rank that can start; backwards have priority."""
         for kind in "BF":
             for stage in reversed(list_local_stages(rank, ranks, stages)):
                 if kind == "F" and in_flight[stage] >= stages - stage:
@@ -108,7 +118,7 @@ SCHEDULES: dict[str, Maker] = {"naive": make_naive, "gpipe": make_gpipe, "1f1b":
 
 
 def find_dependencies(action: Action, stages: int) -> list[Action]:
-    """Return the actions that must be complete before an action can start (B stands for B or I)."""
+    """Return the actions that an action waits for (B stands for B or I)."""
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
@@ -121,7 +131,7 @@ def find_dependencies(action: Action, stages: int) -> list[Action]:
 
 
 def find_missing_dependency(action: Action, stages: int, done: Container[Action]) -> Action | None:
-    """Return an action that must be complete before another one can start; None if all are done."""
+    """Return an incomplete action that an action waits for, None without one."""
     for dependency in find_dependencies(action, stages):
         if dependency not in done:
             return dependency
@@ -142,9 +152,9 @@ DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a kind of action, in 
 
 
 def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
-    """Return when each rank's actions run, in units of one forward, if messages take no time.
+    """Return when each rank's actions run, in units of one forward.
 
-    Raises ValueError on a deadlock, naming the action.
+    Messages take no time. Raises ValueError on a deadlock, naming the action.
     """
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in plan]
@@ -236,10 +246,11 @@ def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
 
 
 def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
-    """Return one line of text per rank: a digit is a forward of that microbatch, a letter a backward, a dot is idle.
+    """Return a diagram with one line of text per rank.
 
-    Microbatch 0 is shown as 0 and a, 1 as 1 and b, and so on, repeating after ten. If the backward is split, a small
-    letter is the gradient of the input and a capital that of the weights.
+    A digit is a forward of that microbatch, a letter a backward, a dot is idle. Microbatch 0 is shown as 0 and a, 1 as
+    1 and b, and so on, repeating after ten. If the backward is split, a small letter is the gradient of the input and a
+    capital that of the weights.
     """
     symbols = {"F": "0123456789", "W": "ABCDEFGHIJ"}
     step_start = find_start(spans)
@@ -272,15 +283,15 @@ def check_schedule_of_config(settings: object, code: Path | None = None) -> None
 
 
 def use_kept_schedule_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
-    """Return the settings with the run's copy of a custom schedule's file, if the source folder holds one."""
+    """Return the settings with the run's copy of a custom schedule's file, if any."""
     name = settings.schedule
     return replace(settings, schedule=prefer_kept(name, find_kept_file("schedule", name, code)))
 
 
 def copy_schedule_file(settings: object, code: Path, *, anew: bool = False) -> None:
-    """Copy the file of a custom schedule into a run's source folder unless it exists; with `anew` overwrite it.
+    """Copy the file of a custom schedule into a run's source folder.
 
-    Raises UserError.
+    An existing copy is overwritten only with `anew`. Raises UserError.
     """
     if isinstance(settings, Stages):
         keep_function_file("schedule", settings.make_pipeline_config().schedule, code, anew=anew)

@@ -1,4 +1,4 @@
-"""Messages between ranks of one host: each has a slot in shared memory, in which its tensor stays.
+"""Messages between ranks of one host, each in its slot of shared memory.
 
 A message has a twentieth of the latency of a gloo socket, which wakes two threads for each message, and its reader
 needs no copy. Memory and notifications are those of the links (common/distributed/transport/memory_links.py). The
@@ -31,7 +31,7 @@ READY_TAG = 0  # of the only message of a link, which follows the memory
 
 
 class MessageRoute(NamedTuple):
-    """A message: the action that consumes it, the ranks that send and receive it, and its shape [n, ...]."""
+    """A message: its consumer, the ranks that send and receive it, its shape [n, ...]."""
 
     consumer: Action
     source: int
@@ -40,7 +40,10 @@ class MessageRoute(NamedTuple):
 
 
 def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torch.dtype) -> SharedMemory | None:
-    """Open the memory for messages between ranks of one host; None if a rank cannot. All ranks call it."""
+    """Open the memory for messages within hosts; None if a rank fails.
+
+    All ranks call it.
+    """
     if world.size == 1:
         return None
     name = world.broadcast(secrets.token_hex(8))
@@ -55,7 +58,10 @@ def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torc
 
 
 def connect_ranks_of_host(world: World, name: str) -> Links:
-    """Connect the ranks of this host; the links are keyed by rank in this world. Raises OSError, Unreachable."""
+    """Connect the ranks of this host.
+
+    The links are keyed by rank in `world`. Raises OSError, Unreachable.
+    """
     host = world.hosts[world.rank]
     members = [rank for rank in range(world.size) if world.hosts[rank] == host]
     assert world.store is not None
@@ -81,7 +87,10 @@ def count_slot_bytes(route: MessageRoute, dtype: torch.dtype) -> int:
 
 
 class SharedMemory:
-    """The slots of this rank's messages, and the links that notify their readers. Raises OSError, LinkError."""
+    """The slots of this rank's messages, and the links that notify their readers.
+
+    Raises OSError, LinkError.
+    """
 
     def __init__(self, world: World, routes: Sequence[MessageRoute], dtype: torch.dtype, links: Links) -> None:
         self.world = world

@@ -36,7 +36,10 @@ class SingleProcessPipeline:
         pipelined: bool,
         dtype: torch.dtype,
     ) -> None:
-        """If `pipelined`, all stages work at the same time, else one does; `schedule` gives the ideal bubble."""
+        """If `pipelined`, all stages work at the same time, else one at a time.
+
+        The ideal bubble is that of `schedule`.
+        """
         self.loss = loss
         self.microbatch_size = size
         self.pipelined = pipelined
@@ -50,17 +53,23 @@ class SingleProcessPipeline:
         self.tracer = StageTracer(self.stages, self.devices)
 
     def forward_stage(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
-        """Return the output [n, ...] of a stage for a microbatch x [n, ...], on the stage's device."""
+        """Return the output [n, ...] of a stage, on its device.
+
+        x [n, ...] is a microbatch.
+        """
         return self.tracer.forward(stage, microbatch, x.to(self.devices[stage]))
 
     def forward_naive(self, x: Tensor, microbatch: int = 0) -> Tensor:
-        """Return the model's output for x [n, ...]; while one stage works, the others are idle."""
+        """Return the model's output for x [n, ...], one stage at a time."""
         for stage in range(len(self.stages)):
             x = self.forward_stage(stage, microbatch, x)
         return x
 
     def forward_pipelined(self, x: Tensor) -> Tensor:
-        """Return the model's output for x [N, ...]: in each tick stage s works on microbatch tick - s."""
+        """Return the model's output for x [N, ...].
+
+        In each tick stage s works on microbatch tick - s.
+        """
         parts = list(x.split(self.microbatch_size))
         for tick in range(len(parts) + len(self.stages) - 1):
             for stage in reversed(range(len(self.stages))):  # the last one first: its microbatch is the oldest
@@ -70,7 +79,7 @@ class SingleProcessPipeline:
         return torch.cat(parts)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Forward and backward of x [N, ...] with targets y [N]; returns the mean loss [].
+        """Train on x [N, ...] with targets y [N]; return the mean loss [].
 
         Backward also visits the devices in the order of their dependencies.
         """

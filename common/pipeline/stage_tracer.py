@@ -1,4 +1,4 @@
-"""Timeline of the stages of one process, from time stamps that do not wait for the device."""
+"""Timeline of the stages of one process, from asynchronous time stamps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class StageTracer:
         self.history.append({})
 
     def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
-        """Return the stage's output [n, ...] for a microbatch x [n, ...], and record its forward and backward."""
+        """Return the stage's output [n, ...], and record its forward and backward.
+
+        x [n, ...] is a microbatch.
+        """
         if not torch.is_grad_enabled():
             return self.stages[stage](x)
         if stage and x.requires_grad:

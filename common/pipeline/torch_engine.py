@@ -27,7 +27,10 @@ MULTI_STAGE_SCHEDULES = {
 
 
 class ContiguousStage(nn.Module):
-    """A stage whose output and input gradient are contiguous, as gloo and nccl require; [n, ...] -> [n, ...]."""
+    """A stage with contiguous output and input gradient; [n, ...] -> [n, ...].
+
+    gloo and nccl require contiguous tensors.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -65,7 +65,10 @@ def check_reduction(op: Operation, dtype: torch.dtype) -> None:
 
 
 def read_op(opts: Any, tensors: Sequence[Tensor]) -> Operation:
-    """Return the reduction of a call. Raises NotImplementedError or TypeError if it cannot reduce the tensors."""
+    """Return the reduction of a call.
+
+    Raises NotImplementedError or TypeError if it cannot reduce the tensors.
+    """
     op: Operation = opts.reduceOp.op
     for tensor in tensors:
         check_dense(tensor)
@@ -100,7 +103,10 @@ def check_same_size_and_type(left: Tensor, right: Tensor) -> None:
 
 
 def check_blocks(blocks: Sequence[Tensor], size: int) -> Sequence[Tensor]:
-    """Return a list that has one dense tensor for each of `size` ranks. Raises ValueError for another length."""
+    """Return a list of one dense tensor for each of `size` ranks.
+
+    Raises ValueError for another length.
+    """
     if len(blocks) != size:
         raise ValueError(f"the list has {len(blocks)} tensors, needs one for each of {size} ranks")
     for block in blocks:
@@ -123,9 +129,9 @@ def cut_equally(tensor: Tensor, size: int, part: Tensor) -> Sequence[Tensor]:
 
 
 def cut_rows(tensor: Tensor, size: int, rows: Sequence[int]) -> Sequence[Tensor]:
-    """Return a tensor's rows for each of `size` ranks: `rows[r]` for rank r, by default equal parts.
+    """Return a tensor's rows for each of `size` ranks.
 
-    Raises ValueError.
+    Rank r gets `rows[r]` rows; without `rows` the parts are equal. Raises ValueError.
     """
     check_dense(tensor)
     count = tensor.shape[0]

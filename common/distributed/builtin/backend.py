@@ -1,4 +1,4 @@
-"""The backend `builtin` of torch.distributed: the methods that torch calls on a process group, on one rank.
+"""The backend `builtin` of torch.distributed: methods that torch calls on a process group.
 
 It is a subclass of torch's `Backend`, not of `ProcessGroup`, because DeviceMesh, functional collectives, FSDP2 and
 tensor parallelism need the process group around it. Methods that are not overridden raise in torch ("does not
@@ -154,7 +154,10 @@ class BuiltinBackend(Backend):
         return self._run(self.communicator.scatter, [(output, blocks, opts.rootRank)], outputs, opts)
 
     def _check_blocks_of_root(self, lists: list[Tensors], tensor: Tensor, root: int) -> Sequence[Tensor]:
-        """Return the root's list of tensors, which match `tensor`; an empty one on other ranks. Raises ValueError."""
+        """Return the root's list of tensors, an empty one on other ranks.
+
+        Raises ValueError unless the tensors match `tensor`.
+        """
         if self.rank() != root:
             check_dense(tensor)
             return []
@@ -172,7 +175,7 @@ class BuiltinBackend(Backend):
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> OptionalWork:
-        """Send each rank rows of a tensor: equal parts, or as many as the sizes specify."""
+        """Send each rank rows of a tensor, equal parts unless sizes are specified."""
         outputs = cut_rows(output, self.size(), output_sizes)
         return self.alltoall(outputs, cut_rows(tensor, self.size(), input_sizes), opts)
 
@@ -193,7 +196,7 @@ class BuiltinBackend(Backend):
         return SendWork(pending, self._explain)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> ReceiveWork:
-        """Start receiving a tensor; messages with the same tag arrive in the order in which they were sent."""
+        """Start receiving a tensor; messages with one tag arrive in order."""
         tensor = get_only_element(tensors)
         check_dense(tensor)
         try:
@@ -224,9 +227,10 @@ class BuiltinBackend(Backend):
         self.communicator.close()
 
     def _run(self, collective: Collective, calls: ArgumentLists, tensors: Any, opts: Any) -> OptionalWork:
-        """Call a collective once per tuple of arguments; `tensors`, which it fills, are the value of the future.
+        """Call a collective once per tuple of arguments.
 
-        The calling thread executes it if it waits for it anyway and no other collective is before it.
+        `tensors`, which it fills, are the value of the future. The calling thread executes it if it waits for it anyway
+        and no other collective is before it.
         """
         if opts.timeout not in (DEFAULT_TIMEOUT, self.timeout):
             raise NotImplementedError(
@@ -243,7 +247,10 @@ class BuiltinBackend(Backend):
         return None
 
     def _run_or_close(self, collective: Collective, calls: ArgumentLists) -> None:
-        """Execute a collective; close the group after an error, because the ranks are then at different calls."""
+        """Execute a collective; after an error close the group.
+
+        Its ranks are then at different calls.
+        """
         try:
             for arguments in calls:
                 collective(*arguments)
@@ -264,6 +271,9 @@ class BuiltinBackend(Backend):
         return TimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)
 
     def _describe_group(self) -> str:
-        """Return a note for errors of a subgroup, whose rank numbers differ from the run's; empty for all ranks."""
+        """Return a note on the rank numbers of a subgroup, empty for all ranks.
+
+        The rank numbers of a subgroup differ from the run's.
+        """
         members = list(self.members)
         return "" if members == list(range(len(members))) else f" (rank numbers in the group of ranks {members})"

@@ -32,7 +32,7 @@ MESSAGE_BIT = 1 << 63  # of a tag: separates point-to-point messages from collec
 
 
 class TensorBytes:
-    """Contiguous bytes of a tensor: its own memory, or a copy if the tensor is not contiguous."""
+    """Contiguous bytes of a tensor: its memory, or a copy if not contiguous."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
@@ -74,9 +74,10 @@ ChunkSend = tuple[int, int, PendingSend]  # the first element, the one after the
 
 
 class Communicator:
-    """Collectives among `size` ranks, which call the same ones in the same order, from one thread at a time.
+    """Collectives among `size` ranks.
 
-    Other threads may send and receive point-to-point messages at the same time. Ranks are those of the group.
+    All ranks call the same ones in the same order, from one thread at a time. Other threads may send and receive
+    point-to-point messages at the same time. Ranks are those of the group.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Communicator:
         incoming: dict[int, Incoming],
         algorithms: Sequence[tuple[int, Algorithm]],
     ) -> None:
-        """`algorithms` are pairs (smallest vector in bytes, all-reduce) in ascending order; the first size is 0."""
+        """`algorithms` are pairs (smallest vector in bytes, all-reduce), ascending from 0 bytes."""
         self.rank = rank
         self.size = size
         self.outgoing = outgoing
@@ -125,11 +126,14 @@ class Communicator:
         block.store()
 
     def reduce(self, tensor: Tensor, op: Operation, root: int) -> None:
-        """Reduce a tensor into that of `root`; the tensors of the other ranks do not change."""
+        """Reduce a tensor into that of `root`; other ranks' tensors do not change."""
         self.all_reduce(tensor if self.rank == root else tensor.detach().clone(), op)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Operation) -> None:
-        """Reduce `inputs[r]` of all ranks into the output of rank r; output and inputs may share memory."""
+        """Reduce `inputs[r]` of all ranks into the output of rank r.
+
+        Output and inputs may share memory.
+        """
         tag = next(self.tags)
         blocks = [TensorBytes(tensor) for tensor in inputs]
         sends = [self._send(peer, tag, blocks[peer].bytes) for peer in self.targets]
@@ -145,7 +149,10 @@ class Communicator:
     # ---- copies
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fill `outputs[r]` with the tensor of rank r, on all ranks; tensor and outputs may share memory."""
+        """Fill `outputs[r]` with the tensor of rank r, on all ranks.
+
+        Tensor and outputs may share memory.
+        """
         blocks = [TensorBytes(output) for output in outputs]
         local = copy_if_overlapping(tensor, [blocks[peer] for peer in self.sources])
         sends = [(peer, local) for peer in self.targets]
@@ -154,7 +161,10 @@ class Communicator:
         store_all(blocks)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Fill `outputs[r]` with the input of rank r for this rank; blocks may share memory and differ in size."""
+        """Fill `outputs[r]` with the input of rank r for this rank.
+
+        Blocks may share memory and differ in size.
+        """
         blocks = [TensorBytes(output) for output in outputs]
         local = [copy_if_overlapping(tensor, blocks) for tensor in inputs]
         sends = [(peer, local[peer]) for peer in self.targets]
@@ -163,7 +173,10 @@ class Communicator:
         store_all(blocks)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
-        """Fill `outputs[r]` on rank `root` with the tensor of rank r; outputs are empty on other ranks."""
+        """Fill `outputs[r]` on rank `root` with the tensor of rank r.
+
+        Outputs are empty on other ranks.
+        """
         if self.rank != root:
             self._exchange([(root, TensorBytes(tensor).bytes)], [])
             return
@@ -174,7 +187,10 @@ class Communicator:
         store_all(blocks)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
-        """Fill the output of rank r with `inputs[r]` of rank `root`; inputs are empty on other ranks."""
+        """Fill the output of rank r with `inputs[r]` of rank `root`.
+
+        Inputs are empty on other ranks.
+        """
         block = TensorBytes(output)
         if self.rank == root:
             self._exchange([(peer, TensorBytes(inputs[peer]).bytes) for peer in self.targets], [])
@@ -200,7 +216,10 @@ class Communicator:
         block.store()
 
     def _divide_for_broadcast(self, data: np.ndarray, root: int) -> list[np.ndarray]:
-        """Return the part of each rank: chunks of large data; of small data the root has all and the others none."""
+        """Return the part of the data that the root sends each rank.
+
+        Large data are divided into chunks. Small data are the root's part, and the other parts are empty.
+        """
         length = len(data)
         if length <= SMALL_BYTES:
             return [data if rank == root else data[:0] for rank in range(self.size)]
@@ -211,9 +230,10 @@ class Communicator:
         return parts
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it: log2(p) rounds, each of which doubles the known ranks.
+        """Wait until all ranks have called it.
 
-        Hensgen, Finkel, Manber 1988, "Two algorithms for barrier synchronization" (doi:10.1007/BF01379320).
+        After round k of log2(p), a rank knows that 2^k ranks have called it. Hensgen, Finkel, Manber 1988, "Two
+        algorithms for barrier synchronization" (doi:10.1007/BF01379320).
         """
         token = np.zeros(1, np.uint8)
         distance = 1
@@ -226,7 +246,7 @@ class Communicator:
     # ---- messages
 
     def send(self, tensor: Tensor, target: int, tag: int) -> PendingSend:
-        """Start sending a tensor; its bytes must not change until `wait` of the return value returns."""
+        """Start sending a tensor; it must not change until `wait` has returned."""
         return self._send(target, MESSAGE_BIT | tag, TensorBytes(tensor).bytes)
 
     def expect(self, tensor: Tensor, source: int, tag: int) -> tuple[TensorBytes, ExpectedMessage]:
@@ -255,7 +275,10 @@ class Communicator:
         wait_for_all(pending)
 
     def _execute_moves(self, vector: Tensor, data: np.ndarray, combine: Combine) -> None:
-        """Execute this rank's moves on a vector [n] and its bytes; chunks that are being sent are not overwritten."""
+        """Execute this rank's moves on a vector [n] and its bytes.
+
+        Chunks that are being sent are not overwritten.
+        """
         tag = next(self.tags)
         width = vector.element_size()
         length = vector.numel()
@@ -278,7 +301,10 @@ class Communicator:
         wait_for_all(pending for _, _, pending in sends)
 
     def _combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
-        """Add a message with elements of a type to a vector [n], piece by piece as they arrive."""
+        """Add a message to a vector [n], piece by piece as it arrives.
+
+        The message has elements of type `dtype`.
+        """
         start = 0
         width = dtype.itemsize
         grain_bytes = GRAIN * width
@@ -292,7 +318,7 @@ class Communicator:
 
 
 def divide_in_place(total: Tensor, size: int) -> None:
-    """Divide numbers in place; complex ones as their real and imaginary parts, as torch's all-reduce does."""
+    """Divide numbers in place; complex ones by parts, as torch's all-reduce does."""
     (torch.view_as_real(total) if total.is_complex() else total).div_(size)
 
 

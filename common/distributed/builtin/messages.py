@@ -20,7 +20,10 @@ ExplainError = Callable[[str, BaseException], BaseException]
 
 
 class MessageWork(dist.Work):
-    """Handle of a message to or from another rank. `explain` converts errors of links to errors of torch."""
+    """Handle of a message to or from another rank.
+
+    `explain` converts errors of links to errors of torch.
+    """
 
     def __init__(self, explain: ExplainError) -> None:
         super().__init__()
@@ -39,7 +42,10 @@ class SendWork(MessageWork):
         self.pending = pending
 
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the tensor may be modified, for at most `timeout`, by default the group's time limit."""
+        """Wait until the tensor may be modified.
+
+        `timeout` defaults to the group's time limit.
+        """
         try:
             self.pending.wait(timeout.total_seconds() or None)
         except LINK_ERRORS as error:
@@ -57,7 +63,10 @@ class ReceiveWork(MessageWork):
         self.expected = expected
 
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the tensor holds the message, for at most `timeout`, by default the group's time limit."""
+        """Wait until the tensor holds the message.
+
+        `timeout` defaults to the group's time limit.
+        """
         try:
             self.link.wait_for(self.expected, seconds=timeout.total_seconds() or None)
         except LINK_ERRORS as error:
@@ -103,7 +112,7 @@ class BackgroundReader:
                 return
 
     def _wait_for_oldest(self) -> ExpectedMessage | None:
-        """Return the oldest expected message, waiting until there is one; None once the reader is closed."""
+        """Wait for an expected message; return the oldest, None once closed."""
         with self.changed:
             while not self.closed:
                 while self.expected and self.expected[0].has_arrived:

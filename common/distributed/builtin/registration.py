@@ -94,7 +94,7 @@ def create_backend(transport: Transport, options: Any, _: object) -> BuiltinBack
 def share_custom_algorithm(
     name: str, rank: int, size: int, publish: Callable[[str, str], object], look_up: Callable[[str], bytes]
 ) -> Algorithm:
-    """Return the algorithm of `FILE.py:function`, which only the first rank of the group loads. Raises UserError.
+    """Return the algorithm of `FILE.py:function`, loaded by the group's first rank. Raises UserError.
 
     Files may differ between hosts, and results between calls; ranks with different moves would wait for each other.
     """
@@ -106,7 +106,7 @@ def share_custom_algorithm(
 
 
 def replace_algorithm(transport: Transport, name: str) -> None:
-    """Use another all-reduce in later groups; a built-in one also in the existing group of all ranks.
+    """Use another all-reduce in later groups, and a built-in one in all ranks' group.
 
     All ranks must call it between the same collectives. Raises UserError.
     """

@@ -1,4 +1,4 @@
-"""Execution of collectives in the order of their calls, in a thread or in the caller.
+"""Execution of collectives in call order, in a thread or in the caller.
 
 If the caller waits for a collective anyway and none is before it, the caller executes it: passing it to another thread
 would cost more time than a small collective takes.

@@ -33,10 +33,10 @@ MAX_CHUNKS = 65_536
 
 
 def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
-    """Return the algorithm with a name for `size` ranks; two_level uses `hosts`, the host of each rank.
+    """Return the algorithm with a name for `size` ranks.
 
-    A custom algorithm is named `FILE.py:function`. Without `hosts` each rank is on its own host.
-    Raises UserError if the custom function does not define an all-reduce.
+    `hosts` is the host of each rank, for two_level. A custom algorithm is named `FILE.py:function`. Without `hosts`
+    each rank is on its own host. Raises UserError if the custom function does not define an all-reduce.
     """
     note = ""
     if name == "halving_doubling" and size & (size - 1):
@@ -91,15 +91,15 @@ def check_algorithm_of_config(settings: Experiment, code: Path | None = None) ->
 
 
 def use_kept_file(launch: Launch, code: Path) -> Launch:
-    """Return the settings with the run's copy of a custom algorithm's file, if the source folder holds one."""
+    """Return the settings with the run's copy of a custom algorithm's file, if any."""
     name = launch.algorithm
     return replace(launch, algorithm=prefer_kept(name, find_kept_file("algorithm", name, code)))
 
 
 def copy_algorithm_file(launch: Launch, code: Path, *, anew: bool = False) -> None:
-    """Copy the file of a custom algorithm into a run's source folder unless it exists; with `anew` overwrite it.
+    """Copy the file of a custom algorithm into a run's source folder.
 
-    Raises UserError.
+    An existing copy is overwritten only with `anew`. Raises UserError.
     """
     keep_function_file("algorithm", launch.algorithm, code, anew=anew)
 
@@ -130,10 +130,11 @@ def count_bytes(algorithm: Algorithm, nbytes: int, received: bool = False) -> li
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raise UserError, naming rank and move, unless every rank ends with the same sum over all ranks.
+    """Raise UserError unless every rank ends with the same sum over all ranks.
 
-    Detects invalid moves, deadlocks, messages that no rank receives or that hold other chunks than expected, values
-    that are counted twice or missing, and sums that ranks add up in different order and hence round differently.
+    The message names rank and move. Detects invalid moves, deadlocks, messages that no rank receives or that hold other
+    chunks than expected, values that are counted twice or missing, and sums that ranks add up in different order and
+    hence round differently.
     """
     check_moves(algorithm)
     contents = compute_sums(algorithm, simulate_algorithm(algorithm))
@@ -156,7 +157,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
 
 
 def check_moves(algorithm: Algorithm) -> None:
-    """Raise UserError for a move of an unknown kind, or with a chunk or peer that does not exist."""
+    """Raise UserError for a move with an invalid kind, chunk or peer."""
     size = len(algorithm.moves)
     chunk_count = min(algorithm.chunks, MAX_CHUNKS)
     for rank, moves in enumerate(algorithm.moves):
@@ -186,7 +187,10 @@ class ChunkContent(NamedTuple):
 
 
 def compute_sums(algorithm: Algorithm, events: Sequence[Event]) -> list[list[ChunkContent]]:
-    """Return the final content of each chunk on each rank. Raises UserError for messages that do not match."""
+    """Return the final content of each chunk on each rank.
+
+    Raises UserError for messages that do not match.
+    """
     size = len(algorithm.moves)
     contents = [[ChunkContent(1 << rank, rank, None)] * algorithm.chunks for rank in range(size)]
     messages: dict[int, list[ChunkContent]] = {}
@@ -217,7 +221,7 @@ def compute_sums(algorithm: Algorithm, events: Sequence[Event]) -> list[list[Chu
 
 
 def draw_algorithm(algorithm: Algorithm, hosts: Hosts = ()) -> list[str]:
-    """Return a table as lines of text: per step (row), what each rank (column) sends; then the totals.
+    """Return a table of the messages that each rank (column) sends in each step (row).
 
     In a step a rank sends at most one message and receives at most one.
     """

@@ -16,10 +16,10 @@ Hosts = Sequence[Hashable]  # of each rank
 
 
 def list_ring_moves(ring: Sequence[int], position: int, first_chunk: int = 0) -> list[MoveTuple]:
-    """Return the moves of one member of a ring of ranks, whose chunks start at number `first_chunk`.
+    """Return the moves of one member of a ring of ranks.
 
-    In the first round each chunk travels once around the ring and each member adds it; in the second round the sums
-    travel.
+    The chunks of the ring start at number `first_chunk`. In the first round each chunk travels once around the ring and
+    each member adds it; in the second round the sums travel.
     """
     count = len(ring)
     left = ring[position - 1]
@@ -34,20 +34,22 @@ def list_ring_moves(ring: Sequence[int], position: int, first_chunk: int = 0) ->
 
 
 def build_ring(size: int) -> MovePlan:
-    """Return the ring: each rank sends the minimum, 2 (p - 1) / p n, in 2 (p - 1) steps.
+    """Return the ring, in which each rank sends as few bytes as possible.
 
-    Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
-    (doi:10.1016/j.jpdc.2008.09.002); known in deep learning through Baidu's allreduce of 2017.
+    Each rank sends 2 (p - 1) / p n bytes in 2 (p - 1) steps. Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations" (doi:10.1016/j.jpdc.2008.09.002); known in deep learning through Baidu's
+    allreduce of 2017.
     """
     return [list_ring_moves(range(size), rank) for rank in range(size)]
 
 
 def build_halving_doubling(size: int) -> MovePlan:
-    """Return recursive halving and doubling for a power of two ranks: the ring's bytes in only 2 log2(p) steps.
+    """Return recursive halving and doubling for a power of two ranks.
 
-    Each rank exchanges half of the vector with the rank p/2 away, a quarter with the rank p/4 away, and so on, and adds
-    what it receives; then the sums travel the same way back (Thakur, Rabenseifner, Gropp 2005, "Optimization of
-    Collective Communication Operations in MPICH", doi:10.1177/1094342005051521).
+    It sends the ring's bytes in only 2 log2(p) steps. Each rank exchanges half of the vector with the rank p/2 away, a
+    quarter with the rank p/4 away, and so on, and adds what it receives; then the sums travel the same way back
+    (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
+    doi:10.1177/1094342005051521).
     """
     distances = list_powers_of_two(size)
     plan: MovePlan = [[] for _ in range(size)]
@@ -71,9 +73,10 @@ def list_powers_of_two(size: int) -> list[int]:
 
 
 def build_tree(size: int) -> MovePlan:
-    """Return the binomial tree: 2 log2(p) steps (rounded up) of the whole vector; the fastest for few bytes.
+    """Return the binomial tree, which is the fastest for few bytes.
 
-    Rank 0 collects the sum and broadcasts it (Thakur, Rabenseifner, Gropp 2005, doi:10.1177/1094342005051521).
+    It sends the whole vector in 2 log2(p) steps (rounded up). Rank 0 collects the sum and broadcasts it (Thakur,
+    Rabenseifner, Gropp 2005, doi:10.1177/1094342005051521).
     """
     edges = []
     for distance in list_powers_of_two(size):
@@ -90,7 +93,10 @@ def build_tree(size: int) -> MovePlan:
 
 
 def build_star(size: int) -> MovePlan:
-    """Return the star: rank 0 adds up all vectors and sends the sum, so 2 (p - 1) n pass through its cable."""
+    """Return the star: rank 0 adds up all vectors and sends the sum.
+
+    2 (p - 1) n bytes pass through the cable of rank 0.
+    """
     leaves = range(1, size)
     centre_moves: list[MoveTuple] = [("add", 0, rank) for rank in leaves]
     centre_moves += [("send", 0, rank) for rank in leaves]
@@ -99,16 +105,20 @@ def build_star(size: int) -> MovePlan:
 
 
 def build_sharded_star(size: int) -> MovePlan:
-    """Return p stars, one per chunk, each around another rank: the ring's bytes without the ring's latency."""
+    """Return p stars, one per chunk, each around another rank.
+
+    It sends the ring's bytes without the ring's latency.
+    """
     return build_two_level(["the same host"] * size)
 
 
 def build_two_level(hosts: Hosts) -> MovePlan:
-    """Return an all-reduce that sends as few bytes as possible between hosts; `hosts` has the host of each rank.
+    """Return an all-reduce that sends as few bytes as possible between hosts.
 
-    The vector has as many slices as the smallest host has ranks. Each host adds up slice i at its i-th rank, the i-th
-    ranks of all hosts form a ring for that slice, and each of them then distributes the sum within its host. Each host
-    sends 2 (h - 1) / h n to other hosts, where h is the number of hosts; with p ranks on p hosts this is the ring.
+    `hosts` has the host of each rank. The vector has as many slices as the smallest host has ranks. Each host adds up
+    slice i at its i-th rank, the i-th ranks of all hosts form a ring for that slice, and each of them then distributes
+    the sum within its host. Each host sends 2 (h - 1) / h n to other hosts, where h is the number of hosts; with p
+    ranks on p hosts this is the ring.
     """
     teams_by_host: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):

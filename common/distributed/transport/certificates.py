@@ -1,8 +1,8 @@
-"""Key and certificate of an attempt, and TLS contexts that accept no other certificate. Imports no torch.
+"""Key and certificate of an attempt, and TLS contexts that accept no other.
 
 All ranks of an attempt share one self-signed certificate, which both sides of a connection present and expect: any
 process that can read the folder is a rank. Python's ssl module cannot create certificates, so the `openssl` program
-does. TLS 1.3 only (RFC 8446).
+does. TLS 1.3 only (RFC 8446). Imports no torch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ def make_identity(folder: Path, seconds: float, start: float | None = None) -> N
 
 
 def create_certificate(folder: Path, begin: float, end: float) -> None:
-    """Create a key and a certificate, valid between two Unix times, in an empty folder. Raises OSError, UserError."""
+    """Create a key and a certificate in an empty folder.
+
+    The certificate is valid from `begin` to `end` (Unix times). Raises OSError, UserError.
+    """
     (folder / "config").write_text(OPENSSL_CONFIG)
     (folder / "index").touch()
     run_openssl(folder, "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", KEY)

@@ -38,7 +38,10 @@ class Links(NamedTuple):
     incoming: dict[int, Incoming]
 
     def close(self) -> None:
-        """Close all links; threads that wait for them fail at once. Messages that `wait` has confirmed still arrive."""
+        """Close all links; threads that wait for them fail at once.
+
+        Messages that `wait` has confirmed still arrive.
+        """
         for link in (*self.outgoing.values(), *self.incoming.values()):
             link.close()
 
@@ -74,7 +77,7 @@ def connect_ranks(
     spin: float = 0.0,
     tell: Warn = print_warning,
 ) -> Links:
-    """Connect the ranks of a group with each other; all ranks of the group call it.
+    """Connect the ranks of a group with each other; all of them call it.
 
     `publish(key, value)` and the blocking `lookup(key)` access the rendezvous, for example `set` and `get` of a store
     of this group. `group` identifies run, attempt and group; `address` is the IPv4 address of this rank's network
@@ -203,7 +206,7 @@ def exchange_proofs(connection: socket.socket, direction: Direction, token: byte
 
 
 def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
-    """Connect to a rank of this host; None if no process listens, or one of another user.
+    """Connect to a rank of this host; None if no process of this user listens.
 
     Another host may have the same name.
     """

@@ -41,7 +41,7 @@ class Lines(NamedTuple):
 
 
 def fit_line(measured: Sequence[tuple[float, float]]) -> Line:
-    """Fit alpha and beta to (bytes, seconds) of single messages by least squares of the relative errors.
+    """Fit alpha and beta to (bytes, seconds) of messages by least squares of relative errors.
 
     Absolute errors would leave alpha to chance: a thousandth of the longest time is many times alpha. Neither parameter
     is negative: if the best line has a negative one, the result is the best line with 0 in its place.

@@ -35,7 +35,7 @@ class Incoming(Link):
         self._expected: dict[int, deque[ExpectedMessage]] = {}  # in order of arrival, by tag
 
     def receive(self, tag: int, into: WriteableBuffer, *, patient: bool = False) -> None:
-        """Wait for the next message with a tag and write it to contiguous memory of its size.
+        """Receive the next message with a tag into contiguous memory of its size.
 
         With `patient` there is no time limit for its start. Raises LinkError, also if the sizes differ, and
         LinkTimeout.
@@ -43,9 +43,10 @@ class Incoming(Link):
         self.wait_for(self.expect(tag, into), patient=patient)
 
     def expect(self, tag: int, into: WriteableBuffer) -> ExpectedMessage:
-        """Provide contiguous memory for the next message with a tag. Never blocks. Raises LinkError if sizes differ.
+        """Provide contiguous memory for the next message with a tag, without blocking.
 
-        The memory is filled while another thread reads the connection, or by `wait_for`.
+        Raises LinkError if the sizes differ. The memory is filled while another thread reads the connection, or by
+        `wait_for`.
         """
         expected = ExpectedMessage(view_bytes(into))
         with self._lock:
@@ -86,10 +87,10 @@ class Incoming(Link):
         self._release()
 
     def receive_pieces(self, tag: int, length: int) -> Iterator[memoryview]:
-        """Yield the next message with a tag, of `length` bytes, in pieces of at most PIECE_BYTES bytes.
+        """Yield the next message with a tag in pieces of at most PIECE_BYTES bytes.
 
-        Each piece is valid until the next one. Abandoning a message before its last piece ends the link.
-        Raises LinkError, also if the sizes differ, and LinkTimeout.
+        The message has `length` bytes. Each piece is valid until the next one. Abandoning a message before its last
+        piece ends the link. Raises LinkError, also if the sizes differ, and LinkTimeout.
         """
         stored = self._claim(tag, length)
         if stored is not None:

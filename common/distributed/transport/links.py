@@ -56,7 +56,7 @@ class Link:
             self._end(LinkError(f"the connection with rank {self.peer} was closed on this rank"))
 
     def _end(self, problem: LinkError | LinkTimeout) -> None:
-        """End the link, keep the first problem and wake all threads. The caller holds the lock."""
+        """End the link and wake all threads. The caller holds the lock."""
         if self._problem is None:
             self._problem = problem
             self.stream.end_calls()
@@ -69,7 +69,7 @@ class Link:
             self._changed.notify_all()
 
     def _wait(self, seconds: float | None = None) -> bool:
-        """Wait for a change and return whether there was one in time. The caller holds the lock."""
+        """Return whether there is a change within a time. The caller holds the lock."""
         self._waiting_threads += 1
         try:
             return self._changed.wait(seconds)

@@ -1,4 +1,4 @@
-"""Messages between two ranks of one host: large ones through memory that both have mapped. Imports no torch.
+"""Messages between two ranks of one host, large ones through shared memory. Imports no torch.
 
 A Unix socket connects the ranks. It carries small messages. For large messages the writer sends one byte for each slot
 of memory that it has filled, and the reader returns one for each slot that it has emptied. A waiting rank therefore
@@ -46,7 +46,7 @@ POLLING_SECONDS = 1e-3  # before sleeping: waking a core takes 50 us
 
 
 def choose_polling_seconds(local_size: int) -> float:
-    """Return the seconds of polling before sleeping: 0 if this host has fewer cores than ranks."""
+    """Return the seconds of polling before sleeping, 0 with more ranks than cores."""
     return 0.0 if local_size > count_host_cores() else POLLING_SECONDS
 
 
@@ -70,7 +70,10 @@ class MemoryStream(SocketStream):
     # ---- writing
 
     def share_memory(self, name: int, size: int) -> mmap.mmap:
-        """Allocate memory and pass it to the peer, which has it after the next message. Raises OSError."""
+        """Allocate memory and pass it to the peer. Raises OSError.
+
+        The peer has it after the next message.
+        """
         descriptor = allocate_memory(size)
         self._finish_steps(self._share_in_steps(name, size, descriptor))
         return self.shared[name]
@@ -132,7 +135,7 @@ class MemoryStream(SocketStream):
         self._source = EMPTY_VIEW
 
     def _count_free_slots(self) -> int:
-        """Return the number of free slots; read the peer's notifications if none is known to be free."""
+        """Return the number of free slots, reading the peer's notifications if necessary."""
         if not self._free_slots:
             try:
                 self._free_slots = len(self.socket.recv(SLOT_COUNT, socket.MSG_DONTWAIT))
@@ -143,7 +146,10 @@ class MemoryStream(SocketStream):
         return self._free_slots
 
     def _finish_steps(self, steps: Iterator[int], first_event: int | None = None) -> None:
-        """Run all steps, waiting for the event that each yields; wait for `first_event` before the first one."""
+        """Run all steps, waiting for the event that each yields.
+
+        Wait for `first_event` before the first step.
+        """
         for event in itertools.chain([first_event] if first_event else [], steps):
             self._poll.register(self.socket, event)
             if not self._poll.poll(self.timeout * 1e3):

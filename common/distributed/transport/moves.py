@@ -1,4 +1,4 @@
-"""An all-reduce as data (the ordered moves of each rank), and a simulation of it. Imports no torch.
+"""An all-reduce as the ordered moves of each rank, and its simulation. Imports no torch.
 
 The vector is divided into chunks of nearly equal length (`find_chunk`). A move is one of
 
@@ -22,7 +22,10 @@ from common.core.errors import UserError
 
 
 class Move(NamedTuple):
-    """One move of a rank: send, receive or add `chunks` consecutive chunks, starting at `chunk`, as one message."""
+    """One move of a rank: send, receive or add one or more chunks.
+
+    The message holds `chunks` consecutive chunks, starting at number `chunk`.
+    """
 
     kind: Literal["send", "receive", "add"]
     chunk: int
@@ -38,7 +41,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An all-reduce: its name, its number of chunks, and the moves of each rank in order.
+    """An all-reduce: name, number of chunks, and the moves of each rank.
 
     `note` is a message for the user if this algorithm replaces the one that was requested.
     """
@@ -50,15 +53,16 @@ class Algorithm:
 
 
 def find_chunk(length: int, chunks: int, chunk: int, count: int = 1) -> tuple[int, int]:
-    """Return start and end of `count` chunks, starting at number `chunk`, in a vector of `length` elements.
+    """Return start and end of `count` chunks, starting at number `chunk`.
 
-    Chunk lengths differ by at most one element; with fewer elements than chunks some chunks are empty.
+    `length` is the number of elements of the vector. Chunk lengths differ by at most one element; with fewer elements
+    than chunks some chunks are empty.
     """
     return length * chunk // chunks, length * (chunk + count) // chunks
 
 
 def describe_move(algorithm: Algorithm, rank: int, position: int) -> str:
-    """Return a move for a message, as `rank 1, move 0 (add chunk 0 from rank 2)`; ranks and moves count from 0."""
+    """Return a description of a move: `rank 1, move 0 (add chunk 0 from rank 2)`."""
     return f"rank {rank}, move {position} ({algorithm.moves[rank][position]})"
 
 
@@ -80,7 +84,7 @@ class Event(NamedTuple):
 
 
 class CableRoute(NamedTuple):
-    """Path of a message: the cable on which it leaves, the cable on which it arrives, and its time on both."""
+    """Path of a message: the cables of its source and target, and its duration."""
 
     outgoing: Hashable
     incoming: Hashable
@@ -124,7 +128,7 @@ def simulate_algorithm(algorithm: Algorithm, find_route: RouteFinder = route_in_
 
 
 class _Simulation:
-    """State of a simulation: positions and clocks of the ranks, messages in flight, and when cables become free."""
+    """State of a simulation: ranks, messages in flight and cables."""
 
     def __init__(self, algorithm: Algorithm, find_route: RouteFinder) -> None:
         self.algorithm = algorithm
@@ -168,7 +172,7 @@ class _Simulation:
             self.push_head((rank, route.outgoing))
 
     def deliver_message(self) -> int | None:
-        """Deliver the message that can leave first and return its target; None if there is none."""
+        """Deliver the message that can leave first; return its target, None without messages."""
         while self.heads:
             start, _, _, key = heapq.heappop(self.heads)
             queue = self.queues[key]
@@ -187,12 +191,12 @@ class _Simulation:
         return None
 
     def push_head(self, key: tuple[int, Hashable]) -> None:
-        """Push the first message of a queue to the heap with its earliest start, which can only become later."""
+        """Push the first message of a queue to the heap, with its earliest start."""
         message = self.queues[key][0]
         heapq.heappush(self.heads, (self.find_start(message), message.issued, message.event, key))
 
     def find_start(self, message: QueuedMessage) -> float:
-        """Return the time at which a message has been issued and both of its cables are free."""
+        """Return the earliest start of a message: issued, and both cables free."""
         route = message.route
         return max(message.issued, self.outgoing_free[route.outgoing], self.incoming_free[route.incoming])
 
@@ -211,7 +215,7 @@ class _Simulation:
             self.raise_deadlock(waits_for)
 
     def find_next_send(self, source: int, target: int) -> int | None:
-        """Return the position of the next send from a rank to another one, None if there is none."""
+        """Return the position of the next send between two ranks, None without one."""
         moves = self.algorithm.moves[source]
         for position in range(self.positions[source], len(moves)):
             if moves[position].kind == "send" and moves[position].peer == target:

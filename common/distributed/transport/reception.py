@@ -165,7 +165,7 @@ class Acceptor:
         self._continue_handshake(pending)
 
     def _continue_handshake(self, pending: PendingConnection) -> None:
-        """Read what the peer has sent so far; accept or refuse it once that is conclusive."""
+        """Read the available bytes; accept or refuse the peer once they suffice."""
         try:
             if not pending.is_encrypted:
                 assert self.identity and isinstance(pending.socket, TlsSocket)
@@ -214,6 +214,6 @@ class Acceptor:
 
 
 def read_peer_user_id(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a Unix socket, as reported by the kernel."""
+    """Return the user id of the peer of a Unix socket, from the kernel."""
     _, user_id, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(user_id)

@@ -1,4 +1,4 @@
-"""One end of a connection between two ranks: converts messages to bytes of a socket, plain or TLS. Imports no torch."""
+"""Messages over one end of a socket, plain or TLS. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def pack_seconds(seconds: float) -> bytes:
 
 
 def copy_if_small(data: memoryview) -> memoryview:
-    """Return a copy of at most SMALL_BYTES bytes, so that the caller may reuse the memory; longer data unchanged."""
+    """Return a copy of at most SMALL_BYTES bytes, longer data unchanged.
+
+    The caller may reuse the memory of copied data.
+    """
     return data if len(data) > SMALL_BYTES else memoryview(bytes(data))
 
 
@@ -77,7 +80,7 @@ class TlsSocket(socket.socket):
         return self._tls.version()
 
     def encrypt(self, data: ReadableBuffer) -> bytes:
-        """Return the encrypted bytes of `data`; they must be sent in the order of the calls."""
+        """Return the encrypted bytes of `data`, to be sent in call order."""
         self._tls.write(data)
         return self._outgoing.read()
 
@@ -99,7 +102,7 @@ class TlsSocket(socket.socket):
             return 0
 
     def _call_until_complete(self, call: Callable[..., T], *arguments: object) -> T:
-        """Repeat a call of the TLS object, reading from the socket each time it needs more records."""
+        """Repeat a call of the TLS object until it needs no more records."""
         while True:
             try:
                 return call(*arguments)
@@ -137,7 +140,10 @@ class SocketStream:
     # ---- writing
 
     def begin_message(self, tag: int, data: memoryview) -> FinishWrite | None:
-        """Write without blocking; return a function that writes the remainder and may block, None if complete."""
+        """Start writing a message without blocking.
+
+        Return a function that writes the remainder and may block, None if nothing remains.
+        """
         header = HEADER.pack(tag, len(data))
         if isinstance(self.socket, TlsSocket):
             return self._begin_encrypted(self.socket, header, data)
@@ -169,7 +175,7 @@ class SocketStream:
             return 0
 
     def _write_remainder(self, encoded: bytes, unsent: memoryview, deferred: memoryview) -> None:
-        """Write `encoded`, which is final (a header or encrypted), then the data, which TLS still encrypts."""
+        """Write `encoded` (a header or encrypted bytes), then data not yet encrypted."""
         socket.socket.sendall(self.socket, encoded + unsent[:SMALL_BYTES])  # no packet with a header only
         for data in (unsent[SMALL_BYTES:], deferred):
             for start in range(0, len(data), PIECE_BYTES):  # the time limit applies to each call
@@ -178,7 +184,10 @@ class SocketStream:
     # ---- reading
 
     def read_header(self, patient: bool = False) -> tuple[int, int]:
-        """Wait for a message, without a time limit if `patient`; return its tag and length. Raises EOFError."""
+        """Wait for a message and return its tag and length. Raises EOFError.
+
+        With `patient` there is no time limit.
+        """
         header = self.read_some(HEADER.size, patient)
         while len(header) < HEADER.size:
             header += self.read_some(HEADER.size - len(header))
@@ -207,7 +216,10 @@ class SocketStream:
             target = target[count:]
 
     def read_pieces(self, length: int) -> Iterator[memoryview]:
-        """Yield `length` bytes in pieces of PIECE_BYTES (the last may be shorter), each valid until the next one."""
+        """Yield `length` bytes in pieces of PIECE_BYTES; the last may be shorter.
+
+        Each piece is valid until the next one.
+        """
         if len(self._scratch) < min(length, PIECE_BYTES):
             self._scratch = bytearray(PIECE_BYTES)
         scratch = memoryview(self._scratch)

@@ -1,10 +1,10 @@
-"""Handshake of a connection: both ranks prove that they belong to the same group. Imports no torch.
+"""Handshake in which two ranks prove that they belong to the same group.
 
 The connecting rank sends its identity. Both ranks then prove that they know a random token that the accepting rank
-published through the rendezvous, so neither accidents nor port scanners can join a run. The handshake does not protect
-against an attacker who reads the network or the rendezvous. TLS does; the same handshake then follows the TLS
-handshake. (In TLS 1.3 the client's handshake completes before the server has verified its certificate. Only the answer
-confirms that the server accepted it.)
+published through the rendezvous, so neither a misdirected rank nor a port scanner can join a run. The handshake does
+not protect against an attacker who reads the network or the rendezvous. TLS does; the same handshake then follows the
+TLS handshake. (In TLS 1.3 the client's handshake completes before the server has verified its certificate. Only the
+answer confirms that the server accepted it.) Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ INVALID_HELLO = "sent an invalid handshake"
 
 
 class UntrustedPeer(Exception):
-    """The peer is not a rank of this group; the text completes `a connection from ADDRESS, which ...`."""
+    """The peer is not a rank of this group.
+
+    The message completes `a connection from ADDRESS, which ...`.
+    """
 
 
 class Direction(NamedTuple):
@@ -61,7 +64,10 @@ def parse_hello_length(header: bytes) -> int:
 
 
 def parse_hello(body: bytes, group: str, target: int, token: bytes) -> int:
-    """Return the rank that sent a hello. Raises UntrustedPeer for another group, another target or a wrong proof."""
+    """Return the rank that sent a hello.
+
+    Raises UntrustedPeer for another group, another target or a wrong proof.
+    """
     try:
         peer_group, source, peer_target, proof = json.loads(body)
     except (ValueError, TypeError, RecursionError):
