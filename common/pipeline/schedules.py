@@ -178,7 +178,7 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
         if len(spans[rank]) < len(actions):
             action = actions[len(spans[rank])]
             missing = find_missing_dependency(action, stages, ends)
-            raise ValueError(f"deadlock: rank {rank} waits at {action} for {missing}, which never comes before it")
+            raise ValueError(f"deadlock: rank {rank} waits at {action} for {missing}, which cannot complete before it")
     return spans
 
 

@@ -25,7 +25,7 @@ from common.distributed.transport.connecting import Links, connect_ranks
 from common.distributed.transport.memory_links import MemoryStream, choose_polling_seconds
 from common.pipeline.schedules import Action
 
-SLOT_ALIGNMENT = 64  # bytes of a cache line
+SLOT_ALIGNMENT_BYTES = 64  # bytes of a cache line
 SLOT_MEMORY_NAME = 0  # of the memory that a link passes
 READY_TAG = 0  # of the only message of a link, which follows the memory
 
@@ -81,9 +81,9 @@ def connect_ranks_of_host(world: World, name: str) -> Links:
 
 
 def count_slot_bytes(route: MessageRoute, dtype: torch.dtype) -> int:
-    """Return the size of a message's slot in bytes, a multiple of SLOT_ALIGNMENT."""
+    """Return the size of a message's slot in bytes, a multiple of SLOT_ALIGNMENT_BYTES."""
     nbytes = route.shape.numel() * dtype.itemsize
-    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 class SharedMemory:
@@ -107,7 +107,7 @@ class SharedMemory:
             stream = outgoing.stream
             if isinstance(stream, MemoryStream):
                 with contextlib.suppress(OSError):
-                    memory = stream.share_memory(SLOT_MEMORY_NAME, max(SLOT_ALIGNMENT, size))
+                    memory = stream.share_memory(SLOT_MEMORY_NAME, max(SLOT_ALIGNMENT_BYTES, size))
                     self.targets[peer] = stream
                     self._map_slots(memory, sent)
             outgoing.send(READY_TAG, bytes([peer in self.targets]))

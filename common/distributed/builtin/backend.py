@@ -229,8 +229,8 @@ class BuiltinBackend(Backend):
     def _run(self, collective: Collective, calls: ArgumentLists, tensors: Any, opts: Any) -> OptionalWork:
         """Call a collective once per tuple of arguments.
 
-        `tensors`, which it fills, are the value of the future. The calling thread executes it if it waits for it anyway
-        and no other collective is before it.
+        `tensors`, which it fills, are the value of the future. The calling thread executes a synchronous collective
+        itself if no other one is pending.
         """
         if opts.timeout not in (DEFAULT_TIMEOUT, self.timeout):
             raise NotImplementedError(
@@ -271,9 +271,6 @@ class BuiltinBackend(Backend):
         return TimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)
 
     def _describe_group(self) -> str:
-        """Return a note on the rank numbers of a subgroup, empty for all ranks.
-
-        The rank numbers of a subgroup differ from the run's.
-        """
+        """Return a note for errors of subgroups, which number their ranks from 0; else empty."""
         members = list(self.members)
         return "" if members == list(range(len(members))) else f" (rank numbers in the group of ranks {members})"

@@ -27,7 +27,7 @@ from common.distributed.transport.links import Outgoing
 from common.distributed.transport.moves import Algorithm, find_chunk
 
 SMALL_BYTES = 1 << 16  # up to which the root of a broadcast sends the whole tensor to every rank
-GRAIN = 1 << 15  # elements that torch adds in one thread; above it, this thread would get its own thread pool
+GRAIN_ELEMENTS = 1 << 15  # elements that torch adds in one thread; above it, this thread would get its own thread pool
 MESSAGE_BIT = 1 << 63  # of a tag: separates point-to-point messages from collectives
 
 
@@ -307,7 +307,7 @@ class Communicator:
         """
         start = 0
         width = dtype.itemsize
-        grain_bytes = GRAIN * width
+        grain_bytes = GRAIN_ELEMENTS * width
         for piece in self.incoming[source].receive_pieces(tag, total.numel() * width):
             for offset in range(0, len(piece), grain_bytes):
                 received = torch.frombuffer(piece[offset : offset + grain_bytes], dtype=dtype)

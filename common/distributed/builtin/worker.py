@@ -1,7 +1,7 @@
 """Execution of collectives in call order, in a thread or in the caller.
 
-If the caller waits for a collective anyway and none is before it, the caller executes it: passing it to another thread
-would cost more time than a small collective takes.
+The caller executes a synchronous collective itself if no other one is pending: passing it to another thread would take
+longer than a small collective.
 """
 
 from __future__ import annotations

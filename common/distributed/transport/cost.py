@@ -16,7 +16,7 @@ from common.distributed.transport.algorithms import build_algorithm
 from common.distributed.transport.builders import Hosts
 from common.distributed.transport.moves import Algorithm, CableRoute, Move, simulate_algorithm
 
-SIZES = tuple(4**power for power in range(1, 14))  # bytes for which an algorithm is chosen: 4 bytes to 64 MiB
+VECTOR_SIZES = tuple(4**power for power in range(1, 14))  # bytes for which an algorithm is chosen: 4 bytes to 64 MiB
 MAX_MOVES = 20_000  # of all ranks; an algorithm with more is simulated for two sizes and interpolated
 MAX_RANKS = 256  # above it, algorithms with a quadratic number of moves are excluded: simulating them takes too long
 SWITCH_RATIO = 0.99  # another algorithm is chosen only if its time is below this share
@@ -51,7 +51,7 @@ def fit_line(measured: Sequence[tuple[float, float]]) -> Line:
     times = [seconds for _, seconds in measured]
     if len(set(sizes)) < 2 or min(times) <= 0:
         raise UserError(
-            f"a line needs times above 0 of at least two sizes, got {list(measured)}; measure more message sizes"
+            f"fitting a line needs positive times of at least two sizes, got {list(measured)}; measure more sizes"
         )
     weights = [seconds**-2 for seconds in times]
 
@@ -95,7 +95,7 @@ def predict_seconds(algorithm: Algorithm, lines: Lines, nbytes: float, hosts: Ho
 
 
 def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Hosts = ()) -> str:
-    """Return the fastest algorithm for each of SIZES in the format of `launch.algorithm`: `tree<65536<ring`.
+    """Return the fastest algorithm for each of VECTOR_SIZES in the format of `launch.algorithm`: `tree<65536<ring`.
 
     The choice changes only if another algorithm is at least a hundredth faster than that of the previous size; of equal
     ones the first is chosen. With more than MAX_RANKS ranks, ring and sharded_star are excluded, and two_level if
@@ -110,7 +110,7 @@ def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Hosts =
 
     current = ""
     choices: list[str] = []
-    for position, nbytes in enumerate(SIZES):
+    for position, nbytes in enumerate(VECTOR_SIZES):
         seconds = {name: times[position] for name, times in predicted.items()}
         if current:
             seconds[current] *= SWITCH_RATIO
@@ -133,11 +133,11 @@ def is_cheap_to_simulate(name: str, size: int, hosts: Hosts) -> bool:
 
 
 def predict_sizes(algorithm: Algorithm, lines: Lines, hosts: Hosts) -> list[float]:
-    """Return the seconds of an all-reduce of each of SIZES."""
+    """Return the seconds of an all-reduce of each of VECTOR_SIZES."""
     if sum(map(len, algorithm.moves)) <= MAX_MOVES:
-        return [predict_seconds(algorithm, lines, nbytes, hosts) for nbytes in SIZES]
-    first_seconds = predict_seconds(algorithm, lines, SIZES[0], hosts)
-    last_seconds = predict_seconds(algorithm, lines, SIZES[-1], hosts)
+        return [predict_seconds(algorithm, lines, nbytes, hosts) for nbytes in VECTOR_SIZES]
+    first_seconds = predict_seconds(algorithm, lines, VECTOR_SIZES[0], hosts)
+    last_seconds = predict_seconds(algorithm, lines, VECTOR_SIZES[-1], hosts)
     added_seconds = last_seconds - first_seconds
-    added_bytes = SIZES[-1] - SIZES[0]
-    return [first_seconds + added_seconds * (nbytes - SIZES[0]) / added_bytes for nbytes in SIZES]
+    added_bytes = VECTOR_SIZES[-1] - VECTOR_SIZES[0]
+    return [first_seconds + added_seconds * (nbytes - VECTOR_SIZES[0]) / added_bytes for nbytes in VECTOR_SIZES]

@@ -69,7 +69,10 @@ class Link:
             self._changed.notify_all()
 
     def _wait(self, seconds: float | None = None) -> bool:
-        """Return whether there is a change within a time. The caller holds the lock."""
+        """Wait at most `seconds` for a change; return whether there was one.
+
+        The caller holds the lock.
+        """
         self._waiting_threads += 1
         try:
             return self._changed.wait(seconds)

@@ -88,7 +88,10 @@ class Acceptor:
         self._thread.start()
 
     def wait_for_ranks(self, deadline: float) -> dict[int, socket.socket]:
-        """Return the connection of each other rank. Raises Unreachable, naming the ranks that are missing."""
+        """Return the connection of each other rank.
+
+        Raises Unreachable, naming the ranks that are missing.
+        """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         peers = [rank for rank in range(self.size) if rank != self.rank]
         absent = [str(rank) for rank in peers if rank not in self.accepted]
