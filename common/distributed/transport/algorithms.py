@@ -26,7 +26,7 @@ from common.runs.provenance import keep_function_file
 from configs.launch import Launch
 from configs.shared import Experiment
 
-__all__ = ["NAMES", "Algorithm", "Move", "build_algorithm", "check_algorithm", "count_bytes", "find_chunk"]
+__all__ = ["NAMES", "Algorithm"]  # imported from here by other packages
 
 USAGE = "function(ranks) returns for each rank a list of ('send', 'receive' or 'add', chunk, peer)"
 MAX_CHUNKS = 65_536

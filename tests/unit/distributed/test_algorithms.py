@@ -16,14 +16,12 @@ from common.core.errors import UserError
 from common.distributed.transport import algorithms
 from common.distributed.transport.algorithms import (
     NAMES,
-    Algorithm,
-    Move,
     build_algorithm,
     build_by_size,
     check_algorithm,
     count_bytes,
-    find_chunk,
 )
+from common.distributed.transport.moves import Algorithm, Move, find_chunk
 from tests.harness.warm import ROOT
 
 SIZES = (*range(1, 9), 16)
