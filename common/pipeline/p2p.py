@@ -97,7 +97,7 @@ class Network:
         self.microbatches = microbatches
         self.sends: list[tuple[dist.Work, Tensor]] = []
         self.groups = self._make_groups()
-        self._connect()
+        self._connect_pairs()
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Start sending a tensor to the action that consumes it."""
@@ -148,7 +148,7 @@ class Network:
                 groups[kind, wraps] = cast(dist.ProcessGroup, group)
         return groups
 
-    def _connect(self) -> None:
+    def _connect_pairs(self) -> None:
         """Send a first message in every direction with nccl, all ranks in one order.
 
         nccl connects a pair of ranks at its first message, which needs both at the same time; within a step they are

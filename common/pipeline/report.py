@@ -36,7 +36,7 @@ def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = 
     """
     axes = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
     timeline = list(lanes.values())
-    step_start = schedules.find_start(timeline)
+    step_start = schedules.find_first_start(timeline)
     length = schedules.compute_makespan(timeline)
     in_legend: set[str] = set()
     for row, spans in enumerate(timeline):
@@ -187,7 +187,7 @@ class PipelineReport:
 
     def result(self) -> Facts:
         """Return the values for result.json; times in seconds from the start of the step."""
-        step_start = schedules.find_start(self.step) if self.step else 0.0
+        step_start = schedules.find_first_start(self.step) if self.step else 0.0
         timeline = []
         for rank, spans in enumerate(self.step):
             for span in spans:

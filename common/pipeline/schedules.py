@@ -203,14 +203,14 @@ def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -
     simulate_schedule(plan, stages)
 
 
-def find_start(spans: Timeline) -> float:
+def find_first_start(spans: Timeline) -> float:
     """Return the time of the first start over all ranks."""
     return min(span.start for span in chain.from_iterable(spans))
 
 
 def compute_makespan(spans: Timeline) -> float:
     """Return the time from the first start to the last end over all ranks."""
-    return max(span.end for span in chain.from_iterable(spans)) - find_start(spans)
+    return max(span.end for span in chain.from_iterable(spans)) - find_first_start(spans)
 
 
 def sum_durations(spans: Iterable[Span]) -> float:
@@ -253,7 +253,7 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
     capital that of the weights.
     """
     symbols = {"F": "0123456789", "W": "ABCDEFGHIJ"}
-    step_start = find_start(spans)
+    step_start = find_first_start(spans)
     scale = width / compute_makespan(spans)
     lines = []
     for local_spans in spans:

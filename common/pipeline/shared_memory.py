@@ -137,17 +137,17 @@ class SharedMemory:
         try:
             self.targets[target].send_number(self.numbers[consumer])
         except OSError as error:
-            raise self.links.outgoing[target].explain(error) from None
+            raise self.links.outgoing[target].explain_error(error) from None
 
     def receive(self, consumer: Action) -> Tensor:
         """Wait for a message and return its slot. Raises LinkError, and TimeoutError after launch.step_timeout."""
         number = self.numbers[consumer]
         if number not in self.full:
-            self._wait(number, consumer)
+            self._wait_until_full(number, consumer)
         self.full.remove(number)
         return self.slots[consumer]
 
-    def _wait(self, number: int, consumer: Action) -> None:
+    def _wait_until_full(self, number: int, consumer: Action) -> None:
         source_stage = consumer.stage + (-1 if consumer.kind == "F" else 1)
         source = source_stage % self.world.size
         try:
@@ -159,4 +159,4 @@ class SharedMemory:
                 f"for the {consumer}; see its log, or raise launch.step_timeout"
             ) from None
         except (OSError, EOFError) as error:
-            raise self.links.incoming[source].explain(error) from None
+            raise self.links.incoming[source].explain_error(error) from None

@@ -44,21 +44,21 @@ class StageTracer:
         if stage and x.requires_grad:
             x = x.view_as(x)  # an autograd node that belongs only to this stage
             assert x.grad_fn is not None
-            x.grad_fn.register_hook(lambda *_: self._mark("B", stage, microbatch))
+            x.grad_fn.register_hook(lambda *_: self._record_stamp("B", stage, microbatch))
         self.current_microbatch = microbatch
-        self._mark("F", stage, microbatch)
+        self._record_stamp("F", stage, microbatch)
         output: Tensor = self.stages[stage](x)
-        self._mark("F", stage, microbatch)
+        self._record_stamp("F", stage, microbatch)
         if output.grad_fn is not None:
-            output.grad_fn.register_prehook(lambda _: self._mark("B", stage, microbatch))
+            output.grad_fn.register_prehook(lambda _: self._record_stamp("B", stage, microbatch))
         return output
 
     def _hook_first_layer(self, layer: nn.Module, args: Any, output: Tensor) -> None:
         microbatch = self.current_microbatch
         if torch.is_grad_enabled() and output.grad_fn is not None:
-            output.grad_fn.register_hook(lambda *_: self._mark("B", 0, microbatch))
+            output.grad_fn.register_hook(lambda *_: self._record_stamp("B", 0, microbatch))
 
-    def _mark(self, kind: str, stage: int, microbatch: int) -> None:
+    def _record_stamp(self, kind: str, stage: int, microbatch: int) -> None:
         stamps = self.history[-1].setdefault(Action(kind, stage, microbatch), [])
         stamps.append(self.clocks[stage].stamp())
 

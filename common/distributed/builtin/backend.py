@@ -77,13 +77,13 @@ class BuiltinBackend(Backend):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> OptionalWork:
         """Reduce tensors in place."""
         op = read_op(opts, tensors)
-        return self._run(self.communicator.all_reduce, [(tensor, op) for tensor in tensors], tensors, opts)
+        return self._run_collective(self.communicator.all_reduce, [(tensor, op) for tensor in tensors], tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> OptionalWork:
         """Reduce a tensor into that of one rank."""
         tensor = get_only_element(tensors)
         op = read_op(opts, tensors)
-        return self._run(self.communicator.reduce, [(tensor, op, opts.rootRank)], tensors, opts)
+        return self._run_collective(self.communicator.reduce, [(tensor, op, opts.rootRank)], tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OptionalWork:
         """Reduce a list of tensors, one for each rank."""
@@ -91,7 +91,7 @@ class BuiltinBackend(Backend):
         op = read_op(opts, outputs)
         blocks = check_blocks(get_only_element(inputs), self.size())
         check_same_size_and_type(output, blocks[self.rank()])
-        return self._run(self.communicator.reduce_scatter, [(output, blocks, op)], outputs, opts)
+        return self._run_collective(self.communicator.reduce_scatter, [(output, blocks, op)], outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> OptionalWork:
         """Reduce a tensor that has one equal part for each rank."""
@@ -103,7 +103,7 @@ class BuiltinBackend(Backend):
         calls: ArgumentLists = []
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.append((output, cut_equally(tensor, self.size(), output), op))
-        return self._run(self.communicator.reduce_scatter, calls, outputs, opts)
+        return self._run_collective(self.communicator.reduce_scatter, calls, outputs, opts)
 
     # ---- copies
 
@@ -111,14 +111,14 @@ class BuiltinBackend(Backend):
         """Overwrite a tensor with that of one rank."""
         tensor = get_only_element(tensors)
         check_dense(tensor)
-        return self._run(self.communicator.broadcast, [(tensor, opts.rootRank)], tensors, opts)
+        return self._run_collective(self.communicator.broadcast, [(tensor, opts.rootRank)], tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
         """Collect one tensor per rank in a list."""
         blocks = check_blocks(get_only_element(outputs), self.size())
         tensor = get_only_element(inputs)
         check_same_size_and_type(blocks[self.rank()], tensor)
-        return self._run(self.communicator.all_gather, [(blocks, tensor)], outputs, opts)
+        return self._run_collective(self.communicator.all_gather, [(blocks, tensor)], outputs, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
         """Collect several tensors per rank; `outputs[r]` are those of rank r."""
@@ -128,7 +128,7 @@ class BuiltinBackend(Backend):
             for block, tensor in zip(blocks, inputs, strict=True):
                 check_same_size_and_type(block, tensor)
         calls: ArgumentLists = [(blocks, tensor) for *blocks, tensor in zip(*outputs, inputs, strict=True)]
-        return self._run(self.communicator.all_gather, calls, outputs, opts)
+        return self._run_collective(self.communicator.all_gather, calls, outputs, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> OptionalWork:
         """Concatenate one tensor per rank."""
@@ -139,19 +139,19 @@ class BuiltinBackend(Backend):
         calls: ArgumentLists = []
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.append((cut_equally(output, self.size(), tensor), tensor))
-        return self._run(self.communicator.all_gather, calls, outputs, opts)
+        return self._run_collective(self.communicator.all_gather, calls, outputs, opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
         """Collect one tensor per rank in a list on one rank."""
         tensor = get_only_element(inputs)
         blocks = self._check_blocks_of_root(outputs, tensor, opts.rootRank)
-        return self._run(self.communicator.gather, [(blocks, tensor, opts.rootRank)], outputs, opts)
+        return self._run_collective(self.communicator.gather, [(blocks, tensor, opts.rootRank)], outputs, opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OptionalWork:
         """Send each rank one tensor of a list on one rank."""
         output = get_only_element(outputs)
         blocks = self._check_blocks_of_root(inputs, output, opts.rootRank)
-        return self._run(self.communicator.scatter, [(output, blocks, opts.rootRank)], outputs, opts)
+        return self._run_collective(self.communicator.scatter, [(output, blocks, opts.rootRank)], outputs, opts)
 
     def _check_blocks_of_root(self, lists: list[Tensors], tensor: Tensor, root: int) -> Sequence[Tensor]:
         """Return the root's list of tensors, an empty one on other ranks.
@@ -170,7 +170,7 @@ class BuiltinBackend(Backend):
         output_blocks = check_blocks(outputs, self.size())
         input_blocks = check_blocks(inputs, self.size())
         check_same_size_and_type(output_blocks[self.rank()], input_blocks[self.rank()])
-        return self._run(self.communicator.all_to_all, [(outputs, inputs)], outputs, opts)
+        return self._run_collective(self.communicator.all_to_all, [(outputs, inputs)], outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
@@ -181,7 +181,7 @@ class BuiltinBackend(Backend):
 
     def barrier(self, opts: Any) -> OptionalWork:
         """Wait for all ranks."""
-        return self._run(self.communicator.barrier, [()], [], opts)
+        return self._run_collective(self.communicator.barrier, [()], [], opts)
 
     # ---- messages
 
@@ -192,19 +192,19 @@ class BuiltinBackend(Backend):
         try:
             pending = self.communicator.send(tensor, target, tag % TAG_COUNT)
         except LINK_ERRORS as error:
-            raise self._explain("send", error) from error
-        return SendWork(pending, self._explain)
+            raise self._convert_error("send", error) from error
+        return SendWork(pending, self._convert_error)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> ReceiveWork:
         """Start receiving a tensor; messages with one tag arrive in order."""
         tensor = get_only_element(tensors)
         check_dense(tensor)
         try:
-            block, expected = self.communicator.expect(tensor, source, tag % TAG_COUNT)
+            block, expected = self.communicator.expect_tensor(tensor, source, tag % TAG_COUNT)
         except LINK_ERRORS as error:
-            raise self._explain("recv", error) from error
+            raise self._convert_error("recv", error) from error
         self.readers[source].read_in_background(expected)
-        return ReceiveWork(self.communicator.incoming[source], block, expected, self._explain)
+        return ReceiveWork(self.communicator.incoming[source], block, expected, self._convert_error)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
         """Raise NotImplementedError: a message is read from the connection with its sender."""
@@ -214,19 +214,21 @@ class BuiltinBackend(Backend):
 
     def shutdown(self) -> None:
         """Close all connections at once, from any thread; pending calls fail."""
-        self._close(dist.DistNetworkError(f"the process group was destroyed on this rank{self._describe_group()}"))
+        self._close_group(
+            dist.DistNetworkError(f"the process group was destroyed on this rank{self._describe_group()}")
+        )
 
     def abort(self) -> None:
         """Do the same as `shutdown`."""
         self.shutdown()
 
-    def _close(self, error: BaseException) -> None:
+    def _close_group(self, error: BaseException) -> None:
         self.executor.close(error)
         for reader in self.readers.values():
             reader.close()
         self.communicator.close()
 
-    def _run(self, collective: Collective, calls: ArgumentLists, tensors: Any, opts: Any) -> OptionalWork:
+    def _run_collective(self, collective: Collective, calls: ArgumentLists, tensors: Any, opts: Any) -> OptionalWork:
         """Call a collective once per tuple of arguments.
 
         `tensors`, which it fills, are the value of the future. The calling thread executes a synchronous collective
@@ -255,17 +257,17 @@ class BuiltinBackend(Backend):
             for arguments in calls:
                 collective(*arguments)
         except LINK_ERRORS as error:
-            explained = self._explain(collective.__name__, error)
+            explained = self._convert_error(collective.__name__, error)
             self.executor.close(explained)
             if isinstance(error, LinkError):  # other ranks may wait for the lost rank, too
-                self._close(explained)
+                self._close_group(explained)
             raise explained from error
         except BaseException as error:
             reason = f"{collective.__name__} failed on this rank: {type(error).__name__}: {error}"
-            self._close(dist.DistNetworkError(reason))
+            self._close_group(dist.DistNetworkError(reason))
             raise
 
-    def _explain(self, name: str, error: BaseException) -> BaseException:
+    def _convert_error(self, name: str, error: BaseException) -> BaseException:
         """Return an error of a link as other backends raise it: a RuntimeError, or TimeoutError."""
         message = f"{name}: {error}{self._describe_group()}"
         return TimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)

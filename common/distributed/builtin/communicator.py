@@ -49,9 +49,9 @@ class TensorBytes:
     def fill(self, elements: Tensor) -> None:
         """Write elements [n] of any type to the tensor."""
         self.elements.copy_(elements)
-        self.store()
+        self.write_back()
 
-    def store(self) -> None:
+    def write_back(self) -> None:
         """Copy the bytes to the tensor if they are not its own memory."""
         if self.is_copy:
             with torch.inference_mode():  # allows writing to every tensor
@@ -123,7 +123,7 @@ class Communicator:
             divide_in_place(vector, self.size)
         if precision != tensor.dtype:
             block.elements.copy_(vector)
-        block.store()
+        block.write_back()
 
     def reduce(self, tensor: Tensor, op: Operation, root: int) -> None:
         """Reduce a tensor into that of `root`; other ranks' tensors do not change."""
@@ -140,7 +140,7 @@ class Communicator:
         local = blocks[self.rank].elements
         total = local.to(choose_precision(op, local.dtype), copy=True)
         for peer in self.sources:
-            self._combine(peer, tag, total, local.dtype, COMBINE[op])
+            self._receive_and_combine(peer, tag, total, local.dtype, COMBINE[op])
         if op == dist.ReduceOp.AVG:
             divide_in_place(total, self.size)
         wait_for_all(sends)
@@ -156,9 +156,9 @@ class Communicator:
         blocks = [TensorBytes(output) for output in outputs]
         local = copy_if_overlapping(tensor, [blocks[peer] for peer in self.sources])
         sends = [(peer, local) for peer in self.targets]
-        self._exchange(sends, self._list_receives(blocks))
+        self._exchange_bytes(sends, self._list_receives(blocks))
         blocks[self.rank].bytes[:] = local
-        store_all(blocks)
+        write_back_all(blocks)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Fill `outputs[r]` with the input of rank r for this rank.
@@ -168,9 +168,9 @@ class Communicator:
         blocks = [TensorBytes(output) for output in outputs]
         local = [copy_if_overlapping(tensor, blocks) for tensor in inputs]
         sends = [(peer, local[peer]) for peer in self.targets]
-        self._exchange(sends, self._list_receives(blocks))
+        self._exchange_bytes(sends, self._list_receives(blocks))
         blocks[self.rank].bytes[:] = local[self.rank]
-        store_all(blocks)
+        write_back_all(blocks)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
         """Fill `outputs[r]` on rank `root` with the tensor of rank r.
@@ -178,13 +178,13 @@ class Communicator:
         Outputs are empty on other ranks.
         """
         if self.rank != root:
-            self._exchange([(root, TensorBytes(tensor).bytes)], [])
+            self._exchange_bytes([(root, TensorBytes(tensor).bytes)], [])
             return
         blocks = [TensorBytes(output) for output in outputs]
         local = copy_if_overlapping(tensor, blocks)
-        self._exchange([], self._list_receives(blocks))
+        self._exchange_bytes([], self._list_receives(blocks))
         blocks[root].bytes[:] = local
-        store_all(blocks)
+        write_back_all(blocks)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
         """Fill the output of rank r with `inputs[r]` of rank `root`.
@@ -193,11 +193,11 @@ class Communicator:
         """
         block = TensorBytes(output)
         if self.rank == root:
-            self._exchange([(peer, TensorBytes(inputs[peer]).bytes) for peer in self.targets], [])
+            self._exchange_bytes([(peer, TensorBytes(inputs[peer]).bytes) for peer in self.targets], [])
             block.bytes[:] = TensorBytes(inputs[root]).bytes
         else:
-            self._exchange([], [(root, block.bytes)])
-        block.store()
+            self._exchange_bytes([], [(root, block.bytes)])
+        block.write_back()
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite a tensor with that of rank `root`."""
@@ -207,13 +207,13 @@ class Communicator:
         sends = [(peer, local_part) for peer in self.targets if peer != root]
         if self.rank == root:
             scattered = [(peer, parts[peer]) for peer in self.targets]
-            self._exchange(scattered, [])
-            self._exchange(sends, [])
+            self._exchange_bytes(scattered, [])
+            self._exchange_bytes(sends, [])
         else:
-            self._exchange([], [(root, local_part)])
+            self._exchange_bytes([], [(root, local_part)])
             receives = [(peer, parts[peer]) for peer in self.sources]
-            self._exchange(sends, receives)
-        block.store()
+            self._exchange_bytes(sends, receives)
+        block.write_back()
 
     def _divide_for_broadcast(self, data: np.ndarray, root: int) -> list[np.ndarray]:
         """Return the part of the data that the root sends each rank.
@@ -240,7 +240,7 @@ class Communicator:
         while distance < self.size:
             target = self.targets[distance - 1]
             source = self.sources[distance - 1]
-            self._exchange([(target, token)], [(source, token.copy())])
+            self._exchange_bytes([(target, token)], [(source, token.copy())])
             distance *= 2
 
     # ---- messages
@@ -249,13 +249,13 @@ class Communicator:
         """Start sending a tensor; it must not change until `wait` has returned."""
         return self._send(target, MESSAGE_BIT | tag, TensorBytes(tensor).bytes)
 
-    def expect(self, tensor: Tensor, source: int, tag: int) -> tuple[TensorBytes, ExpectedMessage]:
+    def expect_tensor(self, tensor: Tensor, source: int, tag: int) -> tuple[TensorBytes, ExpectedMessage]:
         """Provide memory for the next message with a tag, without waiting.
 
-        Call `Incoming.wait_for`, then `TensorBytes.store`.
+        Call `Incoming.wait_for_message`, then `TensorBytes.write_back`.
         """
         block = TensorBytes(tensor)
-        return block, self.incoming[source].expect(MESSAGE_BIT | tag, block.bytes.data)
+        return block, self.incoming[source].expect_message(MESSAGE_BIT | tag, block.bytes.data)
 
     def _send(self, target: int, tag: int, data: np.ndarray) -> PendingSend:
         link = self.outgoing[target]
@@ -265,7 +265,7 @@ class Communicator:
         """Return the blocks of the other ranks, to be received from them."""
         return [(peer, blocks[peer].bytes) for peer in self.sources]
 
-    def _exchange(self, sends: Iterable[PeerBytes], receives: Iterable[PeerBytes]) -> None:
+    def _exchange_bytes(self, sends: Iterable[PeerBytes], receives: Iterable[PeerBytes]) -> None:
         """Send and receive bytes; both sides omit empty messages."""
         tag = next(self.tags)
         pending = [self._send(peer, tag, data) for peer, data in sends if len(data)]
@@ -295,12 +295,12 @@ class Communicator:
             if sends:
                 sends = wait_for_overlapping(sends, start, end)
             if kind == "add":
-                self._combine(peer, tag, vector[start:end], vector.dtype, combine)
+                self._receive_and_combine(peer, tag, vector[start:end], vector.dtype, combine)
             else:
                 self.incoming[peer].receive(tag, part.data)
         wait_for_all(pending for _, _, pending in sends)
 
-    def _combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
+    def _receive_and_combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
         """Add a message to a vector [n], piece by piece as it arrives.
 
         The message has elements of type `dtype`.
@@ -340,10 +340,10 @@ def wait_for_overlapping(sends: Sequence[ChunkSend], start: int, end: int) -> li
     return remaining
 
 
-def store_all(blocks: Iterable[TensorBytes]) -> None:
-    """Store the bytes of blocks that are copies."""
+def write_back_all(blocks: Iterable[TensorBytes]) -> None:
+    """Copy the bytes of blocks to their tensors, where they are copies."""
     for block in blocks:
-        block.store()
+        block.write_back()
 
 
 def copy_if_overlapping(tensor: Tensor, targets: Iterable[TensorBytes]) -> np.ndarray:

@@ -68,10 +68,10 @@ class ReceiveWork(MessageWork):
         `timeout` defaults to the group's time limit.
         """
         try:
-            self.link.wait_for(self.expected, seconds=timeout.total_seconds() or None)
+            self.link.wait_for_message(self.expected, seconds=timeout.total_seconds() or None)
         except LINK_ERRORS as error:
             raise self.explain("recv", error) from error
-        self.block.store()
+        self.block.write_back()
         return True
 
 
@@ -107,7 +107,7 @@ class BackgroundReader:
     def _read_messages(self) -> None:
         while (expected := self._wait_for_oldest()) is not None:
             try:
-                self.link.wait_for(expected, patient=True)
+                self.link.wait_for_message(expected, patient=True)
             except LINK_ERRORS:
                 return
 

@@ -110,7 +110,7 @@ class CollectiveExecutor:
         try:
             run()
         finally:
-            self._release()
+            self._mark_idle()
         return True
 
     def submit(self, work: CollectiveWork) -> CollectiveWork:
@@ -142,7 +142,7 @@ class CollectiveExecutor:
             self.idle_threads += 1
             threading.Thread(target=self._execute_queue, name=self.thread_name, daemon=True).start()
 
-    def _release(self) -> None:
+    def _mark_idle(self) -> None:
         with self.changed:
             self.busy = False
             self._provide_thread()
@@ -154,7 +154,7 @@ class CollectiveExecutor:
         """
         while (work := self._wait_for_work()) is not None:
             work.execute()
-            self._release()
+            self._mark_idle()
             work.run_callbacks()
             del work  # frees its tensors
             with self.changed:

@@ -40,13 +40,13 @@ class Incoming(Link):
         With `patient` there is no time limit for its start. Raises LinkError, also if the sizes differ, and
         LinkTimeout.
         """
-        self.wait_for(self.expect(tag, into), patient=patient)
+        self.wait_for_message(self.expect_message(tag, into), patient=patient)
 
-    def expect(self, tag: int, into: WriteableBuffer) -> ExpectedMessage:
+    def expect_message(self, tag: int, into: WriteableBuffer) -> ExpectedMessage:
         """Provide contiguous memory for the next message with a tag, without blocking.
 
         Raises LinkError if the sizes differ. The memory is filled while another thread reads the connection, or by
-        `wait_for`.
+        `wait_for_message`.
         """
         expected = ExpectedMessage(view_bytes(into))
         with self._lock:
@@ -58,7 +58,9 @@ class Incoming(Link):
                 expected.has_arrived = True
         return expected
 
-    def wait_for(self, expected: ExpectedMessage, *, patient: bool = False, seconds: float | None = None) -> None:
+    def wait_for_message(
+        self, expected: ExpectedMessage, *, patient: bool = False, seconds: float | None = None
+    ) -> None:
         """Wait for a message; read the connection if no other thread does.
 
         With `seconds` it does not read, but waits at most that long for another thread to do so.
@@ -73,9 +75,9 @@ class Incoming(Link):
                     self._busy = True
                     break
                 limit = self.stream.timeout if seconds is None else max(0.0, deadline - time.monotonic())
-                if not self._wait(limit) and not patient and not expected.has_arrived:
+                if not self._wait_for_change(limit) and not patient and not expected.has_arrived:
                     if seconds is None:
-                        raise self.explain(TimeoutError())
+                        raise self.explain_error(TimeoutError())
                     raise LinkTimeout(f"rank {self.peer} did not send the message within {seconds:g} s")
             else:
                 return
@@ -83,8 +85,8 @@ class Incoming(Link):
             while not expected.has_arrived:
                 self._read_message(*self.stream.read_header(patient))
         except BaseException as error:  # noqa: BLE001 (the position of the next header is lost)
-            raise self._fail(error) from None
-        self._release()
+            raise self._end_after_error(error) from None
+        self._stop_reading()
 
     def receive_pieces(self, tag: int, length: int) -> Iterator[memoryview]:
         """Yield the next message with a tag in pieces of at most PIECE_BYTES bytes.
@@ -92,7 +94,7 @@ class Incoming(Link):
         The message has `length` bytes. Each piece is valid until the next one. Abandoning a message before its last
         piece ends the link. Raises LinkError, also if the sizes differ, and LinkTimeout.
         """
-        stored = self._claim(tag, length)
+        stored = self._take_stored_or_start_reading(tag, length)
         if stored is not None:
             for start in range(0, length, PIECE_BYTES):
                 yield memoryview(stored)[start : start + PIECE_BYTES]
@@ -101,8 +103,8 @@ class Incoming(Link):
             self._read_up_to(tag, length)
             yield from self.stream.read_pieces(length)
         except BaseException as error:  # noqa: BLE001 (the position of the next header is lost)
-            raise self._fail(error) from None
-        self._release()
+            raise self._end_after_error(error) from None
+        self._stop_reading()
 
     def _take_stored(self, tag: int, length: int) -> bytearray | None:
         """Return the oldest stored message with a tag. The caller holds the lock."""
@@ -115,7 +117,7 @@ class Incoming(Link):
             del self._inbox[tag]
         return stored
 
-    def _claim(self, tag: int, length: int) -> bytearray | None:
+    def _take_stored_or_start_reading(self, tag: int, length: int) -> bytearray | None:
         """Return a stored message, or None once this thread may read the connection."""
         with self._lock:
             while True:
@@ -127,8 +129,8 @@ class Incoming(Link):
                 if not self._busy:
                     self._busy = True
                     return None
-                if not self._wait(self.stream.timeout):
-                    raise self.explain(TimeoutError())
+                if not self._wait_for_change(self.stream.timeout):
+                    raise self.explain_error(TimeoutError())
 
     def _read_up_to(self, tag: int, length: int) -> None:
         """Read the header of the next message with a tag, and all messages before it."""
@@ -155,7 +157,7 @@ class Incoming(Link):
                 self._inbox.setdefault(tag, deque()).append(stored)
             else:
                 expected.has_arrived = True
-            self._wake()
+            self._wake_waiting_threads()
 
     def _take_expected(self, tag: int) -> ExpectedMessage | None:
         """Return the first expected message with a tag. The caller holds the lock."""
@@ -174,10 +176,10 @@ class Incoming(Link):
                 "collectives, or pass tensors of different sizes"
             )
 
-    def _release(self) -> None:
+    def _stop_reading(self) -> None:
         """Let another thread read the connection."""
         with self._lock:
             self._busy = False
             if self._problem is not None:
-                self._end(self._problem)
-            self._wake()
+                self._end_link(self._problem)
+            self._wake_waiting_threads()

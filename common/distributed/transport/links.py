@@ -53,22 +53,22 @@ class Link:
     def close(self) -> None:
         """Close the link; threads that wait for it raise LinkError at once."""
         with self._lock:
-            self._end(LinkError(f"the connection with rank {self.peer} was closed on this rank"))
+            self._end_link(LinkError(f"the connection with rank {self.peer} was closed on this rank"))
 
-    def _end(self, problem: LinkError | LinkTimeout) -> None:
+    def _end_link(self, problem: LinkError | LinkTimeout) -> None:
         """End the link and wake all threads. The caller holds the lock."""
         if self._problem is None:
             self._problem = problem
-            self.stream.end_calls()
+            self.stream.interrupt_calls()
         if not self._busy:
             self.stream.close()  # else the busy thread closes it: the descriptor must not be reused before
-        self._wake()
+        self._wake_waiting_threads()
 
-    def _wake(self) -> None:
+    def _wake_waiting_threads(self) -> None:
         if self._waiting_threads:
             self._changed.notify_all()
 
-    def _wait(self, seconds: float | None = None) -> bool:
+    def _wait_for_change(self, seconds: float | None = None) -> bool:
         """Wait at most `seconds` for a change; return whether there was one.
 
         The caller holds the lock.
@@ -79,14 +79,14 @@ class Link:
         finally:
             self._waiting_threads -= 1
 
-    def _fail(self, error: BaseException) -> BaseException:
+    def _end_after_error(self, error: BaseException) -> BaseException:
         """End the link after an error of the busy thread; return the exception to raise."""
         with self._lock:
             self._busy = False
-            self._end(self.explain(error))
+            self._end_link(self.explain_error(error))
             return self._copy_problem() if isinstance(error, OSError | EOFError) else error
 
-    def explain(self, error: BaseException) -> LinkError | LinkTimeout:
+    def explain_error(self, error: BaseException) -> LinkError | LinkTimeout:
         """Return an exception that names the peer for an error of the stream."""
         if isinstance(error, LinkError):
             return error
@@ -138,13 +138,13 @@ class Outgoing(Link):
             try:
                 finish_write = self.stream.begin_message(tag, view)
             except (OSError, EOFError) as error:
-                self._end(self.explain(error))
+                self._end_link(self.explain_error(error))
                 raise self._copy_problem() from None
             if finish_write is None:
                 self._written_ticket = self._newest_ticket
             else:
                 self._queue.append((self._newest_ticket, finish_write))
-                self._wake_thread()
+                self._wake_writer()
             return self._newest_ticket
 
     def _write_message(self, tag: int, view: memoryview) -> None:
@@ -162,34 +162,34 @@ class Outgoing(Link):
                     raise self._copy_problem()
                 # without `seconds` the limit of the link's thread applies
                 remaining = None if seconds is None else max(0.0, deadline - time.monotonic())
-                if not self._wait(remaining) and self._written_ticket < ticket:
+                if not self._wait_for_change(remaining) and self._written_ticket < ticket:
                     raise LinkTimeout(f"rank {self.peer} did not accept the message within {seconds:g} s")
 
-    def _wake_thread(self) -> None:
+    def _wake_writer(self) -> None:
         self._busy = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_queue, name=f"send to rank {self.peer}", daemon=True)
             self._thread.start()
         else:
-            self._wake()
+            self._wake_waiting_threads()
 
     def _write_queue(self) -> None:
         while True:
             with self._lock:
                 while not self._queue and self._problem is None:
                     self._busy = False
-                    self._wait()
+                    self._wait_for_change()
                 if self._problem is not None:
                     self._busy = False
-                    self._end(self._problem)
+                    self._end_link(self._problem)
                     return
                 ticket, write = self._queue[0]
             try:
                 write()
             except BaseException as error:  # noqa: BLE001 (the thread that waits raises it)
-                self._fail(error)
+                self._end_after_error(error)
                 return
             with self._lock:
                 self._queue.popleft()
                 self._written_ticket = ticket
-                self._wake()
+                self._wake_waiting_threads()

@@ -82,7 +82,7 @@ class MemoryStream(SocketStream):
         if len(data) <= MAX_SOCKET_BYTES or self._lacks_memory:
             return super().begin_message(tag, data)
         self._source = data
-        steps = self._write_steps(tag, len(data))
+        steps = self._write_in_steps(tag, len(data))
         if not self._slots:
             try:
                 descriptor = allocate_memory(SLOT_MEMORY_BYTES)
@@ -105,20 +105,20 @@ class MemoryStream(SocketStream):
             header = memoryview(HEADER.pack(name, size | MEMORY_BIT))
             while not self._write_now(header):
                 yield select.POLLOUT
-            while not self._pass_file(descriptor):
+            while not self._pass_descriptor(descriptor):
                 yield select.POLLOUT
         finally:
             os.close(descriptor)
         if name == SLOT_MEMORY_NAME:
             self._slots = divide_into_slots(self.shared[name])
 
-    def _pass_file(self, descriptor: int) -> int:
+    def _pass_descriptor(self, descriptor: int) -> int:
         try:
             return socket.send_fds(self.socket, [b"\0"], [descriptor], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
-    def _write_steps(self, tag: int, length: int) -> Iterator[int]:
+    def _write_in_steps(self, tag: int, length: int) -> Iterator[int]:
         """Write a message of `length` bytes from `_source`, which `begin_message` may replace by a copy."""
         header = memoryview(HEADER.pack(tag, length | IN_SLOTS_BIT))
         while not self._write_now(header):

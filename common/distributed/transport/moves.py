@@ -120,9 +120,9 @@ def simulate_algorithm(algorithm: Algorithm, find_route: RouteFinder = route_in_
     """
     simulation = _Simulation(algorithm, find_route)
     for rank in range(len(algorithm.moves)):
-        simulation.run_rank(rank)
+        simulation.execute_moves(rank)
     while (target := simulation.deliver_message()) is not None:
-        simulation.run_rank(target)
+        simulation.execute_moves(target)
     simulation.check_completion()
     return simulation.events
 
@@ -145,7 +145,7 @@ class _Simulation:
         self.outgoing_free: dict[Hashable, float] = defaultdict(float)
         self.incoming_free: dict[Hashable, float] = defaultdict(float)
 
-    def run_rank(self, rank: int) -> None:
+    def execute_moves(self, rank: int) -> None:
         """Execute the moves of a rank up to one whose message has not arrived."""
         moves = self.algorithm.moves[rank]
         while self.positions[rank] < len(moves):
@@ -169,7 +169,7 @@ class _Simulation:
         queue = self.queues[rank, route.outgoing]
         queue.append(QueuedMessage(time, len(self.events), rank, move.peer, route))
         if len(queue) == 1:
-            self.push_head((rank, route.outgoing))
+            self.push_first_message((rank, route.outgoing))
 
     def deliver_message(self) -> int | None:
         """Deliver the message that can leave first; return its target, None without messages."""
@@ -178,7 +178,7 @@ class _Simulation:
             queue = self.queues[key]
             message = queue[0]
             if self.find_start(message) > start:  # other messages have used its cables since
-                self.push_head(key)
+                self.push_first_message(key)
                 continue
             queue.popleft()
             end = start + message.route.duration
@@ -186,11 +186,11 @@ class _Simulation:
             self.incoming_free[message.route.incoming] = end
             self.arrived[message.source, message.target].append((end, message.event))
             if queue:
-                self.push_head(key)
+                self.push_first_message(key)
             return message.target
         return None
 
-    def push_head(self, key: tuple[int, Hashable]) -> None:
+    def push_first_message(self, key: tuple[int, Hashable]) -> None:
         """Push the first message of a queue to the heap, with its earliest start."""
         message = self.queues[key][0]
         heapq.heappush(self.heads, (self.find_start(message), message.issued, message.event, key))

@@ -84,7 +84,7 @@ class Acceptor:
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="reception", daemon=True)
+        self._thread = threading.Thread(target=self._accept_ranks, name="reception", daemon=True)
         self._thread.start()
 
     def wait_for_ranks(self, deadline: float) -> dict[int, socket.socket]:
@@ -112,7 +112,7 @@ class Acceptor:
         for connection in self.accepted.values():
             connection.close()
 
-    def _serve(self) -> None:
+    def _accept_ranks(self) -> None:
         with self._selector:
             while len(self.accepted) < self.size - 1 and not self._closing:
                 for key, _ in self._selector.select(POLL_SECONDS):
@@ -122,7 +122,7 @@ class Acceptor:
                         self._continue_handshake(key.data)
                 self._refuse_overdue()
             for pending in list(self._pending.values()):
-                self._remove(pending).close()
+                self._remove_pending(pending).close()
         for listener in self._listeners:
             listener.close()
 
@@ -130,12 +130,14 @@ class Acceptor:
         now = time.monotonic()
         for pending in list(self._pending.values()):
             if pending.deadline < now:
-                self._refuse(pending, f"did not prove within {HANDSHAKE_SECONDS:g} s that it is a rank of this run")
+                self._refuse_connection(
+                    pending, f"did not prove within {HANDSHAKE_SECONDS:g} s that it is a rank of this run"
+                )
 
     def _accept_connection(self, listener: socket.socket) -> None:
         if len(self._pending) >= MAX_PENDING:
             oldest = next(iter(self._pending.values()))
-            self._refuse(oldest, f"is one of more than {MAX_PENDING} without a complete handshake")
+            self._refuse_connection(oldest, f"is one of more than {MAX_PENDING} without a complete handshake")
         try:
             connection, address = listener.accept()
         except OSError as error:  # the peer has left, or no more files can be opened
@@ -163,7 +165,7 @@ class Acceptor:
         self._pending[pending.socket] = pending
         # within a host the kernel identifies the peer, so TLS is not needed
         if is_local and read_peer_user_id(connection) != os.getuid():
-            self._refuse(pending, "belongs to another user")
+            self._refuse_connection(pending, "belongs to another user")
             return
         self._continue_handshake(pending)
 
@@ -175,18 +177,18 @@ class Acceptor:
                 pending.socket.do_handshake()
                 check_peer(pending.socket, self.identity)
                 pending.is_encrypted = True
-            self._read_until(pending, HELLO_HEADER.size)
+            self._read_bytes(pending, HELLO_HEADER.size)
             length = parse_hello_length(bytes(pending.received[: HELLO_HEADER.size]))
-            self._read_until(pending, HELLO_HEADER.size + length)
-            self._accept_rank(pending)
+            self._read_bytes(pending, HELLO_HEADER.size + length)
+            self._accept_pending(pending)
         except BlockingIOError:
             return  # the peer has not sent everything yet
         except UntrustedPeer as error:
-            self._refuse(pending, str(error))
+            self._refuse_connection(pending, str(error))
         except Exception as error:  # noqa: BLE001 (no input of a peer may stop this rank)
-            self._refuse(pending, describe_refusal(error))
+            self._refuse_connection(pending, describe_refusal(error))
 
-    def _read_until(self, pending: PendingConnection, count: int) -> None:
+    def _read_bytes(self, pending: PendingConnection, count: int) -> None:
         """Read until `count` bytes have arrived, and no further: messages may follow."""
         while len(pending.received) < count:
             data = pending.socket.recv(count - len(pending.received))
@@ -194,14 +196,14 @@ class Acceptor:
                 raise UntrustedPeer("closed the connection before the handshake")
             pending.received += data
 
-    def _accept_rank(self, pending: PendingConnection) -> None:
+    def _accept_pending(self, pending: PendingConnection) -> None:
         source = parse_hello(bytes(pending.received[HELLO_HEADER.size :]), self.group, self.rank, self.token)
         if source in self.accepted or source == self.rank or not 0 <= source < self.size:
             raise UntrustedPeer(f"claims to be rank {source}, which is already connected or does not exist")
         pending.socket.sendall(make_answer(Direction(self.group, source, self.rank), self.token))
-        self.accepted[source] = self._remove(pending)
+        self.accepted[source] = self._remove_pending(pending)
 
-    def _refuse(self, pending: PendingConnection, reason: str) -> None:
+    def _refuse_connection(self, pending: PendingConnection, reason: str) -> None:
         if pending.host not in self._printed_hosts and len(self._printed_hosts) < MAX_PRINTED_HOSTS:
             self._printed_hosts.add(pending.host)
             with contextlib.suppress(OSError):
@@ -209,9 +211,9 @@ class Acceptor:
                     f"rank {self.rank} refused a connection from {pending.address}, which {reason}; further ones "
                     "from there are not reported"
                 )
-        self._remove(pending).close()
+        self._remove_pending(pending).close()
 
-    def _remove(self, pending: PendingConnection) -> socket.socket:
+    def _remove_pending(self, pending: PendingConnection) -> socket.socket:
         self._selector.unregister(pending.socket)
         return self._pending.pop(pending.socket).socket
 

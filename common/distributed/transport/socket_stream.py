@@ -230,7 +230,7 @@ class SocketStream:
 
     # ---- closing
 
-    def end_calls(self) -> None:
+    def interrupt_calls(self) -> None:
         """Make pending reads and writes of all threads return."""
         with contextlib.suppress(OSError):  # the peer may have closed the connection
             self.socket.shutdown(socket.SHUT_RDWR)
